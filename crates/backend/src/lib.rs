@@ -1,0 +1,129 @@
+//! Bytes at offsets: the only part of lamina that touches a medium.
+//!
+//! Everything above asks for files of a [`Directory`] and reads, writes, flushes, reserves and punches them through
+//! [`File`]; work that must overlap goes through a per-thread [`Queue`]. Three implementations stand behind these
+//! traits: local files ([`local`]), with queues over io_uring ([`uring`]) or over a thread pool where the kernel or a
+//! container forbids io_uring ([`portable`]); and a simulated device for tests ([`simulated`]) that drops, tears and
+//! reorders what was not flushed.
+//!
+//! What every implementation promises, and what nothing above may assume beyond it:
+//!
+//! 1. A byte written is visible to later reads of the same process at once; it survives power loss only after
+//!    [`File::sync`] returned, or when it was written with `durable`.
+//! 2. A write interrupted by power loss may persist whole, not at all, or by any subset of its 512-byte sectors.
+//! 3. Bytes never written, punched or only reserved read as zeros.
+//! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
+
+mod buffer;
+pub mod local;
+pub mod portable;
+mod queue;
+pub mod simulated;
+pub mod uring;
+
+pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice};
+pub use queue::{Completion, Queue, QueueKind};
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+/// How file contents are cached by the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoMode {
+    /// Through the page cache.
+    Buffered,
+    /// Past the page cache (`O_DIRECT`): offsets, lengths and memory must be multiples of 4 KiB.
+    Direct,
+}
+
+/// One file of a datastore. All methods may be called from any thread at once.
+pub trait File: Send + Sync {
+    /// Length in bytes.
+    fn len(&self) -> io::Result<u64>;
+
+    /// True when the file has no bytes.
+    fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Cuts or extends (with zeros that take no space) the file to `length` bytes.
+    fn set_len(&self, length: u64) -> io::Result<()>;
+
+    /// Fills `buffer` from `offset`; bytes past the end of the file read as zeros.
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+
+    /// As [`File::read_at`] but only if no medium has to be waited for (page cache hit): `Ok(false)` means nothing
+    /// useful is in `buffer`. Always `Ok(false)` where the platform cannot tell.
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool>;
+
+    /// Writes the slices one after another at `offset`. When `durable`, they survive power loss once this returns
+    /// (`RWF_DSYNC`); nothing is said about earlier writes then.
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
+
+    /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).
+    fn sync(&self) -> io::Result<()>;
+
+    /// Takes space from the file system for a range, growing the file if it ends before it: later writes there cannot
+    /// fail with ENOSPC. Contents are kept; what was a hole reads as zeros.
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()>;
+
+    /// Gives a range back to the file system; it reads as zeros afterwards. The length stays.
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
+
+    /// The first range at or after `offset` that takes space in the file system, up to the end of the file.
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
+
+    /// Bytes this file takes in the file system.
+    fn allocated(&self) -> io::Result<u64>;
+
+    /// The descriptor for queues that hand work to the kernel; `None` for simulated files.
+    fn descriptor(&self) -> Option<RawFd>;
+}
+
+/// Room in the file system that holds a directory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Size of the file system in bytes.
+    pub total: u64,
+    /// Bytes an unprivileged process may still take.
+    pub available: u64,
+}
+
+/// Proof of being the one owner; the lock goes when this is dropped or the process ends, however it ends.
+pub trait Lock: Send + Sync {}
+
+/// The folder of a datastore.
+pub trait Directory: Send + Sync {
+    /// Opens a file that exists (`NotFound` otherwise).
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
+
+    /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
+
+    /// Removes a file.
+    fn remove(&self, name: &str) -> io::Result<()>;
+
+    /// Renames a file over whatever bore the new name.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+
+    /// Names of all files, sorted.
+    fn list(&self) -> io::Result<Vec<String>>;
+
+    /// Makes creations, removals and renames durable.
+    fn sync(&self) -> io::Result<()>;
+
+    /// Takes the exclusive lock on file `name` (created when missing): `WouldBlock` when another process, or another
+    /// opener in this one, holds it.
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
+
+    /// Room in the file system.
+    fn room(&self) -> io::Result<Room>;
+
+    /// A new queue of at most `depth` operations in flight, for one thread.
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>>;
+
+    /// What [`Directory::queue`] makes, for the user to see.
+    fn queue_kind(&self) -> QueueKind;
+}
