@@ -18,11 +18,14 @@ mod buffer;
 pub mod local;
 pub mod portable;
 mod queue;
+mod readiness;
 pub mod simulated;
+#[cfg(target_os = "linux")]
 pub mod uring;
+mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice};
-pub use queue::{Completion, Queue, QueueKind};
+pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
 use std::io;
 use std::ops::Range;
@@ -40,6 +43,11 @@ pub enum IoMode {
 
 /// One file of a datastore. All methods may be called from any thread at once.
 pub trait File: Send + Sync {
+    /// How the file was opened.
+    fn mode(&self) -> IoMode {
+        IoMode::Buffered
+    }
+
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
 
@@ -72,7 +80,8 @@ pub trait File: Send + Sync {
     /// Gives a range back to the file system; it reads as zeros afterwards. The length stays.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// The first range at or after `offset` that takes space in the file system, up to the end of the file.
+    /// The first range at or after `offset` that takes space in the file system, up to the end of the file. A long
+    /// range may be answered in parts: ask again from its end.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
 
     /// Bytes this file takes in the file system.

@@ -1,1 +1,228 @@
+//! Files in a folder of a local file system.
+//!
+//! 1. Names are plain: one path component, so that nothing handed in from above can reach outside the folder.
+//! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder; a file
+//!    created for direct I/O on a file system that refuses it is not left behind.
+//! 3. The lock is an advisory lock of the open file description (`flock`): the kernel drops it with the process,
+//!    however that ends, and two openers in one process exclude each other too.
+//! 4. What queues are made of is probed once, at the start, and can be told ([`Directory::queue_kind`]).
 
+mod extents;
+mod file;
+
+pub use file::LocalFile;
+#[cfg(target_os = "linux")]
+pub(crate) use file::VECTORS_MAX;
+
+use crate::portable::{PortableQueue, Workers};
+use crate::validate::check_name;
+use crate::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Which queues a directory makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LocalQueues {
+    /// io_uring where it works, threads where it does not.
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// A pool of threads.
+    Threads,
+}
+
+/// A folder of a local file system.
+pub struct LocalDirectory {
+    path: PathBuf,
+    folder: OwnedFd,
+    #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring may be demanded or done without"))]
+    queues: LocalQueues,
+    uring: AtomicBool,
+    workers: Arc<Workers>,
+}
+
+impl LocalDirectory {
+    /// Opens a folder that exists.
+    ///
+    /// # Errors
+    /// `Unsupported` when io_uring was demanded and the kernel, or the container around this process, forbids it.
+    pub fn open(path: impl AsRef<Path>, queues: LocalQueues) -> io::Result<Self> {
+        let path = path.as_ref().to_path_buf();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder =
+            rustix::fs::open(&path, flags, Mode::empty()).map_err(|e| named(e.into(), "open folder", &path))?;
+        let uring = match queues {
+            LocalQueues::Threads => false,
+            LocalQueues::Auto => probe_uring().is_ok(),
+            LocalQueues::Uring => probe_uring().map(|()| true).map_err(|e| {
+                let text = format!("io_uring does not work here ({e}); use queues of threads");
+                io::Error::new(io::ErrorKind::Unsupported, text)
+            })?,
+        };
+        Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+    }
+
+    /// The folder's path, as given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn open_with(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
+        check_name(name)?;
+        let flags = flags | OFlags::RDWR | OFlags::CLOEXEC;
+        let file = retry(|| rustix::fs::openat(&self.folder, name, flags, Mode::RUSR | Mode::WUSR))
+            .map_err(|e| named(e, "open", &self.path.join(name)))?;
+        let file = std::fs::File::from(file);
+        if !file.metadata()?.is_file() {
+            let text = format!("{} is not a regular file", self.path.join(name).display());
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        if mode == IoMode::Direct {
+            set_direct(&file).map_err(|e| {
+                let text = format!(
+                    "the file system of {} refuses direct I/O ({e}); use buffered I/O",
+                    self.path.join(name).display()
+                );
+                io::Error::new(io::ErrorKind::Unsupported, text)
+            })?;
+        }
+        Ok(file)
+    }
+}
+
+impl Directory for LocalDirectory {
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        let file = self.open_with(name, mode, OFlags::empty())?;
+        Ok(Arc::new(LocalFile::new(file, mode)))
+    }
+
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        match self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL) {
+            Ok(file) => Ok(Arc::new(LocalFile::new(file, mode))),
+            Err(error) => {
+                // With EXCL, this error alone comes after the file was made.
+                if error.kind() == io::ErrorKind::Unsupported {
+                    let _ = self.remove(name);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        retry(|| rustix::fs::unlinkat(&self.folder, name, rustix::fs::AtFlags::empty()))
+            .map_err(|e| named(e, "remove", &self.path.join(name)))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        retry(|| rustix::fs::renameat(&self.folder, from, &self.folder, to))
+            .map_err(|e| named(e, "rename", &self.path.join(from)))
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.folder)? {
+            let entry = entry?;
+            // A name that is no text is none of ours.
+            let Ok(name) = entry.file_name().to_str() else { continue };
+            let regular = match entry.file_type() {
+                rustix::fs::FileType::Unknown => {
+                    let found = rustix::fs::statat(&self.folder, name, rustix::fs::AtFlags::SYMLINK_NOFOLLOW);
+                    found.is_ok_and(|stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file())
+                }
+                kind => kind.is_file(),
+            };
+            if regular {
+                names.push(name.to_owned());
+            }
+        }
+        names.sort_unstable();
+        Ok(names)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        retry(|| rustix::fs::fsync(&self.folder))
+    }
+
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        let file = self.open_with(name, IoMode::Buffered, OFlags::CREATE)?;
+        retry(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)).map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock => {
+                let text = format!("{} is locked by another owner", self.path.join(name).display());
+                io::Error::new(io::ErrorKind::WouldBlock, text)
+            }
+            _ => named(e, "lock", &self.path.join(name)),
+        })?;
+        Ok(Box::new(LocalLock { _file: file }))
+    }
+
+    fn room(&self) -> io::Result<Room> {
+        let stat = rustix::fs::fstatvfs(&self.folder)?;
+        Ok(Room {
+            total: stat.f_blocks.saturating_mul(stat.f_frsize),
+            available: stat.f_bavail.saturating_mul(stat.f_frsize),
+        })
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        #[cfg(target_os = "linux")]
+        if self.uring.load(Ordering::Relaxed) {
+            match crate::uring::UringQueue::new(depth) {
+                Ok(queue) => return Ok(Box::new(queue)),
+                Err(error) if self.queues == LocalQueues::Uring => return Err(error),
+                // Probing found io_uring, but the limit on rings or locked memory is reached: go on without it.
+                Err(_) => self.uring.store(false, Ordering::Relaxed),
+            }
+        }
+        Ok(Box::new(PortableQueue::new(Arc::clone(&self.workers), depth)?))
+    }
+
+    fn queue_kind(&self) -> QueueKind {
+        match self.uring.load(Ordering::Relaxed) {
+            true => QueueKind::Uring,
+            false => QueueKind::Threads,
+        }
+    }
+}
+
+/// Holds the open file description that carries the lock.
+struct LocalLock {
+    _file: std::fs::File,
+}
+
+impl Lock for LocalLock {}
+
+fn probe_uring() -> io::Result<()> {
+    #[cfg(target_os = "linux")]
+    return crate::uring::probe();
+    #[cfg(not(target_os = "linux"))]
+    return Err(io::Error::new(io::ErrorKind::Unsupported, "not on this operating system"));
+}
+
+#[cfg(target_os = "linux")]
+fn set_direct(file: &std::fs::File) -> io::Result<()> {
+    // Set after opening instead of while opening: an open that creates would leave the file behind when refused.
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    Ok(rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn set_direct(_file: &std::fs::File) -> io::Result<()> {
+    Err(io::Error::new(io::ErrorKind::Unsupported, "not on this operating system"))
+}
+
+fn named(error: io::Error, what: &str, path: &Path) -> io::Error {
+    io::Error::new(error.kind(), format!("{what} {}: {error}", path.display()))
+}
+
+/// Repeats a system call that a signal interrupted.
+fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> io::Result<T> {
+    Ok(rustix::io::retry_on_intr(&mut call)?)
+}

@@ -1,1 +1,201 @@
+//! A simulated machine's storage for tests: it keeps what is flushed, and does its worst to everything else.
+//!
+//! What it may do to us:
+//!
+//! 1. **Power cut** ([`SimulatedDisk::crash`]). Each write that was not flushed is kept, lost, or torn at 512-byte
+//!    sectors (any subset of them), independently of all others, so a later write may be there and an earlier one not.
+//!    A length change, reservation or punch that was not flushed is kept or lost, a punch also half done. Growth of a
+//!    file by a write may be lost while its bytes were written: they vanish. Names created, renamed or removed since
+//!    the last [`Directory::sync`] may be lost, the later ones before the earlier.
+//! 2. **Write-back on its own.** Nothing stays unflushed for ever: beyond a bound the oldest changes of a file become
+//!    durable, after newer ones may have been lost.
+//! 3. **Errors.** Any operation can be made to fail. A failed write leaves any subset of its sectors written. After a
+//!    failed flush some of the writes before it are lost for good, though they can still be read until the power goes;
+//!    the next flush succeeds and does not bring them back, as on Linux.
+//! 4. **Full.** Space is counted in 4 KiB: reservations and writes into holes take it, punching, cutting and removing
+//!    give it back, and what does not fit is refused with ENOSPC before anything is written.
+//! 5. **Bit rot and unreadable sectors**, where a test asks for them.
+//! 6. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in
+//!    any order. The page cache forgets when it likes.
+//!
+//! What it assumes a real disk and file system never do:
+//!
+//! 1. A sector is written whole or not at all, and sectors that nobody writes do not change.
+//! 2. What a successful flush or durable write made durable stays, and no older write comes back over it.
+//! 3. Changes of names become durable in the order they were made, each of them whole (any journalling file system).
+//! 4. A file's contents do not depend on its name being durable, nor on other files.
+//!
+//! Everything follows from the seed and the sequence of calls. Memory is what is written, in pages of 4 KiB shared
+//! between the live and the durable state.
 
+mod content;
+mod file;
+mod queue;
+mod unflushed;
+mod world;
+
+use crate::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use file::SimulatedFile;
+use parking_lot::Mutex;
+use queue::SimulatedQueue;
+use std::io;
+use std::ops::Range;
+use std::sync::Arc;
+use world::{FileId, World};
+
+/// How a simulated disk is made.
+#[derive(Clone, Debug)]
+pub struct SimulatedOptions {
+    /// Size of the file system in bytes.
+    pub capacity: u64,
+    /// Whether queues perform and complete operations in random order; otherwise at once and in theirs.
+    pub reorder: bool,
+    /// Unflushed changes per file beyond which the oldest are written back.
+    pub unflushed_max: usize,
+}
+
+impl Default for SimulatedOptions {
+    fn default() -> Self {
+        Self { capacity: 1 << 40, reorder: true, unflushed_max: 4096 }
+    }
+}
+
+/// A simulated disk with one folder. Clones are handles of the same disk.
+#[derive(Clone)]
+pub struct SimulatedDisk {
+    world: Arc<Mutex<World>>,
+}
+
+impl SimulatedDisk {
+    /// An empty disk; everything random about it follows from `seed`.
+    pub fn new(seed: u64, options: SimulatedOptions) -> Self {
+        Self { world: Arc::new(Mutex::new(World::new(seed, options))) }
+    }
+
+    /// The folder of the disk.
+    pub fn directory(&self) -> Arc<dyn Directory> {
+        Arc::new(SimulatedDirectory { world: Arc::clone(&self.world) })
+    }
+
+    /// Cuts the power and gives the disk as found afterwards. All handles of the old disk fail from now on; another
+    /// call gives another possible outcome of the same cut. Faults asked for do not carry over, the capacity does.
+    pub fn crash(&self) -> SimulatedDisk {
+        SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash())) }
+    }
+
+    /// Operations so far that change something or make it durable. A number of an operation is the count before it.
+    pub fn operations(&self) -> u64 {
+        self.world.lock().operations
+    }
+
+    /// Lets `count` operations (in the counting of [`SimulatedDisk::operations`]) succeed. The one after them is
+    /// caught by a power cut half way: it fails, its effect is as good as any unflushed one, and so does everything
+    /// else, reads included, until [`SimulatedDisk::crash`] starts the machine again.
+    pub fn cut_after(&self, count: u64) {
+        self.world.lock().cut_after = Some(count);
+    }
+
+    /// Whether the cut asked for by [`SimulatedDisk::cut_after`] has happened, or the disk has crashed.
+    pub fn is_off(&self) -> bool {
+        self.world.lock().off
+    }
+
+    /// Makes operation `number` fail with EIO.
+    pub fn fail_operation(&self, number: u64) {
+        self.world.lock().failing.insert(number);
+    }
+
+    /// Makes the next `count` flushes, of files or of the folder, fail with EIO.
+    pub fn fail_syncs(&self, count: u32) {
+        self.world.lock().failing_syncs = count;
+    }
+
+    /// Makes reads that touch the range of file `name` fail with EIO until it is written again.
+    pub fn fail_reads(&self, name: &str, range: Range<u64>) -> io::Result<()> {
+        let mut world = self.world.lock();
+        world.named(name)?.unreadable.insert(range);
+        Ok(())
+    }
+
+    /// Inverts bit `bit` (0 to 7) of the byte at `offset` of file `name`, in every version of that byte.
+    pub fn flip_bit(&self, name: &str, offset: u64, bit: u8) -> io::Result<()> {
+        let mut world = self.world.lock();
+        world.named(name)?.flip_bit(offset, bit);
+        Ok(())
+    }
+
+    /// Makes the file system larger or smaller; less than is used leaves no room.
+    pub fn set_capacity(&self, bytes: u64) {
+        self.world.lock().options.capacity = bytes;
+    }
+}
+
+struct SimulatedDirectory {
+    world: Arc<Mutex<World>>,
+}
+
+impl SimulatedDirectory {
+    fn handle(&self, id: FileId, mode: IoMode) -> Arc<dyn File> {
+        Arc::new(SimulatedFile::new(Arc::clone(&self.world), id, mode))
+    }
+}
+
+impl Directory for SimulatedDirectory {
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        let id = self.world.lock().open(name)?;
+        Ok(self.handle(id, mode))
+    }
+
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        let id = self.world.lock().create(name)?;
+        Ok(self.handle(id, mode))
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.world.lock().remove(name)
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.world.lock().rename(from, to)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.world.lock().list()
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.world.lock().sync_names()
+    }
+
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        let id = self.world.lock().lock(name)?;
+        Ok(Box::new(SimulatedLock { world: Arc::clone(&self.world), id }))
+    }
+
+    fn room(&self) -> io::Result<Room> {
+        self.world.lock().room()
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        let mut world = self.world.lock();
+        let random = world.options.reorder.then(|| world.random.fork());
+        Ok(Box::new(SimulatedQueue::new(depth, random)))
+    }
+
+    fn queue_kind(&self) -> QueueKind {
+        QueueKind::Inline
+    }
+}
+
+struct SimulatedLock {
+    world: Arc<Mutex<World>>,
+    id: FileId,
+}
+
+impl Lock for SimulatedLock {}
+
+impl Drop for SimulatedLock {
+    fn drop(&mut self) {
+        self.world.lock().unlock(self.id);
+    }
+}

@@ -4,38 +4,10 @@
 //! waits for data), the exporter fetches the [`Segment::Media`] parts in its own way (at once from the page cache, or
 //! through its [`backend::Queue`]), and [`Device::finish_read`] verifies every block against its checksum.
 
-use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
-use std::sync::Arc;
+use backend::{BLOCK_SIZE, Buffer};
 use store::Result;
 
-/// A part of a planned read; always whole blocks.
-pub enum Segment {
-    /// Reads as zeros.
-    Zero {
-        /// Length in bytes.
-        length: usize,
-    },
-    /// Held in memory: written a moment ago and not at home yet. Already verified.
-    Memory(SharedSlice),
-    /// On the medium.
-    Media(Media),
-}
-
-/// A contiguous part of a data file that holds a segment.
-pub struct Media {
-    /// The data file.
-    pub file: Arc<dyn File>,
-    /// Byte offset in it, a multiple of 4 KiB.
-    pub offset: u64,
-    /// Length in bytes, a multiple of 4 KiB.
-    pub length: usize,
-    /// Where the exporter puts what it read: exactly `length` bytes.
-    pub buffer: Option<Buffer>,
-    /// CRC32C of each block as the map has it.
-    pub checksums: Vec<u32>,
-    /// Physical block number of the first block, for messages.
-    pub block: u64,
-}
+pub use store::engine::{Media, Segment, Verdict};
 
 /// A read whose places are known. While it lives, no place it names is given to another owner.
 pub struct ReadPlan {
@@ -81,15 +53,6 @@ impl ReadPlan {
         });
         out
     }
-}
-
-/// What [`Device::finish_read`] found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// Every block is what the map says.
-    Good,
-    /// The range changed under the read: plan it again.
-    Again,
 }
 
 /// What a range is, for block status.

@@ -1,1 +1,163 @@
-fn main() {}
+//! `lamina`: the command line, and the server process behind `lamina serve`.
+//!
+//! A face, not a place for storage logic: every verb becomes a [`control::Request`], is carried out by
+//! [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the datastore), and the
+//! reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests), [`session`] (to the
+//! owner, or as the owner), [`control`] (requests, their dispatch, the socket), [`output`], and [`serve`].
+
+#![forbid(unsafe_code)]
+
+mod cli;
+mod control;
+mod exit;
+mod follow;
+mod generate;
+mod output;
+mod serve;
+mod session;
+
+use clap::Parser;
+use cli::{Cli, Command};
+use control::{Reply, Request};
+use disk::{Datastore, Error, ErrorKind, InitOptions};
+use follow::Follow;
+use output::{Extents, Form};
+use serde_json::json;
+use std::io::{self, BufWriter, IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+/// How a command ended.
+enum End {
+    /// With an answer, and the exit code that goes with it.
+    Code(u8),
+    /// With an error.
+    Failed(Error),
+    /// With a complaint about the command line.
+    Usage(String),
+    /// Nobody reads the output any more; nothing to say, and nobody to say it to.
+    Unread,
+}
+
+impl From<Error> for End {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl From<io::Error> for End {
+    /// Of the output.
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::BrokenPipe => Self::Unread,
+            _ => Self::Failed(Error::io("writing the output", error)),
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let end = match Cli::try_parse() {
+        Ok(cli) => run(cli).unwrap_or_else(|end| end),
+        Err(error) if cli::usage::is_answer(&error) => error.print().map_or_else(End::from, |()| End::Code(0)),
+        Err(error) => End::Usage(cli::usage::sentence(&error)),
+    };
+    let (code, sentence) = match end {
+        End::Code(code) => (code, None),
+        End::Failed(error) => (exit::code(error.kind()), Some(error.to_string())),
+        End::Usage(sentence) => (exit::USAGE, Some(sentence)),
+        End::Unread => (exit::INTERRUPTED, None),
+    };
+    if let Some(sentence) = sentence {
+        // One line, whatever an error brought along; stderr may be closed.
+        let line: Vec<&str> = sentence.lines().map(str::trim).collect();
+        let _ = writeln!(io::stderr(), "lamina: {}", line.join(" "));
+    }
+    ExitCode::from(code)
+}
+
+fn run(cli: Cli) -> Result<End, End> {
+    let form = Form::new(cli.json);
+    start_logging(&cli)?;
+    let request = cli.command.request().map_err(End::Usage)?;
+    match (cli.command, request) {
+        (_, Some(request)) => ask(&datastore(cli.datastore)?, form, request),
+        (Command::Init { path, journal_size }, _) => init(&path, journal_size, form),
+        (Command::Serve(arguments), _) => {
+            let path = datastore(arguments.path.clone().or(cli.datastore))?;
+            serve::run(&path, &arguments, form)?;
+            Ok(End::Code(0))
+        }
+        (Command::Completion { shell }, _) => {
+            generate::completion(shell, &mut io::stdout())?;
+            Ok(End::Code(0))
+        }
+        (Command::Man { directory }, _) => {
+            let pages = generate::man(&directory)?;
+            let mut out = io::stdout().lock();
+            match form {
+                Form::Json => output::print_json(&mut out, &json!({ "pages": pages }))?,
+                Form::Text => pages.iter().try_for_each(|page| writeln!(out, "{}", page.display()))?,
+            }
+            Ok(End::Code(0))
+        }
+        // Every other verb has a request.
+        (_, None) => Err(End::Usage("this verb is not known".into())),
+    }
+}
+
+fn datastore(path: Option<PathBuf>) -> Result<PathBuf, End> {
+    path.filter(|path| !path.as_os_str().is_empty())
+        .ok_or_else(|| End::Usage("which datastore? give --datastore PATH or set LAMINA_DATASTORE".into()))
+}
+
+/// Logs go to stderr: a server tells what it does, a verb only what is wrong.
+fn start_logging(cli: &Cli) -> Result<(), End> {
+    let default = if matches!(cli.command, Command::Serve(_)) { "info" } else { "warn" };
+    let wanted = cli.log.clone().or_else(|| std::env::var("RUST_LOG").ok()).filter(|filter| !filter.is_empty());
+    let filter = EnvFilter::try_new(wanted.as_deref().unwrap_or(default))
+        .map_err(|e| End::Usage(format!("'{}' is not a log filter: {e}", wanted.unwrap_or_default())))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .try_init()
+        .map_err(|e| End::Failed(Error::new(ErrorKind::Unsupported, format!("logging cannot start: {e}"))))
+}
+
+fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {
+    Datastore::init(path, InitOptions { journal_size })?;
+    let mut out = io::stdout().lock();
+    match form {
+        Form::Json => output::print_json(&mut out, &json!({ "datastore": path, "journal_size": journal_size }))?,
+        Form::Text => writeln!(out, "made datastore {}", path.display())?,
+    }
+    Ok(End::Code(0))
+}
+
+/// Asks the datastore and prints what it says.
+fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
+    let interrupted = follow::interruption(exit::INTERRUPTED)?;
+    let mut out = BufWriter::new(io::stdout());
+    let extents = match &request {
+        Request::SnapshotDiff { disk, from, to } => {
+            Some(Extents::new(Box::new(BufWriter::new(io::stdout())), form, disk, from, to))
+        }
+        _ => None,
+    };
+    let follow = Follow::new(&request, interrupted, extents);
+    let outcome = session::ask(path, request.clone(), &follow);
+    let unread = follow.unread();
+    let extents = follow.finish();
+    let reply = match outcome {
+        Err(_) if unread => return Err(End::Unread),
+        outcome => outcome?,
+    };
+    match (&reply, extents) {
+        (Reply::Diff { extents, bytes }, Some(printer)) => printer.end(*extents, *bytes)?,
+        _ => output::print(&mut out, form, &request, &reply)?,
+    }
+    out.flush()?;
+    let unrepaired = matches!(&reply, Reply::Check(report) if report.findings.iter().any(|f| f.repaired.is_none()));
+    Ok(End::Code(if unrepaired { exit::CORRUPT } else { 0 }))
+}

@@ -1,0 +1,58 @@
+# The ways into this project. `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup build test lint deny demo bench fuzz soak install
+
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+PROGRAM := $(TARGET)/release/lamina
+PREFIX ?= /usr/local
+DESTDIR ?=
+
+help: ## What there is
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1 \t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+setup: ## Install the tools that tests and measurements need (apt, idempotent)
+	@scripts/setup
+
+build: ## Build lamina as users run it
+	cargo build --release -p lamina
+
+test: setup ## Every test
+	@scripts/test $(TEST_ARGUMENTS)
+
+lint: deny ## Format, clippy and dependencies
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+
+# Known vulnerabilities are not part of it: their database is fetched from GitHub, and a build must not depend on
+# that. `cargo deny check` without words, where there is a network, looks at them too.
+deny: ## Licences, sources and versions of what is built in
+	@scripts/setup deny
+	@$(TARGET)/tools/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
+
+demo: setup build ## A file system, snapshots and 100 clones on real files
+	@scripts/demo $(PROGRAM)
+
+bench: setup build ## Speed against the peers, and every bar; BENCH="speed --quick" for a part
+	cargo build --release -p lamina-study
+	@$(TARGET)/release/lamina-study $(or $(BENCH),all)
+
+FUZZ_SECONDS ?= 60
+fuzz: setup ## Every fuzz target for FUZZ_SECONDS (60)
+	@scripts/setup fuzz
+	@scripts/fuzz $(FUZZ_SECONDS)
+
+soak: ## Random power cuts without end; prints the seed that fails
+	cargo run --release -p lamina-simulation --bin lamina-soak -- $(SOAK)
+
+install: build ## Program, man pages, completions and unit into DESTDIR/PREFIX
+	install -D -m 755 $(PROGRAM) $(DESTDIR)$(PREFIX)/bin/lamina
+	$(PROGRAM) man $(DESTDIR)$(PREFIX)/share/man/man1
+	install -d $(DESTDIR)$(PREFIX)/share/{bash-completion/completions,zsh/site-functions,fish/vendor_completions.d}
+	$(PROGRAM) completion bash > $(DESTDIR)$(PREFIX)/share/bash-completion/completions/lamina
+	$(PROGRAM) completion zsh > $(DESTDIR)$(PREFIX)/share/zsh/site-functions/_lamina
+	$(PROGRAM) completion fish > $(DESTDIR)$(PREFIX)/share/fish/vendor_completions.d/lamina.fish
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+	install -m 644 packaging/*.service $(DESTDIR)$(PREFIX)/lib/systemd/system

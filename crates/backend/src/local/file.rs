@@ -1,0 +1,238 @@
+//! One file of a local file system, by ordinary positional system calls.
+//!
+//! Signals and short transfers are carried on here, so that callers see all or an error. The errors themselves are the
+//! kernel's own, with their codes: the layers above know which disk the bytes belong to and say so.
+
+use super::{extents, retry};
+use crate::queue::resume_short_read;
+use crate::validate::{check_alignment, check_range};
+use crate::{File, IoMode};
+use std::io::{self, IoSlice};
+use std::ops::Range;
+use std::os::fd::{AsRawFd, RawFd};
+
+/// Slices in one system call (`IOV_MAX` of Linux and the BSDs).
+pub(crate) const VECTORS_MAX: usize = 1024;
+
+/// Zeros written at a time where a file system cannot punch holes.
+const ZEROS_LENGTH: usize = 256 << 10;
+
+/// A file of a [`super::LocalDirectory`].
+pub struct LocalFile {
+    file: std::fs::File,
+    mode: IoMode,
+}
+
+impl LocalFile {
+    pub(super) fn new(file: std::fs::File, mode: IoMode) -> Self {
+        Self { file, mode }
+    }
+
+    fn write_vectors(&self, mut vectors: &mut [IoSlice<'_>], mut offset: u64, durable: bool) -> io::Result<()> {
+        IoSlice::advance_slices(&mut vectors, 0); // skips empty slices
+        let mut flush_after = false;
+        while !vectors.is_empty() {
+            let part = &vectors[..vectors.len().min(VECTORS_MAX)];
+            let written = match write_call(&self.file, part, offset, durable && !flush_after) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => written,
+                Err(rustix::io::Errno::INTR) => continue,
+                Err(rustix::io::Errno::OPNOTSUPP) if durable && !flush_after => {
+                    flush_after = true;
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            IoSlice::advance_slices(&mut vectors, written);
+            offset = offset.saturating_add(written as u64);
+        }
+        match flush_after {
+            true => self.sync(),
+            false => Ok(()),
+        }
+    }
+
+    /// What punching does where the file system has no holes.
+    fn write_zeros(&self, offset: u64, length: u64) -> io::Result<()> {
+        let end = offset.saturating_add(length).min(self.len()?);
+        let zeros = crate::Buffer::with_bytes(ZEROS_LENGTH);
+        let mut at = offset;
+        while at < end {
+            let part = (end - at).min(zeros.len() as u64) as usize;
+            self.write_at(&[&zeros[..part]], at, false)?;
+            at += part as u64;
+        }
+        Ok(())
+    }
+}
+
+impl File for LocalFile {
+    fn mode(&self) -> IoMode {
+        self.mode
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        let stat = rustix::fs::fstat(&self.file)?;
+        Ok(u64::try_from(stat.st_size).unwrap_or(0))
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.file.set_len(length)
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        check_alignment(self.mode, offset, buffer)?;
+        check_range(offset, buffer.len() as u64)?;
+        let mut done = 0;
+        while done < buffer.len() {
+            match rustix::io::pread(&self.file, &mut buffer[done..], offset + done as u64) {
+                Ok(0) => {
+                    buffer[done..].fill(0);
+                    break;
+                }
+                Ok(read) if done + read == buffer.len() => break,
+                Ok(read) => match resume_short_read(self, offset, done + read)? {
+                    Some(resume) => done = resume,
+                    None => {
+                        buffer[done + read..].fill(0);
+                        break;
+                    }
+                },
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
+        if self.mode == IoMode::Direct {
+            return Ok(false);
+        }
+        check_range(offset, buffer.len() as u64)?;
+        let mut done = 0;
+        while done < buffer.len() {
+            match read_cached_call(&self.file, &mut buffer[done..], offset + done as u64) {
+                Ok(0) => {
+                    buffer[done..].fill(0);
+                    break;
+                }
+                Ok(read) => done += read,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::OPNOTSUPP) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(true)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        let mut total = 0u64;
+        for slice in slices {
+            check_alignment(self.mode, offset.wrapping_add(total), slice)?;
+            total = total.saturating_add(slice.len() as u64);
+        }
+        check_range(offset, total)?;
+        match slices {
+            [slice] => self.write_vectors(&mut [IoSlice::new(slice)], offset, durable),
+            _ => {
+                let mut vectors: Vec<_> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
+                self.write_vectors(&mut vectors, offset, durable)
+            }
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        // Never retried after a failure: the kernel reports a lost write once and then forgets it.
+        self.file.sync_data()
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        check_range(offset, length)?;
+        reserve_call(&self.file, offset, length)
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        check_range(offset, length)?;
+        match punch_call(&self.file, offset, length) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => self.write_zeros(offset, length),
+            other => other,
+        }
+    }
+
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        let length = self.len()?;
+        if offset >= length {
+            return Ok(None);
+        }
+        let found = extents::next_allocated(&self.file, offset)?;
+        Ok(found.and_then(|range| {
+            let clipped = range.start.max(offset)..range.end.min(length);
+            (!clipped.is_empty()).then_some(clipped)
+        }))
+    }
+
+    fn allocated(&self) -> io::Result<u64> {
+        let stat = rustix::fs::fstat(&self.file)?;
+        Ok(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512))
+    }
+
+    fn descriptor(&self) -> Option<RawFd> {
+        Some(self.file.as_raw_fd())
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn write_call(file: &std::fs::File, vectors: &[IoSlice<'_>], offset: u64, durable: bool) -> rustix::io::Result<usize> {
+    use rustix::io::ReadWriteFlags;
+    let flags = if durable { ReadWriteFlags::DSYNC } else { ReadWriteFlags::empty() };
+    rustix::io::pwritev2(file, vectors, offset, flags)
+}
+
+/// `OPNOTSUPP` for a durable write makes the caller flush afterwards.
+#[cfg(not(target_os = "linux"))]
+fn write_call(file: &std::fs::File, vectors: &[IoSlice<'_>], offset: u64, durable: bool) -> rustix::io::Result<usize> {
+    if durable {
+        return Err(rustix::io::Errno::OPNOTSUPP);
+    }
+    rustix::io::pwrite(file, &vectors[0], offset)
+}
+
+#[cfg(target_os = "linux")]
+fn read_cached_call(file: &std::fs::File, buffer: &mut [u8], offset: u64) -> rustix::io::Result<usize> {
+    let mut vectors = [io::IoSliceMut::new(buffer)];
+    rustix::io::preadv2(file, &mut vectors, offset, rustix::io::ReadWriteFlags::NOWAIT)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn read_cached_call(_file: &std::fs::File, _buffer: &mut [u8], _offset: u64) -> rustix::io::Result<usize> {
+    Err(rustix::io::Errno::AGAIN)
+}
+
+#[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
+fn reserve_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
+    retry(|| rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), offset, length))
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple")))]
+fn reserve_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Result<()> {
+    Err(io::Error::new(io::ErrorKind::Unsupported, "this operating system cannot reserve space in a file"))
+}
+
+#[cfg(target_os = "linux")]
+fn punch_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
+    use rustix::fs::FallocateFlags;
+    retry(|| rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, length))
+}
+
+/// Elsewhere a hole is written as zeros: it reads right and keeps its space.
+#[cfg(not(target_os = "linux"))]
+fn punch_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}

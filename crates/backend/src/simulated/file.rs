@@ -1,0 +1,120 @@
+//! A handle of a simulated file.
+
+use super::content::PAGE;
+use super::world::{FileId, World};
+use crate::validate::{check_alignment, check_range};
+use crate::{File, IoMode};
+use parking_lot::Mutex;
+use rustix::io::Errno;
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+pub(super) struct SimulatedFile {
+    world: Arc<Mutex<World>>,
+    id: FileId,
+    mode: IoMode,
+}
+
+impl SimulatedFile {
+    /// A handle that the world has counted already.
+    pub(super) fn new(world: Arc<Mutex<World>>, id: FileId, mode: IoMode) -> Self {
+        Self { world, id, mode }
+    }
+}
+
+impl Drop for SimulatedFile {
+    fn drop(&mut self) {
+        self.world.lock().close(self.id);
+    }
+}
+
+impl File for SimulatedFile {
+    fn mode(&self) -> IoMode {
+        self.mode
+    }
+
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.world.lock().file(self.id)?.live.length())
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        check_range(length, 0)?;
+        self.world.lock().set_length(self.id, length)
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        check_alignment(self.mode, offset, buffer)?;
+        check_range(offset, buffer.len() as u64)?;
+        let mut world = self.world.lock();
+        let file = world.file(self.id)?;
+        if file.unreadable.next(offset).is_some_and(|range| range.start < offset + buffer.len() as u64) {
+            return Err(Errno::IO.into());
+        }
+        file.live.read(buffer, offset);
+        Ok(())
+    }
+
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
+        if self.mode == IoMode::Direct || !self.world.lock().is_cached() {
+            // Whoever uses the buffer all the same shall notice.
+            buffer.fill(0xa5);
+            return Ok(false);
+        }
+        self.read_at(buffer, offset)?;
+        Ok(true)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        let mut total = 0u64;
+        for slice in slices {
+            check_alignment(self.mode, offset.wrapping_add(total), slice)?;
+            total = total.saturating_add(slice.len() as u64);
+        }
+        check_range(offset, total)?;
+        if total == 0 {
+            return Ok(());
+        }
+        let bytes: Arc<[u8]> = slices.concat().into();
+        self.world.lock().write(self.id, offset, bytes, durable)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.world.lock().sync(self.id)
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        check_range(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.world.lock().reserve(self.id, offset, length)
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        check_range(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.world.lock().punch(self.id, offset, length)
+    }
+
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        let mut world = self.world.lock();
+        let live = &world.file(self.id)?.live;
+        let found = live.space().next(offset / PAGE).map(|pages| {
+            let end = pages.end.saturating_mul(PAGE).min(live.length());
+            (pages.start * PAGE).max(offset)..end
+        });
+        Ok(found.filter(|range| !range.is_empty()))
+    }
+
+    fn allocated(&self) -> io::Result<u64> {
+        Ok(self.world.lock().file(self.id)?.live.space().total() * PAGE)
+    }
+
+    fn descriptor(&self) -> Option<RawFd> {
+        None
+    }
+}

@@ -1,0 +1,38 @@
+//! What every implementation refuses before it touches a medium: names that are paths, offsets no kernel takes, and
+//! direct I/O that is not aligned.
+
+use crate::{BLOCK_SIZE, IoMode};
+use std::io;
+
+/// A name is one component of a path.
+pub(crate) fn check_name(name: &str) -> io::Result<()> {
+    if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("{name:?} is no name for a file")));
+    }
+    Ok(())
+}
+
+/// File offsets are signed in the kernel.
+pub(crate) fn check_range(offset: u64, length: u64) -> io::Result<()> {
+    match offset.checked_add(length) {
+        Some(end) if end <= i64::MAX as u64 => Ok(()),
+        _ => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("{length} bytes at {offset} reach past the greatest possible offset"),
+        )),
+    }
+}
+
+/// Refuses what direct I/O cannot carry: anything not in whole blocks at a block's offset in aligned memory. The check
+/// is stricter than most media, so that code tried on one medium works on every other.
+pub(crate) fn check_alignment(mode: IoMode, offset: u64, memory: &[u8]) -> io::Result<()> {
+    let aligned = |number: u64| number.is_multiple_of(BLOCK_SIZE as u64);
+    let fits = aligned(offset) && aligned(memory.len() as u64) && aligned(memory.as_ptr().addr() as u64);
+    if mode == IoMode::Direct && !memory.is_empty() && !fits {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("direct I/O of {} bytes at {offset} is not in whole, aligned 4 KiB blocks", memory.len()),
+        ));
+    }
+    Ok(())
+}

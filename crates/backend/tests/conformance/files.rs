@@ -1,0 +1,192 @@
+//! Files, names, locks and space.
+
+use crate::queues::drain;
+use crate::{Random, SPAN};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode};
+use std::io::ErrorKind;
+
+pub fn random_script_matches_bytes(directory: &dyn Directory, mode: IoMode, seed: u64) {
+    let mut random = Random(seed);
+    let mut file = directory.create("script", mode).unwrap();
+    let mut model: Vec<u8> = Vec::new();
+    for step in 0..300 {
+        let (start, length) = random.range(mode);
+        let end = start + length;
+        let choice = random.below(100);
+        match choice {
+            0..45 => {
+                let mut data = Buffer::with_bytes(length);
+                random.fill(&mut data);
+                let unit = if mode == IoMode::Direct { BLOCK_SIZE } else { 1 };
+                let cut = random.below(length / unit + 1) * unit;
+                let durable = random.below(8) == 0;
+                file.write_at(&[&data[..cut], &[], &data[cut..length]], start as u64, durable).unwrap();
+                model.resize(model.len().max(end), 0);
+                model[start..end].copy_from_slice(&data[..length]);
+            }
+            45..60 => {
+                file.punch(start as u64, length as u64).unwrap();
+                let within = start.min(model.len())..end.min(model.len());
+                model[within].fill(0);
+            }
+            60..70 => {
+                file.reserve(start as u64, length as u64).unwrap();
+                model.resize(model.len().max(end), 0);
+            }
+            70..74 => {
+                file.set_len(start as u64).unwrap();
+                model.resize(start, 0);
+            }
+            74..78 => file.sync().unwrap(),
+            78..80 => {
+                drop(file);
+                file = directory.open("script", mode).unwrap();
+            }
+            80..85 => check_allocation(file.as_ref(), &model),
+            _ => {
+                let mut buffer = Buffer::with_bytes(length);
+                buffer.fill(0xee);
+                let cached = choice < 90 && file.read_cached_at(&mut buffer[..length], start as u64).unwrap();
+                if !cached {
+                    file.read_at(&mut buffer[..length], start as u64).unwrap();
+                }
+                assert!(buffer[..length] == expected(&model, start, length), "seed {seed} step {step}");
+            }
+        }
+        assert_eq!(file.len().unwrap(), model.len() as u64, "seed {seed} step {step}");
+    }
+    let mut all = Buffer::with_bytes(SPAN);
+    file.read_at(&mut all, 0).unwrap();
+    assert!(*all == expected(&model, 0, SPAN)[..], "seed {seed}");
+    directory.remove("script").unwrap();
+}
+
+fn expected(model: &[u8], start: usize, length: usize) -> Vec<u8> {
+    let mut bytes = model[start.min(model.len())..(start + length).min(model.len())].to_vec();
+    bytes.resize(length, 0);
+    bytes
+}
+
+/// Allocated ranges are in order, within the file, and hold everything that is not zero.
+fn check_allocation(file: &dyn File, model: &[u8]) {
+    let mut at = 0;
+    while let Some(range) = file.next_allocated(at).unwrap() {
+        assert!(range.start >= at && range.start < range.end && range.end <= model.len() as u64);
+        assert!(model[at as usize..range.start as usize].iter().all(|byte| *byte == 0));
+        at = range.end;
+    }
+    assert!(model[at as usize..].iter().all(|byte| *byte == 0));
+}
+
+pub fn names_behave(directory: &dyn Directory, mode: IoMode) {
+    assert_eq!(directory.open("missing", mode).err().unwrap().kind(), ErrorKind::NotFound);
+    assert_eq!(directory.remove("missing").err().unwrap().kind(), ErrorKind::NotFound);
+    assert_eq!(directory.rename("missing", "other").err().unwrap().kind(), ErrorKind::NotFound);
+    for bad in ["", ".", "..", "a/b", "a\0b"] {
+        assert_eq!(directory.create(bad, mode).err().unwrap().kind(), ErrorKind::InvalidInput);
+    }
+    let first = directory.create("first", mode).unwrap();
+    assert_eq!(directory.create("first", mode).err().unwrap().kind(), ErrorKind::AlreadyExists);
+    first.set_len(4096).unwrap();
+    let second = directory.create("second", mode).unwrap();
+    second.set_len(8192).unwrap();
+    assert_eq!(directory.list().unwrap(), ["first", "second"]);
+    directory.rename("second", "first").unwrap();
+    directory.sync().unwrap();
+    assert_eq!(directory.list().unwrap(), ["first"]);
+    assert_eq!(directory.open("first", mode).unwrap().len().unwrap(), 8192);
+    // A file without a name lives as long as its handles.
+    assert_eq!(first.len().unwrap(), 4096);
+    directory.remove("first").unwrap();
+    assert_eq!(second.len().unwrap(), 8192);
+    assert!(directory.list().unwrap().is_empty());
+}
+
+pub fn locks_exclude(directory: &dyn Directory) {
+    let lock = directory.lock("lock").unwrap();
+    assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
+    drop(lock);
+    drop(directory.lock("lock").unwrap());
+    drop(directory.lock("lock").unwrap());
+    directory.remove("lock").unwrap();
+}
+
+pub fn past_the_end_is_zeros(directory: &dyn Directory, mode: IoMode) {
+    let file = directory.create("short", mode).unwrap();
+    let mut data = Buffer::with_bytes(2 * BLOCK_SIZE);
+    data.fill(7);
+    file.write_at(&[&data], 0, false).unwrap();
+    // An end in the middle of a block is what direct reads find hardest.
+    for length in [1, 511, 512, 4095, 4096, 4097, 8191] {
+        file.write_at(&[&data], 0, false).unwrap();
+        file.set_len(length).unwrap();
+        let wanted: Vec<u8> = (0..4 * BLOCK_SIZE as u64).map(|at| if at < length { 7 } else { 0 }).collect();
+        let mut buffer = Buffer::with_bytes(4 * BLOCK_SIZE);
+        buffer.fill(0xee);
+        file.read_at(&mut buffer, 0).unwrap();
+        assert!(*buffer == wanted[..], "length {length}");
+        let mut queue = directory.queue(4).unwrap();
+        buffer.fill(0xee);
+        queue.read(&file, 0, buffer, 1);
+        let mut far = Buffer::with_bytes(BLOCK_SIZE);
+        far.fill(0xee);
+        queue.read(&file, 1 << 30, far, 2);
+        for completion in drain(queue.as_mut()) {
+            completion.result.unwrap();
+            let buffer = completion.buffer.unwrap();
+            match completion.token {
+                1 => assert!(*buffer == wanted[..], "length {length}"),
+                _ => assert!(buffer.iter().all(|byte| *byte == 0)),
+            }
+        }
+        file.set_len(2 * BLOCK_SIZE as u64).unwrap();
+    }
+    directory.remove("short").unwrap();
+}
+
+pub fn space_is_taken_and_given_back(directory: &dyn Directory, mode: IoMode) {
+    const MIB: u64 = 1 << 20;
+    let file = directory.create("space", mode).unwrap();
+    file.set_len(8 * MIB).unwrap();
+    assert_eq!(file.next_allocated(0).unwrap(), None);
+    file.reserve(2 * MIB, MIB).unwrap();
+    file.sync().unwrap();
+    // Reserved and never written is allocated all the same; only FIEMAP shows it on local file systems.
+    assert_eq!(file.next_allocated(0).unwrap(), Some(2 * MIB..3 * MIB));
+    assert_eq!(file.next_allocated(2 * MIB + 4096).unwrap(), Some(2 * MIB + 4096..3 * MIB));
+    assert_eq!(file.next_allocated(3 * MIB).unwrap(), None);
+    assert!((MIB..MIB + 65536).contains(&file.allocated().unwrap()));
+    let mut data = Buffer::with_bytes(MIB as usize);
+    data.fill(1);
+    file.write_at(&[&data], 5 * MIB, false).unwrap();
+    assert_eq!(file.next_allocated(3 * MIB).unwrap(), Some(5 * MIB..6 * MIB));
+    file.sync().unwrap();
+    assert!((2 * MIB..2 * MIB + 65536).contains(&file.allocated().unwrap()));
+    file.punch(2 * MIB, MIB).unwrap();
+    file.punch(5 * MIB + MIB / 2, 8 * MIB).unwrap();
+    assert_eq!(file.next_allocated(0).unwrap(), Some(5 * MIB..5 * MIB + MIB / 2));
+    assert!((MIB / 2..MIB / 2 + 65536).contains(&file.allocated().unwrap()));
+    assert_eq!(file.len().unwrap(), 8 * MIB);
+    file.reserve(8 * MIB, MIB).unwrap();
+    assert_eq!(file.len().unwrap(), 9 * MIB);
+    file.reserve(0, 0).unwrap();
+    file.punch(0, 0).unwrap();
+    directory.remove("space").unwrap();
+}
+
+pub fn offsets_are_checked(directory: &dyn Directory, mode: IoMode) {
+    let file = directory.create("bounds", mode).unwrap();
+    let mut buffer = Buffer::with_bytes(2 * BLOCK_SIZE);
+    let far = u64::MAX - u64::MAX % BLOCK_SIZE as u64;
+    assert_eq!(file.read_at(&mut buffer, far).unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(file.write_at(&[&buffer], far, false).unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(file.reserve(far, 8192).unwrap_err().kind(), ErrorKind::InvalidInput);
+    assert_eq!(file.punch(far, 8192).unwrap_err().kind(), ErrorKind::InvalidInput);
+    if mode == IoMode::Direct {
+        assert_eq!(file.read_at(&mut buffer[..4096], 512).unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(file.read_at(&mut buffer[512..4608], 0).unwrap_err().kind(), ErrorKind::InvalidInput);
+        assert_eq!(file.write_at(&[&buffer[..512]], 0, false).unwrap_err().kind(), ErrorKind::InvalidInput);
+    }
+    assert_eq!(file.len().unwrap(), 0);
+    directory.remove("bounds").unwrap();
+}

@@ -1,0 +1,159 @@
+//! One suite that every implementation of the traits has to pass: the same random script, checked against a plain
+//! vector of bytes, over local files (buffered and direct, io_uring and threads) and the simulated device.
+
+#![allow(clippy::unwrap_used)]
+
+mod files;
+mod queues;
+
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Where the random script may reach in its file.
+const SPAN: usize = 96 * BLOCK_SIZE;
+
+/// A small generator (splitmix64): the tests need repeatable choices, not good randomness.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    /// A range within the span, in whole blocks for direct I/O.
+    fn range(&mut self, mode: IoMode) -> (usize, usize) {
+        let unit = if mode == IoMode::Direct || self.below(2) == 0 { BLOCK_SIZE } else { 1 };
+        let start = self.below(SPAN / unit);
+        let length = 1 + self.below((SPAN / unit - start).min(12 * BLOCK_SIZE / unit));
+        (start * unit, length * unit)
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) {
+        let seed = self.next();
+        for (at, byte) in bytes.iter_mut().enumerate() {
+            *byte = (seed.rotate_left((at / 512 % 64) as u32) as u8).wrapping_add((at % 251) as u8) | 1;
+        }
+    }
+}
+
+/// A folder that goes with the test.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Self {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let path =
+            PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("conformance-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+
+    fn open(&self, queues: LocalQueues) -> Arc<dyn Directory> {
+        Arc::new(LocalDirectory::open(&self.0, queues).unwrap())
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+fn simulated() -> Arc<dyn Directory> {
+    SimulatedDisk::new(7, SimulatedOptions::default()).directory()
+}
+
+/// Runs everything over one implementation.
+fn conforms(directory: &Arc<dyn Directory>, mode: IoMode) {
+    for seed in 0..6 {
+        files::random_script_matches_bytes(directory.as_ref(), mode, seed);
+    }
+    files::names_behave(directory.as_ref(), mode);
+    files::locks_exclude(directory.as_ref());
+    files::past_the_end_is_zeros(directory.as_ref(), mode);
+    files::space_is_taken_and_given_back(directory.as_ref(), mode);
+    files::offsets_are_checked(directory.as_ref(), mode);
+    for seed in 0..4 {
+        queues::queued_script_matches_bytes(directory.as_ref(), mode, seed);
+    }
+    queues::many_slices_in_one_write(directory.as_ref(), mode);
+    queues::queue_reports_errors(directory.as_ref());
+    queues::polls_complete_once(directory.as_ref(), mode);
+    queues::waits_end(directory.as_ref());
+    queues::dropping_waits(directory.as_ref(), mode);
+    queues::queue_moves_between_threads(directory.as_ref(), mode);
+    let room = directory.room().unwrap();
+    assert!(room.available <= room.total && room.total > 0);
+}
+
+#[test]
+fn local_buffered_threads() {
+    let folder = Folder::new();
+    let directory = folder.open(LocalQueues::Threads);
+    assert_eq!(directory.queue_kind(), QueueKind::Threads);
+    conforms(&directory, IoMode::Buffered);
+}
+
+#[test]
+fn local_direct_threads() {
+    let folder = Folder::new();
+    conforms(&folder.open(LocalQueues::Threads), IoMode::Direct);
+}
+
+// Where io_uring is forbidden, as in many containers, `Auto` runs the same suites over threads.
+#[test]
+fn local_buffered_auto() {
+    let folder = Folder::new();
+    conforms(&folder.open(LocalQueues::Auto), IoMode::Buffered);
+}
+
+#[test]
+fn local_direct_auto() {
+    let folder = Folder::new();
+    conforms(&folder.open(LocalQueues::Auto), IoMode::Direct);
+}
+
+#[test]
+fn demanding_uring_gives_it_or_an_error() {
+    let folder = Folder::new();
+    match LocalDirectory::open(&folder.0, LocalQueues::Uring) {
+        Ok(directory) => assert_eq!(directory.queue_kind(), QueueKind::Uring),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert_eq!(folder.open(LocalQueues::Auto).queue_kind(), QueueKind::Threads);
+        }
+    }
+}
+
+#[test]
+fn simulated_buffered() {
+    conforms(&simulated(), IoMode::Buffered);
+}
+
+#[test]
+fn simulated_direct() {
+    conforms(&simulated(), IoMode::Direct);
+}
+
+#[test]
+fn thread_queue_carries_files_without_descriptor() {
+    use backend::portable::{PortableQueue, Workers};
+    let directory = simulated();
+    let file = directory.create("plain", IoMode::Buffered).unwrap();
+    let mut queue = PortableQueue::new(Workers::new(), 8).unwrap();
+    queues::run_queued_script(&mut queue, &file, IoMode::Buffered, 3);
+}

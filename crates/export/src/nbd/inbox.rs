@@ -1,0 +1,47 @@
+//! The receive buffer of a connection.
+
+use super::limits::{INBOX_BYTES, INBOX_BYTES_STREAMING};
+
+/// Bytes received and not yet understood. Never grows; a message that must be whole to be understood is far shorter.
+pub struct Inbox {
+    bytes: Box<[u8]>,
+    start: usize,
+    end: usize,
+}
+
+impl Inbox {
+    /// An empty one.
+    pub fn new() -> Self {
+        Self { bytes: vec![0; INBOX_BYTES].into_boxed_slice(), start: 0, end: 0 }
+    }
+
+    /// What is there.
+    pub fn available(&self) -> &[u8] {
+        &self.bytes[self.start..self.end]
+    }
+
+    /// Drops `count` bytes from the front.
+    pub fn consume(&mut self, count: usize) {
+        self.start += count.min(self.end - self.start);
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+    }
+
+    /// Room for more; little of it while `streaming`. Empty only when the buffer is full of what nobody took.
+    pub fn space(&mut self, streaming: bool) -> &mut [u8] {
+        // Moving what is left to the front costs a copy, so it waits until the room behind gets short.
+        if self.start > 0 && self.bytes.len() - self.end < self.bytes.len() / 4 {
+            self.bytes.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, self.end - self.start);
+        }
+        let room = self.bytes.len() - self.end;
+        let room = if streaming { room.min(INBOX_BYTES_STREAMING) } else { room };
+        &mut self.bytes[self.end..self.end + room]
+    }
+
+    /// Takes note of `count` bytes received into [`Inbox::space`].
+    pub fn received(&mut self, count: usize) {
+        self.end += count.min(self.bytes.len() - self.end);
+    }
+}

@@ -1,0 +1,139 @@
+//! The NBD server: disks for hypervisors, backup tools and block clients.
+//!
+//! A session goes through phases, one file each: [`listener`] accepts it, [`handshake`] agrees on an export and on
+//! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (the words),
+//! [`options`] and [`requests`] (what a client says, judged), [`replies`] (what it is told), [`reads`] (reads under
+//! way), [`status`] (metadata contexts), [`transport`] and [`tls`] (what carries the bytes), [`limits`] (every bound).
+//!
+//! What the server promises, whatever a client does:
+//!
+//! 1. No client can make another one wait, beyond what sharing a disk and a machine implies: each connection has a
+//!    thread, its memory is bounded, its handshake ends by a deadline.
+//! 2. Bytes from outside never cause a panic, and are never used as a size before they are checked.
+//! 3. `FLUSH` and FUA on one connection cover all connections to the disk (CAN_MULTI_CONN): there is no cache above
+//!    the device.
+//! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
+
+pub mod handshake;
+mod inbox;
+pub mod limits;
+pub mod listener;
+pub mod options;
+mod pool;
+pub mod protocol;
+mod reads;
+pub mod replies;
+pub mod requests;
+pub mod status;
+pub mod tls;
+pub mod transmission;
+pub mod transport;
+
+pub use listener::{Address, Listen, Server, ServerConfig};
+pub use tls::TlsConfig;
+
+use disk::device::Device;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use transport::Transport;
+
+/// An export as a listing shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExportName {
+    /// What clients ask for: `disk`, or `disk@snapshot`.
+    pub name: String,
+    /// A line for people; may be empty.
+    pub description: String,
+}
+
+/// Where exports come from.
+pub trait Exports: Send + Sync {
+    /// All of them.
+    fn names(&self) -> Vec<ExportName>;
+
+    /// Opens one by name, for as long as the device is held.
+    fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>>;
+
+    /// A queue for the thread of one connection.
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
+
+    /// The line for people about one export. Override where searching all names is slow.
+    fn description(&self, name: &str) -> Option<String> {
+        self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
+    }
+}
+
+/// What clients may do to the capacity of a disk they can write.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ResizePolicy {
+    /// Nothing; the feature is not offered.
+    Never,
+    /// Make it larger.
+    #[default]
+    Grow,
+    /// Make it larger, or smaller with loss of what lies beyond.
+    Any,
+}
+
+/// What holds for a session.
+#[derive(Clone)]
+pub struct Terms {
+    /// TLS is possible with this identity.
+    pub tls: Option<tls::TlsIdentity>,
+    /// TLS comes before anything else (FORCEDTLS).
+    pub tls_forced: bool,
+    /// Exports are opened read-only.
+    pub read_only: bool,
+    /// Resizing by clients.
+    pub resize: ResizePolicy,
+    /// How long the handshake may take.
+    pub handshake_timeout: Duration,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        Self {
+            tls: None,
+            tls_forced: false,
+            read_only: false,
+            resize: ResizePolicy::default(),
+            handshake_timeout: limits::HANDSHAKE_TIMEOUT_DEFAULT,
+        }
+    }
+}
+
+/// Serves one client over any transport, from greeting to goodbye. An error is why the connection ended, when it was
+/// not by the client's wish.
+pub fn serve(
+    transport: Box<dyn Transport>,
+    exports: &dyn Exports,
+    terms: &Terms,
+    stop: &AtomicBool,
+) -> store::Result<()> {
+    let Some(mut agreement) = handshake::negotiate(transport, exports, terms)? else {
+        tracing::debug!("left before choosing an export");
+        return Ok(());
+    };
+    let span = tracing::info_span!("export", name = agreement.export);
+    let _entered = span.enter();
+    tracing::info!(
+        style = ?agreement.style,
+        contexts = agreement.contexts.len(),
+        read_only = agreement.device.read_only(),
+        "connected"
+    );
+    let (tally, result) = transmission::transmit(
+        &mut *agreement.transport,
+        agreement.device,
+        exports,
+        agreement.style,
+        agreement.contexts,
+        terms,
+        stop,
+    );
+    agreement.transport.close();
+    tracing::info!(requests = tally.requests, bytes_read = tally.read, bytes_written = tally.written, "disconnected");
+    result
+}

@@ -1,0 +1,342 @@
+//! Reads under way: from a plan to bytes that are verified and in memory.
+//!
+//! Each media segment is first looked for in the page cache, which costs one system call and no waiting; what is not
+//! there goes to the connection's queue. A read is finished when all its segments are here and the device has verified
+//! them; if the range changed meanwhile it is planned again, a bounded number of times. Invariants:
+//!
+//! 1. A slot belongs to one read from its first operation in flight until its last one has come back, so a token never
+//!    names another read than the one it was made for.
+//! 2. A plan's guard is held exactly as long as its places matter: until verified, never while a reply waits for a
+//!    slow client.
+//! 3. The queue is dropped before the plans, and waits for what is in flight.
+
+use super::Exports;
+use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
+use super::pool::Pool;
+use super::protocol::{RequestHead, errno};
+use super::replies::{covers, recycle};
+use super::requests::Refusal;
+use backend::{Completion, Queue};
+use disk::device::{Device, ReadPlan, Segment, Verdict};
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+use store::Error;
+
+/// Token of the socket's readiness among those of reads.
+const SOCKET_TOKEN: u64 = u64::MAX;
+
+/// Reads after a miss that do not look into the page cache first; doubled by each further miss up to the second.
+const CACHE_SKIP_MIN: u32 = 1;
+const CACHE_SKIP_MAX: u32 = 32;
+
+/// A read request.
+#[derive(Clone, Copy, Debug)]
+pub struct Ask {
+    /// As it came.
+    pub head: RequestHead,
+    /// Length in bytes.
+    pub length: usize,
+    /// More than one content chunk is fine.
+    pub fragments: bool,
+}
+
+/// A read that is over.
+pub struct Finished {
+    /// What was asked.
+    pub ask: Ask,
+    /// The bytes, or why there are none.
+    pub outcome: Result<ReadPlan, Refusal>,
+}
+
+struct Pending {
+    ask: Ask,
+    plan: ReadPlan,
+    /// Plans made so far.
+    plans: u32,
+    /// Segments in flight.
+    missing: usize,
+    failure: Option<io::Error>,
+}
+
+/// Whether looking into the page cache first has been paying lately. On a cold disk each look is a wasted system call,
+/// and the queue finds cached pages too, only not as cheaply.
+#[derive(Default)]
+struct CacheLuck {
+    skip: u32,
+    backoff: u32,
+}
+
+impl CacheLuck {
+    fn try_now(&mut self) -> bool {
+        if self.skip == 0 {
+            return true;
+        }
+        self.skip -= 1;
+        false
+    }
+    fn hit(&mut self) {
+        self.backoff = 0;
+    }
+    fn miss(&mut self) {
+        self.backoff = (self.backoff * 2).clamp(CACHE_SKIP_MIN, CACHE_SKIP_MAX);
+        self.skip = self.backoff;
+    }
+}
+
+/// All reads of one connection.
+pub struct Reads<'a> {
+    queue: Option<Box<dyn Queue>>,
+    /// The queue could not be made: every read waits in its own system call.
+    no_queue: bool,
+    device: Arc<dyn Device>,
+    exports: &'a dyn Exports,
+    slots: Vec<Option<Pending>>,
+    free: Vec<usize>,
+    pending: usize,
+    held: usize,
+    luck: CacheLuck,
+    completions: Vec<Completion>,
+    unsubmitted: bool,
+    armed: bool,
+}
+
+impl<'a> Reads<'a> {
+    /// None yet. The queue is made when the first read misses the page cache.
+    pub fn new(device: Arc<dyn Device>, exports: &'a dyn Exports) -> Self {
+        Self {
+            queue: None,
+            no_queue: false,
+            device,
+            exports,
+            slots: Vec::new(),
+            free: Vec::new(),
+            pending: 0,
+            held: 0,
+            luck: CacheLuck::default(),
+            completions: Vec::new(),
+            unsubmitted: false,
+            armed: false,
+        }
+    }
+
+    /// Reads not finished yet.
+    pub fn pending(&self) -> usize {
+        self.pending
+    }
+
+    /// Bytes asked for by reads not finished yet.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// True when the queue will tell that the socket is readable.
+    pub fn armed(&self) -> bool {
+        self.armed
+    }
+
+    /// Begins a read; it may be finished at once.
+    pub fn begin(&mut self, ask: Ask, pool: &mut Pool) -> Option<Finished> {
+        self.plan(ask, 0, pool)
+    }
+
+    /// Hands what is new to the kernel, so that it works while we do something else.
+    pub fn submit(&mut self) -> io::Result<()> {
+        match &mut self.queue {
+            Some(queue) if self.unsubmitted => {
+                self.unsubmitted = false;
+                queue.submit()
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Has the queue watch the socket too.
+    pub fn watch(&mut self, socket: RawFd) {
+        if let Some(queue) = &mut self.queue
+            && !self.armed
+        {
+            queue.poll_readable(socket, SOCKET_TOKEN);
+            self.armed = true;
+        }
+    }
+
+    /// Waits for completions; true when the socket became readable.
+    pub fn wait(
+        &mut self,
+        timeout: Option<Duration>,
+        pool: &mut Pool,
+        finished: &mut Vec<Finished>,
+    ) -> io::Result<bool> {
+        let Some(queue) = &mut self.queue else { return Ok(false) };
+        self.unsubmitted = false;
+        let mut completions = std::mem::take(&mut self.completions);
+        queue.wait(&mut completions, timeout)?;
+        let mut readable = false;
+        for completion in completions.drain(..) {
+            if completion.token == SOCKET_TOKEN {
+                self.armed = false;
+                readable = true;
+            } else {
+                finished.extend(self.complete(completion, pool));
+            }
+        }
+        self.completions = completions;
+        Ok(readable)
+    }
+
+    fn complete(&mut self, completion: Completion, pool: &mut Pool) -> Option<Finished> {
+        let (slot, index) = ((completion.token >> 32) as usize, (completion.token & 0xffff_ffff) as usize);
+        let pending = self.slots.get_mut(slot)?.as_mut()?;
+        pending.missing -= 1;
+        if let Err(error) = completion.result {
+            pending.failure = Some(error);
+        }
+        if let Some(Segment::Media(media)) = pending.plan.segments.get_mut(index) {
+            media.buffer = completion.buffer;
+        }
+        if pending.missing > 0 {
+            return None;
+        }
+        let Pending { ask, plan, plans, failure, .. } = self.slots[slot].take()?;
+        self.free.push(slot);
+        self.pending -= 1;
+        self.held -= ask.length;
+        if let Some(error) = failure {
+            recycle(plan, pool);
+            let what = format!("reading {} bytes at {} of {}", ask.length, ask.head.offset, self.device.name());
+            let error = Error::io(what, error);
+            tracing::error!(%error, "read failed");
+            return Some(Finished {
+                ask,
+                outcome: Err(Refusal { errno: errno::EIO, message: error.to_string().into() }),
+            });
+        }
+        match self.verify(ask, plan, pool) {
+            Some(finished) => Some(finished),
+            None => self.plan(ask, plans, pool),
+        }
+    }
+
+    /// Plans and fetches until the read is finished (`Some`) or in flight (`None`).
+    fn plan(&mut self, ask: Ask, plans_before: u32, pool: &mut Pool) -> Option<Finished> {
+        for plans in plans_before + 1..=READ_PLANS_MAX {
+            let mut plan = match self.device.plan_read(ask.head.offset, ask.length) {
+                Ok(plan) => plan,
+                Err(error) => return Some(Finished { ask, outcome: Err(error.into()) }),
+            };
+            let misses = match self.fetch_cached(&mut plan, pool) {
+                Ok(misses) => misses,
+                Err(refusal) => return Some(Finished { ask, outcome: Err(refusal) }),
+            };
+            if misses > 0 {
+                self.fetch(Pending { ask, plan, plans, missing: misses, failure: None }, pool);
+                return None;
+            }
+            if let Some(finished) = self.verify(ask, plan, pool) {
+                return Some(finished);
+            }
+        }
+        let message = "the range changed again and again while it was read";
+        Some(Finished { ask, outcome: Err(Refusal::new(errno::EIO, message)) })
+    }
+
+    /// Fills what the page cache has; returns the number of segments that still miss their bytes.
+    fn fetch_cached(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<usize, Refusal> {
+        let mut misses = 0;
+        for segment in &mut plan.segments {
+            let Segment::Media(media) = segment else { continue };
+            if misses == 0 && self.luck.try_now() {
+                let mut buffer = pool.take(media.length);
+                // An error here is met again, and told, by the read that waits.
+                if media.file.read_cached_at(&mut buffer, media.offset).unwrap_or(false) {
+                    self.luck.hit();
+                    media.buffer = Some(buffer);
+                    continue;
+                }
+                self.luck.miss();
+                pool.put(buffer);
+            }
+            misses += 1;
+        }
+        if misses > 0 && self.queue.is_none() {
+            self.open_queue();
+        }
+        if misses > 0 && self.no_queue {
+            self.fetch_waiting(plan, pool)?;
+            return Ok(0);
+        }
+        Ok(misses)
+    }
+
+    fn open_queue(&mut self) {
+        if self.no_queue {
+            return;
+        }
+        match self.exports.queue(QUEUE_DEPTH) {
+            Ok(queue) => self.queue = Some(queue),
+            Err(error) => {
+                tracing::warn!(%error, "no I/O queue for this connection: its reads will not overlap");
+                self.no_queue = true;
+            }
+        }
+    }
+
+    fn fetch_waiting(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<(), Refusal> {
+        for segment in &mut plan.segments {
+            let Segment::Media(media) = segment else { continue };
+            if media.buffer.is_none() {
+                let mut buffer = pool.take(media.length);
+                media.file.read_at(&mut buffer, media.offset).map_err(|error| {
+                    let what = format!("reading {} bytes for {}", media.length, self.device.name());
+                    Refusal::from(Error::io(what, error))
+                })?;
+                media.buffer = Some(buffer);
+            }
+        }
+        Ok(())
+    }
+
+    fn fetch(&mut self, pending: Pending, pool: &mut Pool) {
+        let Some(queue) = &mut self.queue else { return };
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        for (index, segment) in pending.plan.segments.iter().enumerate() {
+            if let Segment::Media(media) = segment
+                && media.buffer.is_none()
+            {
+                let token = (slot as u64) << 32 | index as u64;
+                queue.read(&media.file, media.offset, pool.take(media.length), token);
+            }
+        }
+        self.unsubmitted = true;
+        self.pending += 1;
+        self.held += pending.ask.length;
+        self.slots[slot] = Some(pending);
+    }
+
+    /// Has the device verify what was fetched; `None` when it must be planned again.
+    fn verify(&mut self, ask: Ask, mut plan: ReadPlan, pool: &mut Pool) -> Option<Finished> {
+        let verdict = self.device.finish_read(&mut plan);
+        plan.guard = None;
+        let outcome = match verdict {
+            Ok(Verdict::Good) if covers(&plan, ask.length) => Ok(plan),
+            Ok(Verdict::Good) => {
+                tracing::error!(disk = self.device.name(), offset = ask.head.offset, "a read plan misses bytes");
+                Err(Refusal::new(errno::EIO, "the read could not be completed"))
+            }
+            Ok(Verdict::Again) => {
+                recycle(plan, pool);
+                return None;
+            }
+            Err(error) => {
+                recycle(plan, pool);
+                Err(Refusal::from(error))
+            }
+        };
+        Some(Finished { ask, outcome })
+    }
+}

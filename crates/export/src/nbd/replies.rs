@@ -1,0 +1,344 @@
+//! What goes back to the client: headers, chunks, and payload straight from where it lies.
+//!
+//! The outbox is a queue of pieces: runs of header bytes, segments of finished reads, and zeros. Sending gathers the
+//! front of the queue into one message; nothing is copied. Invariants:
+//!
+//! 1. Pieces leave in the order they were put in, whole replies one after another: the stream is never cut inside a
+//!    reply except by the end of the connection.
+//! 2. A read is put in only when every byte of it is in memory and verified, so no chunk announced can fail.
+//! 3. `held` is the payload and header bytes not sent yet; the session takes up no more requests beyond its limit.
+//! 4. The memory of a read goes back to the pool when its last piece is sent.
+
+use super::limits::{MESSAGE_BYTES_MAX, SEND_SLICES_MAX};
+use super::pool::Pool;
+use super::protocol::{
+    EXTENDED_REPLY_MAGIC, Put, RequestHead, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, clip_message, reply_flag,
+    reply_type,
+};
+use super::requests::Refusal;
+use backend::BLOCK_SIZE;
+use disk::device::{ReadPlan, Segment};
+use std::collections::VecDeque;
+use std::io::IoSlice;
+use std::ops::Range;
+use std::rc::Rc;
+
+/// The headers agreed on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Style {
+    /// Compact requests, simple replies.
+    #[default]
+    Simple,
+    /// Compact requests, structured replies.
+    Structured,
+    /// Extended requests and replies.
+    Extended,
+}
+
+/// Zeros to send where the map has no data.
+static ZEROS: [u8; 16 * BLOCK_SIZE] = [0; 16 * BLOCK_SIZE];
+
+/// A run of header bytes grows to this before another is begun.
+const HEADERS_BYTES: usize = 4096;
+
+enum Piece {
+    Bytes(Vec<u8>),
+    Zeros(usize),
+    Segment { plan: Rc<ReadPlan>, index: usize, range: Range<usize> },
+}
+
+impl Piece {
+    fn len(&self) -> usize {
+        match self {
+            Piece::Bytes(bytes) => bytes.len(),
+            Piece::Zeros(length) => *length,
+            Piece::Segment { range, .. } => range.len(),
+        }
+    }
+}
+
+fn contents(segment: &Segment) -> &[u8] {
+    match segment {
+        Segment::Zero { .. } => &[],
+        Segment::Memory(slice) => slice,
+        Segment::Media(media) => media.buffer.as_deref().unwrap_or_default(),
+    }
+}
+
+/// Replies waiting to be sent.
+pub struct Outbox {
+    style: Style,
+    pieces: VecDeque<Piece>,
+    /// Bytes of the front piece that are sent.
+    sent: usize,
+    held: usize,
+    replies: usize,
+    spare: Vec<Vec<u8>>,
+}
+
+impl Outbox {
+    /// An empty one.
+    pub fn new(style: Style) -> Self {
+        Self { style, pieces: VecDeque::new(), sent: 0, held: 0, replies: 0, spare: Vec::new() }
+    }
+
+    /// True when everything is sent.
+    pub fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// Bytes not sent yet.
+    pub fn held(&self) -> usize {
+        self.held
+    }
+
+    /// Replies put in since the outbox was last empty.
+    pub fn replies(&self) -> usize {
+        self.replies
+    }
+
+    /// A reply without payload to a request that succeeded.
+    pub fn success(&mut self, head: &RequestHead) {
+        // Where structured replies were agreed on, simple ones are still allowed here, and shorter.
+        match self.style {
+            Style::Simple | Style::Structured => self.simple(head, 0),
+            Style::Extended => self.chunk(head, reply_flag::DONE, reply_type::NONE, 0),
+        }
+        self.replies += 1;
+    }
+
+    /// A reply to a request that failed.
+    pub fn failure(&mut self, head: &RequestHead, refusal: &Refusal) {
+        self.replies += 1;
+        if self.style == Style::Simple {
+            return self.simple(head, refusal.errno);
+        }
+        let message = clip_message(&refusal.message, MESSAGE_BYTES_MAX);
+        self.chunk(head, reply_flag::DONE, reply_type::ERROR, 6 + message.len());
+        self.header(|out| {
+            out.put_u32(refusal.errno);
+            out.put_u16(message.len() as u16);
+            out.extend_from_slice(message.as_bytes());
+        });
+    }
+
+    /// The chunks of a block status reply.
+    pub fn status(&mut self, head: &RequestHead, chunks: Vec<Vec<u8>>) {
+        let extended = self.style == Style::Extended;
+        let kind = if extended { reply_type::BLOCK_STATUS_EXT } else { reply_type::BLOCK_STATUS };
+        let last = chunks.len().saturating_sub(1);
+        for (index, chunk) in chunks.into_iter().enumerate() {
+            let flags = if index == last { reply_flag::DONE } else { 0 };
+            self.chunk(head, flags, kind, chunk.len());
+            self.held += chunk.len();
+            self.pieces.push_back(Piece::Bytes(chunk));
+        }
+        self.replies += 1;
+    }
+
+    /// The reply to a read that is finished and covers what was asked for. With `fragments`, runs of zeros of at
+    /// least a block become hole chunks.
+    pub fn read(&mut self, head: &RequestHead, plan: ReadPlan, fragments: bool) {
+        self.replies += 1;
+        let parts = parts(&plan);
+        let plan = Rc::new(plan);
+        if self.style == Style::Simple {
+            self.simple(head, 0);
+            for part in &parts {
+                self.payload(&plan, part);
+            }
+            return;
+        }
+        let is_hole = |part: &Part| fragments && part.zero && part.range.len() >= BLOCK_SIZE;
+        let mut offset = plan.offset;
+        let mut rest = &parts[..];
+        while let Some(first) = rest.first() {
+            let hole = is_hole(first);
+            let run = rest.iter().position(|part| is_hole(part) != hole).unwrap_or(rest.len());
+            let (chunk, after) = rest.split_at(run);
+            let length: usize = chunk.iter().map(|part| part.range.len()).sum();
+            let flags = if after.is_empty() { reply_flag::DONE } else { 0 };
+            if hole {
+                self.chunk(head, flags, reply_type::OFFSET_HOLE, 12);
+                self.header(|out| {
+                    out.put_u64(offset);
+                    out.put_u32(length as u32);
+                });
+            } else {
+                self.chunk(head, flags, reply_type::OFFSET_DATA, 8 + length);
+                self.header(|out| out.put_u64(offset));
+                for part in chunk {
+                    self.payload(&plan, part);
+                }
+            }
+            offset += length as u64;
+            rest = after;
+        }
+    }
+
+    /// The front of the queue as one message.
+    pub fn gather(&self) -> Vec<IoSlice<'_>> {
+        let mut slices = Vec::with_capacity(self.pieces.len().min(SEND_SLICES_MAX));
+        let mut skip = self.sent;
+        for piece in &self.pieces {
+            match piece {
+                Piece::Bytes(bytes) => slices.push(IoSlice::new(&bytes[skip..])),
+                Piece::Segment { plan, index, range } => {
+                    let bytes = contents(&plan.segments[*index]);
+                    slices.push(IoSlice::new(&bytes[range.start + skip..range.end]));
+                }
+                Piece::Zeros(length) => {
+                    let mut left = length - skip;
+                    while left > 0 && slices.len() < SEND_SLICES_MAX {
+                        let part = left.min(ZEROS.len());
+                        slices.push(IoSlice::new(&ZEROS[..part]));
+                        left -= part;
+                    }
+                }
+            }
+            skip = 0;
+            if slices.len() >= SEND_SLICES_MAX {
+                break;
+            }
+        }
+        slices
+    }
+
+    /// Forgets `bytes` that were sent.
+    pub fn advance(&mut self, mut bytes: usize, pool: &mut Pool) {
+        self.held -= bytes;
+        while let Some(front) = self.pieces.front() {
+            let left = front.len() - self.sent;
+            if bytes < left {
+                self.sent += bytes;
+                return;
+            }
+            bytes -= left;
+            self.sent = 0;
+            if let Some(piece) = self.pieces.pop_front() {
+                self.retire(piece, pool);
+            }
+        }
+        self.replies = 0;
+    }
+
+    /// Copies what lies in memory shared with the device, so that a client that does not read its replies holds only
+    /// its own memory.
+    pub fn unshare(&mut self, pool: &mut Pool) {
+        for index in 0..self.pieces.len() {
+            let piece = &mut self.pieces[index];
+            let Piece::Segment { plan, index, range } = piece else { continue };
+            if plan.segments.iter().any(|segment| matches!(segment, Segment::Memory(_))) {
+                let copy = contents(&plan.segments[*index])[range.clone()].to_vec();
+                let old = std::mem::replace(piece, Piece::Bytes(copy));
+                self.retire(old, pool);
+            }
+        }
+    }
+
+    fn retire(&mut self, piece: Piece, pool: &mut Pool) {
+        match piece {
+            Piece::Bytes(mut bytes) => {
+                if bytes.capacity() <= 2 * HEADERS_BYTES && self.spare.len() < 8 {
+                    bytes.clear();
+                    self.spare.push(bytes);
+                }
+            }
+            Piece::Zeros(_) => {}
+            Piece::Segment { plan, .. } => {
+                if let Some(plan) = Rc::into_inner(plan) {
+                    recycle(plan, pool);
+                }
+            }
+        }
+    }
+
+    fn payload(&mut self, plan: &Rc<ReadPlan>, part: &Part) {
+        self.held += part.range.len();
+        self.pieces.push_back(if part.zero {
+            Piece::Zeros(part.range.len())
+        } else {
+            Piece::Segment { plan: Rc::clone(plan), index: part.index, range: part.range.clone() }
+        });
+    }
+
+    fn simple(&mut self, head: &RequestHead, errno: u32) {
+        self.header(|out| {
+            out.put_u32(SIMPLE_REPLY_MAGIC);
+            out.put_u32(errno);
+            out.put_u64(head.cookie);
+        });
+    }
+
+    fn chunk(&mut self, head: &RequestHead, flags: u16, kind: u16, length: usize) {
+        let extended = self.style == Style::Extended;
+        self.header(|out| {
+            out.put_u32(if extended { EXTENDED_REPLY_MAGIC } else { STRUCTURED_REPLY_MAGIC });
+            out.put_u16(flags);
+            out.put_u16(kind);
+            out.put_u64(head.cookie);
+            if extended {
+                out.put_u64(head.offset);
+                out.put_u64(length as u64);
+            } else {
+                out.put_u32(length as u32);
+            }
+        });
+    }
+
+    /// Appends to the last run of bytes, or to a new one.
+    fn header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
+        if !matches!(self.pieces.back(), Some(Piece::Bytes(bytes)) if bytes.len() < HEADERS_BYTES) {
+            let bytes = self.spare.pop().unwrap_or_else(|| Vec::with_capacity(64));
+            self.pieces.push_back(Piece::Bytes(bytes));
+        }
+        if let Some(Piece::Bytes(bytes)) = self.pieces.back_mut() {
+            let before = bytes.len();
+            put(bytes);
+            self.held += bytes.len() - before;
+        }
+    }
+}
+
+/// What a request takes of one segment.
+struct Part {
+    index: usize,
+    zero: bool,
+    range: Range<usize>,
+}
+
+/// The segments of a plan, cut to the request.
+fn parts(plan: &ReadPlan) -> Vec<Part> {
+    let mut parts = Vec::with_capacity(plan.segments.len());
+    let (mut skip, mut left) = (plan.skip, plan.length);
+    for (index, segment) in plan.segments.iter().enumerate() {
+        let (zero, length) = match segment {
+            Segment::Zero { length } => (true, *length),
+            other => (false, contents(other).len()),
+        };
+        let from = skip.min(length);
+        skip -= from;
+        let part = left.min(length - from);
+        left -= part;
+        if part > 0 {
+            parts.push(Part { index, zero, range: from..from + part });
+        }
+    }
+    parts
+}
+
+/// True when the segments hold every byte of the request.
+pub fn covers(plan: &ReadPlan, length: usize) -> bool {
+    plan.length == length && parts(plan).iter().map(|part| part.range.len()).sum::<usize>() == length
+}
+
+/// Gives the memory of a read back.
+pub fn recycle(plan: ReadPlan, pool: &mut Pool) {
+    for segment in plan.segments {
+        if let Segment::Media(media) = segment
+            && let Some(buffer) = media.buffer
+        {
+            pool.put(buffer);
+        }
+    }
+}

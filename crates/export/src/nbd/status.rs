@@ -1,0 +1,164 @@
+//! Metadata contexts: what a client can ask about extents, by which names, and the answers.
+//!
+//! - `base:allocation`: data, zeros that take space, holes.
+//! - `lamina:dirty:SNAPSHOT`: what may differ between the snapshot and the export; also offered as
+//!   `qemu:dirty-bitmap:SNAPSHOT`, because that is the name under which backup clients look for changed blocks.
+//!
+//! Whatever the device answers, a reply covers the start of the range asked for, never more than the range, and holds
+//! at least one extent, none of them empty: a client that walks an export always makes progress.
+
+use super::limits::{CONTEXTS_MAX, STATUS_EXTENTS_MAX};
+use super::options::ContextRequest;
+use super::protocol::{Put, allocation, dirty};
+use disk::device::{Allocation, Device};
+
+/// The standard context.
+pub const ALLOCATION: &str = "base:allocation";
+
+/// What stands before a snapshot's name, ours first.
+pub const DIRTY_PREFIXES: [&str; 2] = ["lamina:dirty:", "qemu:dirty-bitmap:"];
+
+/// What a context tells.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Topic {
+    /// Data, zeros or holes.
+    Allocation,
+    /// What changed since this snapshot.
+    ChangedSince(String),
+}
+
+/// A context that a client has chosen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Context {
+    /// What replies call it.
+    pub id: u32,
+    /// The name the client chose it by.
+    pub name: String,
+    /// What it tells.
+    pub topic: Topic,
+}
+
+/// A run of bytes with one status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Length in bytes.
+    pub length: u64,
+    /// Status flags.
+    pub flags: u32,
+}
+
+/// Names that a listing answers to `queries`: with no query at all, everything; a query that ends where a leaf name
+/// would begin stands for all leaves.
+pub fn list(request: &ContextRequest<'_>, bases: &[String]) -> Vec<String> {
+    let wanted = |name: &str, prefix: &str| {
+        let namespace = &prefix[..=prefix.find(':').unwrap_or(prefix.len() - 1)];
+        request.count == 0 || request.queries.iter().any(|q| *q == name || *q == prefix || *q == namespace)
+    };
+    let mut names = Vec::new();
+    if wanted(ALLOCATION, "base:") {
+        names.push(ALLOCATION.to_owned());
+    }
+    for prefix in DIRTY_PREFIXES {
+        names.extend(bases.iter().map(|base| format!("{prefix}{base}")).filter(|name| wanted(name, prefix)));
+    }
+    names
+}
+
+/// The contexts that `queries` choose: exact names only, each once. `None` when they are too many.
+pub fn choose(request: &ContextRequest<'_>, bases: &[String]) -> Option<Vec<Context>> {
+    let mut chosen: Vec<Context> = Vec::new();
+    for query in &request.queries {
+        let topic = if *query == ALLOCATION {
+            Topic::Allocation
+        } else {
+            let base = DIRTY_PREFIXES.iter().find_map(|prefix| query.strip_prefix(prefix));
+            match base.filter(|base| bases.iter().any(|known| known == base)) {
+                Some(base) => Topic::ChangedSince(base.to_owned()),
+                None => continue,
+            }
+        };
+        if chosen.iter().any(|context| context.name == *query) {
+            continue;
+        }
+        if chosen.len() == CONTEXTS_MAX {
+            return None;
+        }
+        let id = chosen.len() as u32 + 1;
+        chosen.push(Context { id, name: (*query).to_owned(), topic });
+    }
+    Some(chosen)
+}
+
+/// Asks the device for the extents of a range that is not empty and lies within its capacity.
+pub fn extents(
+    device: &dyn Device,
+    topic: &Topic,
+    offset: u64,
+    length: u64,
+    only_one: bool,
+) -> store::Result<Vec<Extent>> {
+    let limit = if only_one { 1 } else { STATUS_EXTENTS_MAX };
+    Ok(match topic {
+        Topic::Allocation => {
+            let found = device.status(offset, length, limit)?;
+            let found = found.into_iter().map(|extent| Extent {
+                length: extent.length,
+                flags: match extent.allocation {
+                    Allocation::Data => 0,
+                    Allocation::Zero => allocation::ZERO,
+                    Allocation::Hole => allocation::HOLE | allocation::ZERO,
+                },
+            });
+            tidy(found, length, limit, 0)
+        }
+        Topic::ChangedSince(base) => {
+            let found = device.changed_since(base, offset, length, limit)?;
+            let found = found
+                .into_iter()
+                .map(|extent| Extent { length: extent.length, flags: if extent.dirty { dirty::DIRTY } else { 0 } });
+            tidy(found, length, limit, dirty::DIRTY)
+        }
+    })
+}
+
+/// Joins neighbours of one status, cuts at `length` and at `limit`; `unknown` is the flags that promise nothing.
+fn tidy(found: impl Iterator<Item = Extent>, length: u64, limit: usize, unknown: u32) -> Vec<Extent> {
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut left = length;
+    for extent in found {
+        let part = extent.length.min(left);
+        if part == 0 {
+            continue;
+        }
+        let full = extents.len() == limit;
+        match extents.last_mut() {
+            Some(last) if last.flags == extent.flags => last.length += part,
+            _ if full => break,
+            _ => extents.push(Extent { length: part, flags: extent.flags }),
+        }
+        left -= part;
+    }
+    if extents.is_empty() {
+        extents.push(Extent { length, flags: unknown });
+    }
+    extents
+}
+
+/// The payload of a block status chunk. Lengths of a compact one fit, because its request's length did.
+pub fn payload(id: u32, extents: &[Extent], extended: bool) -> Vec<u8> {
+    let mut out = Vec::with_capacity(8 + extents.len() * 16);
+    out.put_u32(id);
+    if extended {
+        out.put_u32(extents.len() as u32);
+    }
+    for extent in extents {
+        if extended {
+            out.put_u64(extent.length);
+            out.put_u64(u64::from(extent.flags));
+        } else {
+            out.put_u32(u32::try_from(extent.length).unwrap_or(u32::MAX));
+            out.put_u32(extent.flags);
+        }
+    }
+    out
+}

@@ -1,0 +1,228 @@
+//! Options, one behaviour each.
+
+use crate::Running;
+use crate::client::*;
+use crate::memory_disk::{MemoryDisk, Shelf};
+use export::nbd::{ResizePolicy, ServerConfig};
+
+const MIB: u64 = 1 << 20;
+
+fn one_disk() -> Running {
+    Running::start(Shelf::of(&[&MemoryDisk::new("vm", MIB, 1), &MemoryDisk::read_only("vm@monday", MIB)]))
+}
+
+fn greeted(running: &Running) -> Client {
+    let mut client = Client::unix(&running.socket);
+    client.greet(3);
+    client
+}
+
+#[test]
+fn export_name_pads_unless_told_not_to() {
+    let running = one_disk();
+    for (flags, length) in [(1, 10 + 124), (3, 10), (0, 10 + 124)] {
+        let mut client = Client::unix(&running.socket);
+        client.greet(flags);
+        client.send_option(OPT_EXPORT_NAME, b"vm");
+        let answer = client.take(length);
+        assert_eq!(&answer[..8], &MIB.to_be_bytes());
+        assert!(answer[10..].iter().all(|byte| *byte == 0));
+        // Transmission follows at once.
+        assert_eq!(client.read(0, 512), vec![0; 512]);
+        client.leave();
+    }
+}
+
+#[test]
+fn export_name_of_nothing_closes() {
+    let running = one_disk();
+    for name in [&b"nothing"[..], b"\xff\xfe", b"a\0b", &[b'x'; 5000]] {
+        let mut client = greeted(&running);
+        client.send_option(OPT_EXPORT_NAME, name);
+        assert!(client.at_end());
+    }
+}
+
+#[test]
+fn list_names_all_with_descriptions() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    let replies = client.option(OPT_LIST, &[]);
+    let text: Vec<_> = replies.iter().map(|(kind, data)| (*kind, String::from_utf8_lossy(data).into_owned())).collect();
+    assert_eq!(text[0], (REP_SERVER, "\0\0\0\u{2}vm1048576 bytes in memory".to_owned()));
+    assert_eq!(text[1], (REP_SERVER, "\0\0\0\u{9}vm@monday1048576 bytes in memory".to_owned()));
+    assert_eq!(text[2], (REP_ACK, String::new()));
+    assert_eq!(client.verdict(OPT_LIST, b"x"), ERR_INVALID);
+}
+
+#[test]
+fn info_tells_what_was_asked() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    let replies = client.option(OPT_INFO, &Client::info_data("vm", &[0, 1, 2, 3, 77]));
+    let kinds: Vec<_> = replies.iter().map(|(kind, data)| (*kind, data.get(..2).map(<[u8]>::to_vec))).collect();
+    let fact = |kind: u8| (REP_INFO, Some(vec![0, kind]));
+    assert_eq!(kinds, [fact(0), fact(1), fact(2), fact(3), (REP_ACK, None)]);
+    assert_eq!(&replies[1].1[2..], b"vm");
+    assert_eq!(&replies[2].1[2..], b"1048576 bytes in memory");
+    assert_eq!(&replies[3].1[2..], [0, 0, 0, 1, 0, 0, 0x10, 0, 2, 0, 0, 0]);
+    // Asked for nothing, told what is mandatory; and INFO does not end the handshake.
+    assert_eq!(client.option(OPT_INFO, &Client::info_data("vm", &[])).len(), 2);
+    assert_eq!(client.go("vm"), REP_ACK);
+    assert_eq!(client.size, MIB);
+}
+
+#[test]
+fn malformed_info_and_contexts_are_refused_and_the_handshake_goes_on() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    client.choose(Mode::Structured);
+    let mut long = Client::info_data("vm", &[]);
+    long.push(0);
+    let mut lying = Client::info_data("vm", &[3]);
+    lying.truncate(lying.len() - 1);
+    let huge = [0xff; 64];
+    for data in [&b""[..], b"\0\0", &long, &lying, &huge] {
+        for code in [OPT_INFO, OPT_GO, OPT_LIST_META, OPT_SET_META] {
+            assert_eq!(client.verdict(code, data), ERR_INVALID, "{code} {data:?}");
+        }
+    }
+    assert_eq!(client.verdict(OPT_INFO, &Client::info_data("nothing", &[])), ERR_UNKNOWN);
+    assert_eq!(client.verdict(OPT_LIST_META, &Client::meta_data("nothing", &[])), ERR_UNKNOWN);
+    assert_eq!(client.verdict(99, b"anything"), ERR_UNSUP);
+    assert_eq!(client.verdict(4, b""), ERR_UNSUP);
+    assert_eq!(client.verdict(OPT_INFO, &vec![0; 65 << 10]), ERR_TOO_BIG);
+    assert_eq!(client.verdict(OPT_STARTTLS, b""), ERR_POLICY);
+    assert_eq!(client.go("vm"), REP_ACK);
+    client.leave();
+}
+
+#[test]
+fn default_export_is_the_only_disk() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    let replies = client.option(OPT_GO, &Client::info_data("", &[]));
+    assert!(replies.iter().any(|(kind, data)| *kind == REP_INFO && data[..] == *b"\0\x01vm"), "canonical name is told");
+    drop(running);
+    let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
+    let mut client = greeted(&running);
+    let replies = client.option(OPT_GO, &Client::info_data("", &[]));
+    assert_eq!(replies[0].0, ERR_UNKNOWN);
+    assert!(String::from_utf8_lossy(&replies[0].1).contains("several disks"));
+}
+
+#[test]
+fn features_follow_what_was_agreed() {
+    const WRITABLE: u16 = 1 << 5 | 1 << 6 | 1 << 11;
+    const ALWAYS: u16 = 1 | 1 << 2 | 1 << 3 | 1 << 8 | 1 << 10;
+    let disks = || Shelf::of(&[&MemoryDisk::new("vm", MIB, 1), &MemoryDisk::read_only("vm@monday", MIB)]);
+    let running = Running::start(disks());
+    let flags = |running: &Running, export: &str, mode, contexts: bool| {
+        let mut client = greeted(running);
+        client.choose(mode);
+        if contexts {
+            client.set_meta(export, &["base:allocation"]);
+        }
+        assert_eq!(client.go(export), REP_ACK);
+        client.flags
+    };
+    assert_eq!(flags(&running, "vm", Mode::Simple, false), ALWAYS | WRITABLE | 1 << 9);
+    assert_eq!(flags(&running, "vm", Mode::Structured, true), ALWAYS | WRITABLE | 1 << 9 | 1 << 7);
+    assert_eq!(flags(&running, "vm", Mode::Extended, false), ALWAYS | WRITABLE | 1 << 9 | 1 << 7);
+    assert_eq!(flags(&running, "vm", Mode::Extended, true), ALWAYS | WRITABLE | 1 << 9 | 1 << 7 | 1 << 12);
+    assert_eq!(flags(&running, "vm@monday", Mode::Simple, false), ALWAYS | 2);
+    let config = ServerConfig { read_only: true, ..ServerConfig::default() };
+    assert_eq!(flags(&Running::with(config, disks()), "vm", Mode::Simple, false), ALWAYS | 2);
+    let config = ServerConfig { resize: ResizePolicy::Never, ..ServerConfig::default() };
+    assert_eq!(flags(&Running::with(config, disks()), "vm", Mode::Simple, false), ALWAYS | WRITABLE);
+}
+
+#[test]
+fn extended_headers_outrank_structured_replies() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    assert_eq!(client.verdict(OPT_STRUCTURED_REPLY, b"x"), ERR_INVALID);
+    assert_eq!(client.verdict(OPT_EXTENDED, b"x"), ERR_INVALID);
+    client.choose(Mode::Structured);
+    client.choose(Mode::Extended);
+    assert_eq!(client.verdict(OPT_STRUCTURED_REPLY, b""), ERR_EXT_REQD);
+    client.send_option(OPT_EXPORT_NAME, b"vm");
+    assert!(client.at_end(), "EXPORT_NAME must not be used with extended headers");
+}
+
+#[test]
+fn contexts_are_listed_and_chosen_by_name() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    let set = Client::meta_data("vm", &["base:allocation"]);
+    assert_eq!(client.verdict(OPT_SET_META, &set), ERR_INVALID, "needs structured replies");
+    client.choose(Mode::Structured);
+    let mut list = |queries: &[&str]| -> Vec<String> {
+        let replies = client.option(OPT_LIST_META, &Client::meta_data("vm", queries));
+        assert_eq!(replies.last().unwrap().0, REP_ACK);
+        let names = replies.iter().filter(|(kind, _)| *kind == REP_META);
+        names.map(|(_, data)| String::from_utf8(data[4..].to_vec()).unwrap()).collect()
+    };
+    let ours = ["lamina:dirty:monday", "lamina:dirty:tuesday"];
+    let others = ["qemu:dirty-bitmap:monday", "qemu:dirty-bitmap:tuesday"];
+    assert_eq!(list(&[]), [&["base:allocation"], &ours[..], &others].concat());
+    assert_eq!(list(&["base:"]), ["base:allocation"]);
+    assert_eq!(list(&["base:allocation", "base:"]), ["base:allocation"]);
+    assert_eq!(list(&["lamina:"]), ours);
+    assert_eq!(list(&["lamina:dirty:"]), ours);
+    assert_eq!(list(&["qemu:"]), others);
+    assert_eq!(list(&["qemu:dirty-bitmap:tuesday"]), [others[1]]);
+    assert!(list(&["other:thing", "base:nothing", "lamina:dirty:sunday", "no colon", ""]).is_empty());
+
+    assert!(client.set_meta("vm", &[]).is_empty());
+    assert!(client.set_meta("vm", &["base:", "lamina:", "lamina:dirty:sunday", "x-y:z"]).is_empty());
+    let chosen = client.set_meta("vm", &[others[0], "base:allocation", ours[0], others[0]]);
+    assert_eq!(chosen.len(), 3);
+    let mut ids: Vec<_> = chosen.values().collect();
+    ids.sort();
+    ids.dedup();
+    assert_eq!(ids.len(), 3, "every context has its own number");
+}
+
+#[test]
+fn contexts_of_another_export_are_not_in_force() {
+    let running = Running::start(Shelf::of(&[&MemoryDisk::new("a", MIB, 1), &MemoryDisk::new("b", MIB, 1)]));
+    let mut client = greeted(&running);
+    client.choose(Mode::Structured);
+    client.set_meta("a", &["base:allocation"]);
+    assert_eq!(client.go("b"), REP_ACK);
+    assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, EINVAL);
+    // A request that fails undoes the earlier choice too.
+    let mut client = greeted(&running);
+    client.choose(Mode::Structured);
+    client.set_meta("a", &["base:allocation"]);
+    assert_eq!(client.verdict(OPT_SET_META, b"junk"), ERR_INVALID);
+    assert_eq!(client.go("a"), REP_ACK);
+    assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, EINVAL);
+}
+
+#[test]
+fn abort_is_acknowledged() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    assert_eq!(client.verdict(OPT_ABORT, b"whatever"), REP_ACK);
+    assert!(client.at_end());
+}
+
+#[test]
+fn violations_close_the_connection() {
+    let running = one_disk();
+    let mut client = Client::unix(&running.socket);
+    client.greet(1 << 5 | 3);
+    assert!(client.at_end(), "unknown handshake flags");
+    let mut client = Client::unix(&running.socket);
+    client.greet(0);
+    client.send_option(OPT_LIST, &[]);
+    assert!(client.at_end(), "options without fixed newstyle");
+    let mut client = greeted(&running);
+    client.stream.write_all(b"IHAVEOPS\0\0\0\x03\0\0\0\0").unwrap();
+    assert!(client.at_end(), "wrong magic");
+    let mut client = greeted(&running);
+    client.stream.write_all(b"IHAVEOPT\0\0\0\x03\xff\xff\xff\xff").unwrap();
+    assert!(client.at_end(), "an option of 4 GiB");
+}

@@ -1,0 +1,274 @@
+//! Clients that break the rules of politeness or of the protocol, and the bystanders who must not notice.
+
+use crate::client::*;
+use crate::memory_disk::{MemoryDisk, Shelf};
+use crate::{Folder, Running};
+use export::nbd::{Listen, Server, ServerConfig, TlsConfig};
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use store::ErrorKind;
+
+const CAPACITY: u64 = 64 << 20;
+
+fn start(config: ServerConfig) -> (Running, Arc<MemoryDisk>) {
+    let disk = MemoryDisk::new("vm", CAPACITY, 5);
+    (Running::with(config, Shelf::of(&[&disk])), disk)
+}
+
+fn resident_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    statm.split(' ').nth(1).unwrap().parse::<u64>().unwrap() * 4096
+}
+
+fn eventually(what: &str, mut check: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !check() {
+        assert!(begun.elapsed() < Duration::from_secs(20), "never happened: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
+    let config = ServerConfig { handshake_timeout: Duration::from_millis(400), ..ServerConfig::default() };
+    let (running, _disk) = start(config);
+    let silent = UnixStream::connect(&running.socket).unwrap();
+    let mut dripping = UnixStream::connect(&running.socket).unwrap();
+    let begun = Instant::now();
+    dripping.write_all(&3u32.to_be_bytes()).unwrap();
+    // One byte at a time of an endless option.
+    while dripping.write_all(b"I").is_ok() && begun.elapsed() < Duration::from_secs(10) {
+        std::thread::sleep(Duration::from_millis(20));
+        if begun.elapsed() < Duration::from_millis(20) {
+            dripping.write_all(b"HAVEOPT\0\0\0\x03\0\0\xff\xff").unwrap();
+        }
+    }
+    assert!(begun.elapsed() < Duration::from_secs(5), "the dripping client was never cut off");
+    // Busy with complete options, without ever choosing.
+    let mut busy = Client::unix(&running.socket);
+    busy.greet(3);
+    let begun = Instant::now();
+    let cut = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        while begun.elapsed() < Duration::from_secs(10) {
+            busy.option(OPT_LIST, &[]);
+        }
+    }));
+    assert!(cut.is_err() && begun.elapsed() < Duration::from_secs(5), "the busy client was never cut off");
+    eventually("all handshakes end", || running.server.connections() == 0);
+    drop(silent);
+}
+
+#[test]
+fn unread_replies_bound_the_memory_and_hurt_nobody() {
+    let (running, disk) = start(ServerConfig::default());
+    let mut owner = Client::open(&running.socket, "vm", Mode::Structured);
+    for at in (0..CAPACITY).step_by(32 << 20) {
+        owner.write(at, &vec![7; 32 << 20]);
+    }
+    drop(owner);
+    for settled in [false, true] {
+        if settled {
+            disk.settle();
+        }
+        let before = resident_bytes();
+        let mut rude: Vec<Client> = Vec::new();
+        for _ in 0..4 {
+            let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+            let mut batch = Vec::new();
+            for n in 0..1000 {
+                batch.extend(client.encode(CMD_READ, 0, n % 60 << 20, 4 << 20, &[]).1);
+            }
+            client.stream.write_all(&batch).unwrap();
+            rude.push(client);
+        }
+        // Others go on meanwhile.
+        let mut polite = Client::open(&running.socket, "vm", Mode::Simple);
+        for n in 0..200 {
+            let begun = Instant::now();
+            assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
+            assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
+        }
+        std::thread::sleep(Duration::from_millis(500));
+        // Each may hold 48 MiB plus one request; 4,000 requests of 4 MiB would be 16 GB.
+        let grown = resident_bytes().saturating_sub(before);
+        assert!(grown < 400 << 20, "four rude clients hold {} MiB", grown >> 20);
+        // Once they do read, they get everything.
+        let mut reformed = rude.pop().unwrap();
+        for _ in 0..50 {
+            let (_, reply) = reformed.receive();
+            assert!(reply.error == 0 && reply.data.iter().all(|byte| *byte == 7));
+        }
+    }
+    eventually("they are gone", || running.server.connections() == 0);
+}
+
+#[test]
+fn many_requests_without_reading_still_all_get_answered() {
+    let (running, _disk) = start(ServerConfig::default());
+    let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+    let mut batch = Vec::new();
+    for n in 0..3000 {
+        batch.extend(client.encode(CMD_READ, 0, n * 4096, 4096, &[]).1);
+    }
+    let mut writer = UnixStream::connect(&running.socket).unwrap();
+    drop(writer.write_all(&[0]));
+    client.stream.write_all(&batch).unwrap();
+    std::thread::sleep(Duration::from_millis(300));
+    for _ in 0..3000 {
+        assert_eq!(client.receive().1.error, 0);
+    }
+    client.leave();
+}
+
+#[test]
+fn violations_in_transmission_close_only_that_connection() {
+    let (running, _disk) = start(ServerConfig::default());
+    let mut bystander = Client::open(&running.socket, "vm", Mode::Simple);
+    for mode in [Mode::Simple, Mode::Extended] {
+        let mut client = Client::open(&running.socket, "vm", mode);
+        client.stream.write_all(&[0x25; 40]).unwrap();
+        assert!(client.at_end(), "bad magic");
+        let mut client = Client::open(&running.socket, "vm", mode);
+        let (_, head) = client.encode(CMD_WRITE, 0, 0, (32 << 20) + 1, &[]);
+        client.stream.write_all(&head).unwrap();
+        assert!(client.at_end(), "oversize payload");
+    }
+    let mut client = Client::open(&running.socket, "vm", Mode::Extended);
+    let (_, head) = client.encode(CMD_STATUS, PAYLOAD, 0, u64::MAX, &[]);
+    client.stream.write_all(&head).unwrap();
+    assert!(client.at_end(), "a payload of 16 EiB");
+    assert_eq!(bystander.read(0, 512), vec![0; 512]);
+}
+
+#[test]
+fn a_write_cut_short_has_no_effect() {
+    let (running, _disk) = start(ServerConfig::default());
+    for length in [4096, 65536, 8 << 20] {
+        let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+        let payload = vec![9; length];
+        let (_, bytes) = client.encode(CMD_WRITE, 0, 0, length as u64, &payload);
+        client.stream.write_all(&bytes[..bytes.len() - 1]).unwrap();
+        drop(client);
+        eventually("the connection ends", || running.server.connections() == 0);
+        let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+        assert_eq!(client.read(0, 4096), vec![0; 4096]);
+        drop(client);
+        eventually("the connection ends", || running.server.connections() == 0);
+    }
+}
+
+#[test]
+fn connections_beyond_the_limit_are_turned_away() {
+    let (running, _disk) = start(ServerConfig { connections_max: 3, ..ServerConfig::default() });
+    let held: Vec<Client> = (0..3).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
+    let mut fourth = UnixStream::connect(&running.socket).unwrap();
+    assert_eq!(fourth.read(&mut [0; 18]).unwrap(), 0, "closed without a greeting");
+    drop(held);
+    eventually("places are free again", || running.server.connections() == 0);
+    Client::open(&running.socket, "vm", Mode::Simple).leave();
+}
+
+#[test]
+fn stop_finishes_requests_and_cuts_off_the_rest() {
+    let (running, disk) = start(ServerConfig { stop_grace: Duration::from_millis(700), ..ServerConfig::default() });
+    let mut busy = Client::open(&running.socket, "vm", Mode::Structured);
+    busy.write(0, &vec![8; 1 << 20]);
+    disk.settle();
+    disk.slow(Duration::from_millis(150));
+    let idle = Client::open(&running.socket, "vm", Mode::Structured);
+    let mut handshaking = UnixStream::connect(&running.socket).unwrap();
+    let mut deaf = Client::open(&running.socket, "vm", Mode::Structured);
+    let mut batch = Vec::new();
+    for _ in 0..100 {
+        batch.extend(deaf.encode(CMD_READ, DF, 8 << 20, 1 << 20, &[]).1);
+    }
+    deaf.stream.write_all(&batch).unwrap();
+    for n in 0..4 {
+        busy.send(CMD_READ, 0, n * 4096, 4096, &[]);
+    }
+    std::thread::sleep(Duration::from_millis(60));
+    let begun = Instant::now();
+    let answers = std::thread::spawn(move || {
+        let first = busy.receive().1;
+        (first.error, first.data == [8; 4096])
+    });
+    running.server.stop();
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_millis(600) && took < Duration::from_secs(4), "stopping took {took:?}");
+    assert_eq!(running.server.connections(), 0);
+    assert_eq!(answers.join().unwrap(), (0, true), "what was under way is answered");
+    assert!(UnixStream::connect(&running.socket).is_err());
+    assert!(!running.socket.exists(), "the socket file is removed");
+    let mut rest = Vec::new();
+    let _ = handshaking.read_to_end(&mut rest);
+    drop(idle);
+    running.server.stop();
+}
+
+#[test]
+fn stop_is_quick_when_nobody_is_busy() {
+    let (running, _disk) = start(ServerConfig::default());
+    let clients: Vec<Client> = (0..5).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
+    let begun = Instant::now();
+    running.server.stop();
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    drop(clients);
+}
+
+#[test]
+fn sockets_have_their_permissions_and_outlive_crashes() {
+    let folder = Folder::new();
+    let path = folder.0.join("s");
+    let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
+    let config =
+        |mode| ServerConfig { listen: vec![Listen::Unix { path: path.clone(), mode }], ..ServerConfig::default() };
+    let server = Server::start(config(0o660), shelf.clone()).unwrap();
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
+    let Err(error) = Server::start(config(0o600), shelf.clone()) else { panic!("two servers on one socket") };
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    drop(server);
+    // A socket left by a killed server is replaced; any other file is not.
+    drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+    assert!(path.exists());
+    let server = Server::start(config(0o600), shelf.clone()).unwrap();
+    Client::open(&path, "vm", Mode::Simple).leave();
+    drop(server);
+    std::fs::write(&path, b"precious").unwrap();
+    assert!(Server::start(config(0o600), shelf.clone()).is_err());
+    assert_eq!(std::fs::read(&path).unwrap(), b"precious");
+    let long = ServerConfig {
+        listen: vec![Listen::Unix { path: folder.0.join("x".repeat(200)), mode: 0o600 }],
+        ..ServerConfig::default()
+    };
+    assert_eq!(Server::start(long, shelf).err().unwrap().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn tcp_stays_on_loopback_unless_protected_or_told() {
+    let shelf = Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]);
+    let config =
+        |address: &str| ServerConfig { listen: vec![Listen::Tcp(address.parse().unwrap())], ..ServerConfig::default() };
+    for address in ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "[::ffff:192.0.2.1]:0"] {
+        let error = Server::start(config(address), shelf.clone()).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Invalid);
+        assert!(error.to_string().contains("there is no TLS, so anyone on the network could read"), "{error}");
+    }
+    for address in ["127.0.0.1:0", "127.3.2.1:0"] {
+        assert!(Server::start(config(address), shelf.clone()).is_ok());
+    }
+    let insecure = ServerConfig { allow_insecure_tcp: true, ..config("0.0.0.0:0") };
+    assert!(Server::start(insecure, shelf.clone()).is_ok());
+    let missing = TlsConfig {
+        certificate: "/nonexistent/cert.pem".into(),
+        key: "/nonexistent/key.pem".into(),
+        client_authorities: None,
+        required: true,
+    };
+    let error =
+        Server::start(ServerConfig { tls: Some(missing), ..config("127.0.0.1:0") }, shelf.clone()).err().unwrap();
+    assert!(error.to_string().contains("/nonexistent/cert.pem"), "{error}");
+    assert!(Server::start(ServerConfig::default(), shelf).is_err(), "nowhere to listen");
+}

@@ -1,0 +1,65 @@
+//! Tests of the NBD server through its sockets: an independent client, hostile clients, and the clients people use.
+#![allow(clippy::unwrap_used)]
+
+mod client;
+mod handshake;
+mod hostile;
+mod malformed;
+mod memory_disk;
+mod model;
+mod tls;
+mod tools;
+mod transmission;
+
+use export::nbd::{Address, Exports, Listen, Server, ServerConfig};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A folder that goes away with the test.
+pub struct Folder(pub PathBuf);
+
+impl Folder {
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = std::env::temp_dir().join(format!("lamina-nbd-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A server on a unix socket in a folder of its own.
+pub struct Running {
+    pub server: Server,
+    pub socket: PathBuf,
+    pub folder: Folder,
+}
+
+impl Running {
+    pub fn start(exports: Arc<dyn Exports>) -> Self {
+        Self::with(ServerConfig::default(), exports)
+    }
+
+    pub fn with(mut config: ServerConfig, exports: Arc<dyn Exports>) -> Self {
+        let folder = Folder::new();
+        let socket = folder.0.join("nbd.sock");
+        config.listen.insert(0, Listen::Unix { path: socket.clone(), mode: 0o600 });
+        let server = Server::start(config, exports).unwrap();
+        Self { server, socket, folder }
+    }
+
+    pub fn tcp_address(&self) -> std::net::SocketAddr {
+        let tcp = self.server.addresses().iter().find_map(|address| match address {
+            Address::Tcp(address) => Some(*address),
+            Address::Unix(_) => None,
+        });
+        tcp.unwrap()
+    }
+}

@@ -1,0 +1,455 @@
+//! A disk in memory that answers in every way a device may: zeros, memory, media; cached or not; changed under a read.
+//!
+//! Blocks live in an in-memory file at their own offset. A seeded choice per write decides whether a block is handed
+//! out as memory or as media, and per access whether the "page cache" has it, so that reads take every path.
+
+use backend::{BLOCK_SIZE, Buffer, File, Queue, SharedSlice, portable};
+use disk::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use export::nbd::{ExportName, Exports};
+use parking_lot::{Mutex, RwLock};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+use store::{Error, ErrorKind, Result};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A small seeded generator (splitmix64).
+#[derive(Clone)]
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit.max(1)
+    }
+    pub fn bytes(&mut self, length: usize) -> Vec<u8> {
+        (0..length).map(|_| self.next() as u8).collect()
+    }
+}
+
+/// The medium: an in-memory file whose page cache forgets at random.
+struct MemoryFile {
+    bytes: RwLock<Vec<u8>>,
+    accesses: AtomicU64,
+    /// Of 8 looks into the cache, this many miss.
+    misses_of_8: AtomicU32,
+    delay: Mutex<Duration>,
+    broken: Mutex<Option<Range<u64>>>,
+}
+
+impl File for MemoryFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.bytes.read().len() as u64)
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.bytes.write().resize(length as usize, 0);
+        Ok(())
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        std::thread::sleep(*self.delay.lock());
+        if let Some(broken) = &*self.broken.lock()
+            && offset < broken.end
+            && offset + buffer.len() as u64 > broken.start
+        {
+            return Err(io::Error::other("medium error"));
+        }
+        buffer.copy_from_slice(&self.bytes.read()[offset as usize..offset as usize + buffer.len()]);
+        Ok(())
+    }
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
+        let mut random = Random(self.accesses.fetch_add(1, Ordering::Relaxed));
+        if random.below(8) < u64::from(self.misses_of_8.load(Ordering::Relaxed)) {
+            return Ok(false);
+        }
+        self.read_at(buffer, offset).map(|()| true)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, _durable: bool) -> io::Result<()> {
+        let mut bytes = self.bytes.write();
+        let mut at = offset as usize;
+        for slice in slices {
+            bytes[at..at + slice.len()].copy_from_slice(slice);
+            at += slice.len();
+        }
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn reserve(&self, _offset: u64, _length: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn punch(&self, _offset: u64, _length: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn next_allocated(&self, _offset: u64) -> io::Result<Option<Range<u64>>> {
+        Ok(None)
+    }
+    fn allocated(&self) -> io::Result<u64> {
+        self.len()
+    }
+    fn descriptor(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Zero,
+    Memory,
+    Media,
+}
+
+struct State {
+    capacity: u64,
+    blocks: BTreeMap<u64, Place>,
+    dirty: BTreeSet<u64>,
+    /// Counts writes to each block: what a checksum is to the real store.
+    versions: BTreeMap<u64, u32>,
+    random: Random,
+}
+
+/// The disk.
+pub struct MemoryDisk {
+    name: String,
+    read_only: bool,
+    file: Arc<MemoryFile>,
+    state: Mutex<State>,
+    pub flushes: AtomicU64,
+    pub fua_writes: AtomicU64,
+    /// Answer "changed under the read" to every n-th read; 0 for only when true.
+    pub again_every: AtomicU32,
+    verdicts: AtomicU32,
+    /// What writes fail with.
+    pub fail_writes: Mutex<Option<ErrorKind>>,
+    pub prefetched: Mutex<Vec<Range<u64>>>,
+}
+
+impl MemoryDisk {
+    pub fn new(name: &str, capacity: u64, seed: u64) -> Arc<Self> {
+        Arc::new(Self::build(name, capacity, seed, false))
+    }
+
+    pub fn read_only(name: &str, capacity: u64) -> Arc<Self> {
+        Arc::new(Self::build(name, capacity, 0, true))
+    }
+
+    fn build(name: &str, capacity: u64, seed: u64, read_only: bool) -> Self {
+        let file = MemoryFile {
+            bytes: RwLock::new(vec![0; capacity.next_multiple_of(BLOCK) as usize]),
+            accesses: AtomicU64::new(seed),
+            misses_of_8: AtomicU32::new(2),
+            delay: Mutex::new(Duration::ZERO),
+            broken: Mutex::new(None),
+        };
+        let state = State {
+            capacity,
+            blocks: BTreeMap::new(),
+            dirty: BTreeSet::new(),
+            versions: BTreeMap::new(),
+            random: Random(seed),
+        };
+        Self {
+            name: name.to_owned(),
+            read_only,
+            file: Arc::new(file),
+            state: Mutex::new(state),
+            flushes: AtomicU64::new(0),
+            fua_writes: AtomicU64::new(0),
+            again_every: AtomicU32::new(0),
+            verdicts: AtomicU32::new(0),
+            fail_writes: Mutex::new(None),
+            prefetched: Mutex::new(Vec::new()),
+        }
+    }
+
+    /// Every read of the medium takes this long, and nothing is cached.
+    pub fn slow(&self, delay: Duration) {
+        *self.file.delay.lock() = delay;
+        self.file.misses_of_8.store(8, Ordering::Relaxed);
+    }
+
+    /// Reads of this range of the medium fail.
+    pub fn break_medium(&self, range: Range<u64>) {
+        *self.file.broken.lock() = Some(range);
+    }
+
+    /// Forgets what changed.
+    pub fn take_snapshot(&self) {
+        self.state.lock().dirty.clear();
+    }
+
+    /// Puts every block that holds data on the medium.
+    pub fn settle(&self) {
+        for place in self.state.lock().blocks.values_mut() {
+            if *place == Place::Memory {
+                *place = Place::Media;
+            }
+        }
+    }
+
+    fn check(&self, state: &State, offset: u64, length: u64) -> Result<()> {
+        match offset.checked_add(length) {
+            Some(end) if end <= state.capacity => Ok(()),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("range beyond the end of disk {}", self.name))),
+        }
+    }
+
+    fn change(&self, offset: u64, length: u64, fua: bool, make: impl Fn(&mut State, u64)) -> Result<()> {
+        if let Some(kind) = *self.fail_writes.lock() {
+            return Err(Error::new(kind, format!("write to disk {} refused by the test", self.name)));
+        }
+        let mut state = self.state.lock();
+        self.check(&state, offset, length)?;
+        for block in offset / BLOCK..(offset + length).div_ceil(BLOCK) {
+            make(&mut state, block);
+            state.dirty.insert(block);
+            *state.versions.entry(block).or_default() += 1;
+        }
+        self.fua_writes.fetch_add(u64::from(fua), Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn zero(&self, offset: u64, length: u64, fua: bool, place: Option<Place>) -> Result<()> {
+        self.change(offset, length, fua, |state, block| {
+            let (from, to) = (offset.max(block * BLOCK), (offset + length).min((block + 1) * BLOCK));
+            self.file.bytes.write()[from as usize..to as usize].fill(0);
+            let whole = to - from == BLOCK || (from == block * BLOCK && to == state.capacity);
+            match place {
+                _ if !whole => {}
+                Some(place) => drop(state.blocks.insert(block, place)),
+                None => drop(state.blocks.remove(&block)),
+            }
+        })
+    }
+}
+
+impl Device for MemoryDisk {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn capacity(&self) -> u64 {
+        self.state.lock().capacity
+    }
+    fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        let state = self.state.lock();
+        self.check(&state, offset, length as u64)?;
+        let mut segments: Vec<Segment> = Vec::new();
+        for block in offset / BLOCK..(offset + length as u64).div_ceil(BLOCK) {
+            let version = state.versions.get(&block).copied().unwrap_or(0);
+            match (state.blocks.get(&block).copied().unwrap_or(Place::Zero), segments.last_mut()) {
+                (Place::Zero, Some(Segment::Zero { length })) => *length += BLOCK_SIZE,
+                (Place::Zero, _) => segments.push(Segment::Zero { length: BLOCK_SIZE }),
+                (Place::Media, Some(Segment::Media(media))) => {
+                    media.length += BLOCK_SIZE;
+                    media.checksums.push(version);
+                }
+                (Place::Media, _) => segments.push(Segment::Media(Media {
+                    file: Arc::clone(&self.file) as Arc<dyn File>,
+                    offset: block * BLOCK,
+                    length: BLOCK_SIZE,
+                    buffer: None,
+                    checksums: vec![version],
+                    block,
+                })),
+                (Place::Memory, _) => {
+                    let at = (block * BLOCK) as usize;
+                    let copy = Buffer::copy_of(&self.file.bytes.read()[at..at + BLOCK_SIZE]);
+                    segments.push(Segment::Memory(SharedSlice::new(Arc::new(copy), 0..BLOCK_SIZE)));
+                }
+            }
+        }
+        Ok(ReadPlan { segments, skip: (offset % BLOCK) as usize, length, offset, guard: Some(Box::new(())) })
+    }
+
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        let every = self.again_every.load(Ordering::Relaxed);
+        if every > 0 && self.verdicts.fetch_add(1, Ordering::Relaxed).is_multiple_of(every) {
+            return Ok(Verdict::Again);
+        }
+        let state = self.state.lock();
+        for segment in &plan.segments {
+            if let Segment::Media(media) = segment {
+                let buffer = media.buffer.as_ref().expect("a finished read has all its buffers");
+                assert_eq!(buffer.len(), media.length);
+                for (block, version) in (media.block..).zip(&media.checksums) {
+                    if state.versions.get(&block).copied().unwrap_or(0) != *version {
+                        return Ok(Verdict::Again);
+                    }
+                }
+            }
+        }
+        Ok(Verdict::Good)
+    }
+
+    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
+        let base = offset / BLOCK * BLOCK;
+        self.change(offset, length as u64, fua, |state, block| {
+            let (from, to) = (offset.max(block * BLOCK), (offset + length as u64).min((block + 1) * BLOCK));
+            let data = &data[(from - base) as usize..(to - base) as usize];
+            self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
+            let place = if state.random.below(3) == 0 { Place::Memory } else { Place::Media };
+            state.blocks.insert(block, place);
+        })
+    }
+
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.zero(offset, length, fua, None)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
+        self.zero(offset, length, fua, allocate.then_some(Place::Zero))
+    }
+    fn flush(&self) -> Result<()> {
+        self.flushes.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+    fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
+        self.prefetched.lock().push(offset..offset + length);
+        Ok(())
+    }
+    fn resize(&self, capacity: u64) -> Result<()> {
+        if capacity > 1 << 30 {
+            return Err(Error::new(ErrorKind::NoSpace, "memory disks end at 1 GiB"));
+        }
+        let mut state = self.state.lock();
+        self.file.bytes.write().resize(capacity.next_multiple_of(BLOCK) as usize, 0);
+        state.blocks.retain(|block, _| *block < capacity.div_ceil(BLOCK));
+        state.capacity = capacity;
+        Ok(())
+    }
+
+    fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
+        let state = self.state.lock();
+        self.check(&state, offset, length)?;
+        let runs = runs(offset, length, limit, |block| match state.blocks.get(&block) {
+            None => Allocation::Hole,
+            Some(Place::Zero) => Allocation::Zero,
+            Some(_) => Allocation::Data,
+        });
+        Ok(runs.into_iter().map(|(length, allocation)| StatusExtent { length, allocation }).collect())
+    }
+    fn dirty_bases(&self) -> Vec<String> {
+        vec!["monday".to_owned(), "tuesday".to_owned()]
+    }
+    fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
+        assert!(self.dirty_bases().iter().any(|known| known == base));
+        let state = self.state.lock();
+        self.check(&state, offset, length)?;
+        let runs = runs(offset, length, limit, |block| state.dirty.contains(&block));
+        Ok(runs.into_iter().map(|(length, dirty)| DirtyExtent { length, dirty }).collect())
+    }
+}
+
+/// Runs of blocks of one kind within a range, at most `limit`.
+fn runs<K: PartialEq>(offset: u64, length: u64, limit: usize, kind: impl Fn(u64) -> K) -> Vec<(u64, K)> {
+    let mut runs: Vec<(u64, K)> = Vec::new();
+    let mut at = offset;
+    while at < offset + length {
+        let end = ((at / BLOCK + 1) * BLOCK).min(offset + length);
+        let this = kind(at / BLOCK);
+        let full = runs.len() == limit;
+        match runs.last_mut() {
+            Some((length, last)) if *last == this => *length += end - at,
+            _ if full => break,
+            _ => runs.push((end - at, this)),
+        }
+        at = end;
+    }
+    runs
+}
+
+/// Memory disks by name.
+pub struct Shelf {
+    disks: Vec<Arc<MemoryDisk>>,
+    workers: Arc<portable::Workers>,
+}
+
+impl Shelf {
+    pub fn of(disks: &[&Arc<MemoryDisk>]) -> Arc<Self> {
+        let disks = disks.iter().map(|disk| Arc::clone(disk)).collect();
+        Arc::new(Self { disks, workers: portable::Workers::new() })
+    }
+}
+
+impl Exports for Shelf {
+    fn names(&self) -> Vec<ExportName> {
+        let name = |disk: &Arc<MemoryDisk>| ExportName {
+            name: disk.name.clone(),
+            description: format!("{} bytes in memory", disk.capacity()),
+        };
+        self.disks.iter().map(name).collect()
+    }
+    fn open(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
+        let disk = self.disks.iter().find(|disk| disk.name == name);
+        let disk = disk.ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no disk {name}")))?;
+        if read_only && !disk.read_only {
+            return Ok(Arc::new(ReadOnly(Arc::clone(disk))));
+        }
+        Ok(Arc::clone(disk) as Arc<dyn Device>)
+    }
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(portable::PortableQueue::new(Arc::clone(&self.workers), depth)?))
+    }
+}
+
+/// A writable disk opened read-only.
+struct ReadOnly(Arc<MemoryDisk>);
+
+impl Device for ReadOnly {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+    fn capacity(&self) -> u64 {
+        self.0.capacity()
+    }
+    fn read_only(&self) -> bool {
+        true
+    }
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.0.plan_read(offset, length)
+    }
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        self.0.finish_read(plan)
+    }
+    fn write(&self, _: u64, _: Buffer, _: usize, _: bool) -> Result<()> {
+        panic!("the server let a write through to a read-only device")
+    }
+    fn discard(&self, _: u64, _: u64, _: bool) -> Result<()> {
+        panic!("the server let a discard through to a read-only device")
+    }
+    fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
+        panic!("the server let a write-zeroes through to a read-only device")
+    }
+    fn flush(&self) -> Result<()> {
+        self.0.flush()
+    }
+    fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
+        self.0.prefetch(offset, length)
+    }
+    fn resize(&self, _: u64) -> Result<()> {
+        panic!("the server let a resize through to a read-only device")
+    }
+    fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
+        self.0.status(offset, length, limit)
+    }
+    fn dirty_bases(&self) -> Vec<String> {
+        self.0.dirty_bases()
+    }
+    fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
+        self.0.changed_since(base, offset, length, limit)
+    }
+}

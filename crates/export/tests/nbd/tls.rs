@@ -1,0 +1,1 @@
+//! TLS with certificates made on the spot.

@@ -1,0 +1,336 @@
+//! Commands and their flags, in every style of headers.
+
+use crate::Running;
+use crate::client::*;
+use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use export::nbd::{ResizePolicy, ServerConfig};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use store::ErrorKind;
+
+const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];
+const CAPACITY: u64 = (40 << 20) + 1536;
+
+fn start() -> (Running, Arc<MemoryDisk>) {
+    let disk = MemoryDisk::new("vm", CAPACITY, 7);
+    (Running::start(Shelf::of(&[&disk])), disk)
+}
+
+#[test]
+fn bytes_come_back_at_any_alignment_and_size() {
+    for mode in MODES {
+        let (running, _disk) = start();
+        let mut client = Client::open(&running.socket, "vm", mode);
+        let mut random = Random(3);
+        for (offset, length) in
+            [(0, 1), (511, 2), (4095, 4098), (1, 65535), (123, 65536), (777, 300_000), (0, 32 << 20), (CAPACITY - 5, 5)]
+        {
+            let data = random.bytes(length);
+            client.write(offset, &data);
+            assert!(client.read(offset, length as u64) == data, "{mode:?} {offset} {length}");
+        }
+        client.leave();
+    }
+}
+
+#[test]
+fn ranges_and_lengths_beyond_the_limits_fail_and_the_session_goes_on() {
+    for mode in MODES {
+        let (running, _disk) = start();
+        let mut client = Client::open(&running.socket, "vm", mode);
+        let too_long = if mode == Mode::Simple { EINVAL } else { EOVERFLOW };
+        assert_eq!(client.ask(CMD_READ, 0, 0, (32 << 20) + 1).error, too_long);
+        for command in [CMD_READ, CMD_TRIM, CMD_CACHE] {
+            assert_eq!(client.ask(command, 0, CAPACITY - 10, 11).error, EINVAL);
+            assert_eq!(client.ask(command, 0, u64::MAX, 2).error, EINVAL);
+            assert_eq!(client.ask(command, 0, 0, 0).error, EINVAL);
+        }
+        assert_eq!(client.ask(CMD_ZEROES, 0, CAPACITY - 10, 11).error, ENOSPC);
+        assert_eq!(client.ask_with(CMD_WRITE, 0, CAPACITY - 10, 11, &[1; 11]).error, ENOSPC);
+        assert_eq!(client.ask_with(CMD_WRITE, 0, u64::MAX - 3, 100_000, &vec![1; 100_000]).error, ENOSPC);
+        assert_eq!(client.ask(CMD_FLUSH, 0, 4096, 0).error, EINVAL);
+        assert_eq!(client.ask(77, 0, 0, 512).error, EINVAL);
+        assert_eq!(client.ask(CMD_READ, 1 << 9, 0, 512).error, EINVAL);
+        assert_eq!(client.ask(CMD_TRIM, NO_HOLE, 0, 512).error, EINVAL);
+        assert_eq!(client.ask_with(CMD_WRITE, REQ_ONE, 0, 512, &[1; 512]).error, EINVAL);
+        assert_eq!(client.ask(CMD_STATUS, 0, 0, 512).error, EINVAL, "no context was agreed on");
+        assert_eq!(client.read(0, 512), vec![0; 512]);
+    }
+}
+
+#[test]
+fn read_only_exports_refuse_changes() {
+    let disk = MemoryDisk::new("vm", CAPACITY, 7);
+    let config = ServerConfig { read_only: true, ..ServerConfig::default() };
+    let running = Running::with(config, Shelf::of(&[&disk]));
+    for mode in MODES {
+        let mut client = Client::open(&running.socket, "vm", mode);
+        for command in [CMD_TRIM, CMD_ZEROES, CMD_RESIZE] {
+            assert_eq!(client.ask(command, 0, 0, 512).error, EPERM);
+        }
+        assert_eq!(client.ask_with(CMD_WRITE, 0, 0, 512, &[1; 512]).error, EPERM);
+        assert_eq!(client.ask_with(CMD_WRITE, 0, 0, 1 << 20, &vec![1; 1 << 20]).error, EPERM);
+        assert_eq!(client.ask(CMD_FLUSH, 0, 0, 0).error, 0);
+        assert_eq!(client.read(0, 512), vec![0; 512]);
+    }
+}
+
+#[test]
+fn fua_reaches_the_device_and_is_taken_on_every_command() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    client.set_fua(&disk, CMD_WRITE, &[9; 4096]);
+    client.set_fua(&disk, CMD_ZEROES, &[]);
+    client.set_fua(&disk, CMD_TRIM, &[]);
+    for command in [CMD_READ, CMD_CACHE] {
+        assert_eq!(client.ask(command, FUA, 0, 4096).error, 0);
+    }
+    assert_eq!(client.ask(CMD_FLUSH, FUA, 0, 0).error, 0);
+}
+
+impl Client {
+    fn set_fua(&mut self, disk: &MemoryDisk, command: u16, payload: &[u8]) {
+        let before = disk.fua_writes.load(Ordering::SeqCst);
+        assert_eq!(self.ask_with(command, 0, 0, 4096, payload).error, 0);
+        assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before);
+        assert_eq!(self.ask_with(command, FUA, 0, 4096, payload).error, 0);
+        assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before + 1);
+    }
+}
+
+#[test]
+fn flushes_that_arrive_together_share_one() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    let mut batch = Vec::new();
+    for n in 0..20u64 {
+        batch.extend(client.encode(CMD_WRITE, 0, n * 512, 512, &[n as u8; 512]).1);
+        batch.extend(client.encode(CMD_FLUSH, 0, 0, 0, &[]).1);
+    }
+    client.stream.write_all(&batch).unwrap();
+    for _ in 0..40 {
+        assert_eq!(client.receive().1.error, 0);
+    }
+    let flushes = disk.flushes.load(Ordering::SeqCst);
+    assert!((1..=4).contains(&flushes), "{flushes} device flushes for 20 requests sent at once");
+}
+
+#[test]
+fn zeros_travel_as_holes_when_it_pays() {
+    let (running, disk) = start();
+    for mode in [Mode::Structured, Mode::Extended] {
+        let mut client = Client::open(&running.socket, "vm", mode);
+        client.write(8192, &[5; 4096]);
+        client.write(20000, &[6; 100]);
+        disk.settle();
+        let reply = client.ask(CMD_READ, 0, 0, 32768);
+        // zeros | data | zeros | data | zeros
+        assert_eq!(reply.chunks, (2, 3));
+        let reply = client.ask(CMD_READ, DF, 0, 32768);
+        assert_eq!(reply.chunks, (1, 0), "DF: one chunk");
+        assert_eq!((reply.data[8191], reply.data[8192], reply.data[20050], reply.data[20100]), (0, 5, 6, 0));
+        // Less than a block of zeros at the edges is not worth a chunk.
+        assert_eq!(client.ask(CMD_READ, 0, 8000, 4400).chunks, (1, 0));
+        assert_eq!(client.ask(CMD_READ, 0, 1 << 20, 1 << 20).chunks, (0, 1));
+        assert_eq!(client.ask(CMD_READ, DF, 1 << 20, 1 << 20).chunks, (1, 0));
+    }
+    let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+    assert_eq!(client.ask(CMD_READ, DF, 0, 512).error, EINVAL, "DF needs structured replies");
+}
+
+#[test]
+fn zeroing_keeps_or_gives_back_space() {
+    let (running, _disk) = start();
+    let mut client = Client::unix(&running.socket);
+    client.greet(3);
+    client.choose(Mode::Structured);
+    let id = client.set_meta("vm", &["base:allocation"])["base:allocation"];
+    assert_eq!(client.go("vm"), REP_ACK);
+    client.write(0, &vec![1; 5 * 4096]);
+    assert_eq!(client.ask(CMD_ZEROES, 0, 4096, 4096).error, 0);
+    assert_eq!(client.ask(CMD_ZEROES, NO_HOLE, 2 * 4096, 4096).error, 0);
+    assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO, 3 * 4096, 4096).error, 0);
+    let extents = &client.ask(CMD_STATUS, 0, 0, 5 * 4096).status[&id];
+    let flags: Vec<_> = extents.iter().map(|extent| (extent.length / 4096, extent.flags)).collect();
+    assert_eq!(flags, [(1, 0), (1, 3), (1, 2), (1, 3), (1, 0)]);
+    assert_eq!(client.read(4096, 3 * 4096), vec![0; 3 * 4096]);
+    // Refused quickly, and without effect, where it may cost as much as writing.
+    assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO | NO_HOLE, 0, 4096).error, ENOTSUP);
+    assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO, 100, 4096).error, ENOTSUP);
+    assert_eq!(client.read(0, 4096), vec![1; 4096]);
+    assert_eq!(client.ask(CMD_ZEROES, FAST_ZERO, 0, CAPACITY).error, 0, "the odd end of the disk counts as aligned");
+    assert_eq!(client.ask(CMD_STATUS, 0, 0, CAPACITY).status[&id], [Extent { length: CAPACITY, flags: 3 }]);
+}
+
+#[test]
+fn block_status_of_several_contexts() {
+    for mode in [Mode::Structured, Mode::Extended] {
+        let (running, disk) = start();
+        let mut client = Client::unix(&running.socket);
+        client.greet(3);
+        client.choose(mode);
+        let names = ["base:allocation", "lamina:dirty:monday", "qemu:dirty-bitmap:monday"];
+        let ids = client.set_meta("vm", &names);
+        let [base, ours, qemu] = names.map(|name| ids[name]);
+        assert_eq!(client.go("vm"), REP_ACK);
+        client.write(0, &[1; 8192]);
+        disk.take_snapshot();
+        client.write(4096, &[2; 4096]);
+        let status = client.ask(CMD_STATUS, 0, 0, 16384).status;
+        let extent = |length, flags| Extent { length, flags };
+        assert_eq!(status[&base], [extent(8192, 0), extent(8192, 3)]);
+        assert_eq!(status[&ours], [extent(4096, 0), extent(4096, 1), extent(8192, 0)]);
+        assert_eq!(status[&qemu], status[&ours]);
+        // One extent, not longer than asked.
+        let one = client.ask(CMD_STATUS, REQ_ONE, 100, 1000).status;
+        assert_eq!((one[&base].clone(), one[&ours].clone()), (vec![extent(1000, 0)], vec![extent(1000, 0)]));
+        assert_eq!(client.ask(CMD_STATUS, 0, CAPACITY - 1, 2).error, EINVAL);
+        if mode == Mode::Structured {
+            assert_eq!(client.ask(CMD_STATUS, PAYLOAD, 0, 12).error, EINVAL);
+            continue;
+        }
+        // A payload chooses contexts.
+        let form = |length: u64, ids: &[u32]| {
+            let mut payload = length.to_be_bytes().to_vec();
+            ids.iter().for_each(|id| payload.extend(id.to_be_bytes()));
+            payload
+        };
+        let mut ask = |payload: &[u8]| client.ask_with(CMD_STATUS, PAYLOAD, 0, payload.len() as u64, payload);
+        let reply = ask(&form(4096, &[qemu]));
+        assert_eq!(reply.status.len(), 1);
+        assert_eq!(reply.status[&qemu], [extent(4096, 0)]);
+        for bad in [form(4096, &[]), form(4096, &[77]), form(4096, &[qemu, qemu]), vec![0; 5], vec![0; 100_000]] {
+            assert_eq!(ask(&bad).error, EINVAL);
+        }
+        assert_eq!(ask(&form(CAPACITY + 1, &[base])).error, EINVAL);
+        assert_eq!(client.read(0, 1), [1]);
+    }
+}
+
+#[test]
+fn extended_headers_take_payload_and_length_as_they_say() {
+    let (running, _disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Extended);
+    // A payload nobody asked for is swallowed.
+    assert_eq!(client.ask_with(CMD_READ, PAYLOAD, 0, 100_000, &vec![7; 100_000]).error, EINVAL);
+    assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
+    assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);
+    assert_eq!(client.ask(CMD_TRIM, 0, 0, CAPACITY).error, 0);
+    // A write without the payload flag has no payload.
+    let (cookie, mut bytes) = client.encode(CMD_WRITE, 0, 0, 512, &[]);
+    bytes[4..6].copy_from_slice(&[0, 0]);
+    client.stream.write_all(&bytes).unwrap();
+    let (answered, reply) = client.receive();
+    assert_eq!((answered, reply.error), (cookie, EINVAL));
+    assert_eq!(client.read(0, 512), vec![0; 512]);
+}
+
+#[test]
+fn resize_grows_and_shrinks_as_the_policy_says() {
+    let shelf = |disk: &Arc<MemoryDisk>| Shelf::of(&[disk]);
+    let disk = MemoryDisk::new("vm", 8192, 1);
+    let running = Running::start(shelf(&disk));
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    assert_eq!(client.ask(CMD_RESIZE, 0, 1 << 20, 0).error, 0);
+    client.write(1 << 19, &[3; 512]);
+    let reply = client.ask(CMD_RESIZE, 0, 4096, 0);
+    assert_eq!(reply.error, EPERM);
+    assert!(reply.message.contains("shrink"));
+    assert_eq!(client.read(1 << 19, 512), [3; 512]);
+    let config = ServerConfig { resize: ResizePolicy::Any, ..ServerConfig::default() };
+    let running = Running::with(config, shelf(&disk));
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    assert_eq!(client.ask(CMD_RESIZE, 0, 4096, 0).error, 0);
+    assert_eq!(client.ask(CMD_READ, 0, 4096, 1).error, EINVAL);
+    let config = ServerConfig { resize: ResizePolicy::Never, ..ServerConfig::default() };
+    let running = Running::with(config, shelf(&disk));
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    assert_eq!(client.ask(CMD_RESIZE, 0, 8192, 0).error, EPERM);
+}
+
+#[test]
+fn device_errors_become_error_numbers_with_sentences() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    let table = [
+        (ErrorKind::NoSpace, ENOSPC),
+        (ErrorKind::ReadOnly, EPERM),
+        (ErrorKind::Invalid, EINVAL),
+        (ErrorKind::Corrupt, EIO),
+        (ErrorKind::Stopped, EIO),
+        (ErrorKind::Unsupported, EINVAL),
+    ];
+    for (kind, errno) in table {
+        *disk.fail_writes.lock() = Some(kind);
+        let reply = client.ask_with(CMD_WRITE, 0, 0, 512, &[1; 512]);
+        assert_eq!((reply.error, reply.message.as_str()), (errno, "write to disk vm refused by the test"));
+    }
+    *disk.fail_writes.lock() = None;
+    client.write(0, &[1; 16384]);
+    disk.settle();
+    disk.slow(std::time::Duration::ZERO);
+    disk.break_medium(4096..4097);
+    let reply = client.ask(CMD_READ, 0, 0, 16384);
+    assert_eq!(reply.error, EIO);
+    assert!(reply.message.contains("reading 16384 bytes at 0 of vm"), "{}", reply.message);
+    assert_eq!(client.read(8192, 4096), [1; 4096], "only the broken part fails");
+}
+
+#[test]
+fn reads_that_keep_changing_are_planned_again() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    client.write(0, &[1; 65536]);
+    disk.again_every.store(2, Ordering::SeqCst);
+    for _ in 0..50 {
+        assert_eq!(client.read(0, 65536), [1; 65536]);
+    }
+    disk.again_every.store(1, Ordering::SeqCst);
+    assert_eq!(client.ask(CMD_READ, 0, 0, 4096).error, EIO, "without end, it fails");
+}
+
+#[test]
+fn cache_requests_prefetch() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+    assert_eq!(client.ask(CMD_CACHE, 0, 4096, 8192).error, 0);
+    assert_eq!(*disk.prefetched.lock(), vec![4096..12288]);
+    assert_eq!(client.ask(CMD_CACHE, NO_HOLE, 4096, 8192).error, EINVAL);
+}
+
+#[test]
+fn disconnect_finishes_what_is_under_way() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    client.write(0, &vec![4; 1 << 20]);
+    disk.settle();
+    disk.slow(std::time::Duration::from_millis(30));
+    let mut batch = Vec::new();
+    for n in 0..10 {
+        batch.extend(client.encode(CMD_READ, 0, n * 4096, 4096, &[]).1);
+    }
+    batch.extend(client.encode(CMD_DISC, 0, 0, 0, &[]).1);
+    client.stream.write_all(&batch).unwrap();
+    for _ in 0..10 {
+        assert_eq!(client.receive().1.data, [4; 4096]);
+    }
+    assert!(client.at_end());
+}
+
+#[test]
+fn slow_reads_do_not_hold_up_others() {
+    let (running, disk) = start();
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    client.write(0, &vec![4; 1 << 20]);
+    disk.settle();
+    disk.slow(std::time::Duration::from_millis(300));
+    let mut slow = vec![client.send(CMD_READ, 0, 0, 4096, &[])];
+    // Let the server go to sleep in its queue; it may take the next request only after the first slow read.
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    slow.push(client.send(CMD_READ, 0, 4096, 4096, &[]));
+    slow.push(client.send(CMD_READ, 0, 8192, 4096, &[]));
+    let quick = client.send(CMD_READ, 0, 8 << 20, 4096, &[]);
+    let order: Vec<u64> = (0..4).map(|_| client.receive().0).collect();
+    let position = |cookie| order.iter().position(|done| *done == cookie);
+    assert!(position(quick) < position(slow[2]), "a read of zeros need not wait for the medium: {order:?}");
+}

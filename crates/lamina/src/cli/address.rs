@@ -1,0 +1,169 @@
+//! How disks and snapshots are addressed on the command line: `DISK`, `DISK@SNAPSHOT`.
+//!
+//! Here only what makes an address readable in one way is checked; which names a datastore accepts it says itself.
+
+use disk::Point;
+use std::fmt;
+use std::str::FromStr;
+
+/// The character between a disk and its snapshot.
+const SEPARATOR: char = '@';
+
+/// The name of a disk, or of a snapshot alone: not empty, without `@` and control characters.
+fn plain(text: &str) -> Result<String, String> {
+    if text.is_empty() {
+        return Err("a name cannot be empty".into());
+    }
+    if let Some(bad) = text.chars().find(|c| *c == SEPARATOR || *c == '/' || c.is_control()) {
+        return Err(format!("a name cannot hold {bad:?}"));
+    }
+    Ok(text.into())
+}
+
+/// Reads the name of a disk.
+pub fn parse_disk(text: &str) -> Result<String, String> {
+    plain(text)
+}
+
+/// A snapshot: `DISK@SNAPSHOT`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SnapshotAddress {
+    /// The disk.
+    pub disk: String,
+    /// The snapshot's own name.
+    pub name: String,
+}
+
+impl FromStr for SnapshotAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (disk, name) =
+            text.split_once(SEPARATOR).ok_or_else(|| "a snapshot is written DISK@SNAPSHOT".to_string())?;
+        Ok(Self { disk: plain(disk)?, name: plain(name)? })
+    }
+}
+
+impl fmt::Display for SnapshotAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}{SEPARATOR}{}", self.disk, self.name)
+    }
+}
+
+/// A state of a disk: `DISK` as it is now, or `DISK@SNAPSHOT`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StateAddress {
+    /// The disk.
+    pub disk: String,
+    /// Which state of it.
+    pub at: Point,
+}
+
+impl FromStr for StateAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text.contains(SEPARATOR) {
+            let SnapshotAddress { disk, name } = text.parse()?;
+            Ok(Self { disk, at: Point::Snapshot(name) })
+        } else {
+            Ok(Self { disk: plain(text)?, at: Point::Head })
+        }
+    }
+}
+
+/// The most clones one command makes.
+pub const CLONES_MAX: u32 = 100_000;
+
+/// The widest number a name pattern may ask for.
+const PATTERN_WIDTH_MAX: usize = 20;
+
+/// A pattern for many names in the way of printf: exactly one `%d` or `%0Nd`; `%%` is a percent sign.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamePattern {
+    before: String,
+    width: usize,
+    after: String,
+}
+
+impl NamePattern {
+    /// The pattern used when only a name and a count were given: `NAME-0001`, `NAME-0002`, ...
+    pub fn numbered(name: &str) -> Self {
+        Self { before: format!("{name}-"), width: 4, after: String::new() }
+    }
+
+    /// The name with one number.
+    pub fn name(&self, number: u32) -> String {
+        format!("{}{number:0width$}{}", self.before, self.after, width = self.width)
+    }
+}
+
+impl FromStr for NamePattern {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("'{text}' is not a name pattern: it needs one %d or %04d for the number");
+        let mut parts = [String::new(), String::new()];
+        let mut width = None;
+        let mut characters = text.chars();
+        while let Some(character) = characters.next() {
+            if character != '%' {
+                parts[usize::from(width.is_some())].push(character);
+                continue;
+            }
+            let mut spec = String::new();
+            let end = loop {
+                match characters.next() {
+                    Some(digit) if digit.is_ascii_digit() && spec.len() < 3 => spec.push(digit),
+                    Some(end) => break end,
+                    None => return Err(wrong()),
+                }
+            };
+            match end {
+                '%' if spec.is_empty() => parts[usize::from(width.is_some())].push('%'),
+                'd' if width.is_none() && (spec.is_empty() || spec.starts_with('0')) => {
+                    let digits = if spec.is_empty() { 0 } else { spec.parse().map_err(|_| wrong())? };
+                    if digits > PATTERN_WIDTH_MAX {
+                        return Err(wrong());
+                    }
+                    width = Some(digits);
+                }
+                _ => return Err(wrong()),
+            }
+        }
+        let [before, after] = parts;
+        let pattern = Self { before, width: width.ok_or_else(wrong)?, after };
+        plain(&pattern.name(1))?;
+        Ok(pattern)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn addresses() {
+        let snapshot: SnapshotAddress = "vm1@before update".parse().unwrap();
+        assert_eq!(snapshot.to_string(), "vm1@before update");
+        assert_eq!("vm1".parse::<StateAddress>().unwrap().at, Point::Head);
+        assert_eq!("vm1@a".parse::<StateAddress>().unwrap().at, Point::Snapshot("a".into()));
+        for text in ["", "@", "vm1@", "@a", "vm1@a@b", "vm1", "a/b@c", "vm1@\n", "vm1@..\u{7f}"] {
+            assert!(text.parse::<SnapshotAddress>().is_err(), "{text:?}");
+        }
+        for text in ["", "@", "vm1@", "a\0", "../vm"] {
+            assert!(text.parse::<StateAddress>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn patterns() {
+        let name = |pattern: &str, number| pattern.parse::<NamePattern>().unwrap().name(number);
+        assert_eq!(name("vm-%04d", 7), "vm-0007");
+        assert_eq!(name("vm-%04d", 12_345), "vm-12345");
+        assert_eq!(name("%d.disk", 7), "7.disk");
+        assert_eq!(name("50%%-%03d", 7), "50%-007");
+        assert_eq!(NamePattern::numbered("vm").name(1), "vm-0001");
+        for text in ["", "vm", "%", "%%", "%s", "%4d", "%d%d", "%0", "%099d", "%9999d", "a@%d", "%d/", "%00000001d"] {
+            assert!(text.parse::<NamePattern>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,54 @@
+//! What the parser of the command line has to say: help as it is, complaints in one line like every other error.
+
+use clap::error::ErrorKind;
+
+/// True for help and version texts: they go to stdout and are no error.
+pub fn is_answer(error: &clap::Error) -> bool {
+    matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion)
+}
+
+/// The complaint on one line: what is wrong and which help says more.
+pub fn sentence(error: &clap::Error) -> String {
+    let text = error.to_string();
+    let mut help = String::from("lamina --help");
+    let mut sentence = String::new();
+    for line in text.lines().map(str::trim) {
+        if let Some(usage) = line.strip_prefix("Usage: ") {
+            let verb: Vec<&str> = usage.split(' ').take_while(|word| word.starts_with(char::is_lowercase)).collect();
+            help = format!("{} --help", verb.join(" "));
+        } else if let Some(tip) = line.strip_prefix("tip: ") {
+            sentence.push_str("; ");
+            sentence.push_str(tip);
+        } else if !line.is_empty() && !line.starts_with("For more information") {
+            if !sentence.is_empty() {
+                sentence.push(' ');
+            }
+            sentence.push_str(line.strip_prefix("error: ").unwrap_or(line));
+        }
+    }
+    format!("{sentence} (see '{help}')")
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::cli::Cli;
+    use clap::Parser;
+
+    #[test]
+    fn complaints_take_one_line() {
+        for arguments in [
+            &["lamina", "disk", "create"][..],
+            &["lamina", "disk", "create", "a", "10X"],
+            &["lamina", "disk", "create", "a", "10G", "--provisioning", "thick"],
+            &["lamina", "snapshot", "create"],
+            &["lamina", "chek"],
+            &["lamina", "clone", "a", "b", "--count", "0"],
+        ] {
+            let sentence = sentence(&Cli::try_parse_from(arguments).unwrap_err());
+            assert!(!sentence.contains('\n') && sentence.contains("--help'"), "{sentence}");
+            assert!(sentence.contains("(see 'lamina"), "{sentence}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! The asking end of the control socket.
+
+use super::dispatch::Watch;
+use super::lines::{Line, LineReader};
+use super::message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode};
+use disk::{Error, ErrorKind, Result};
+use std::io::{self, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// How often a waiting client looks whether it is still wanted.
+const CANCEL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A connection to the owner of a datastore.
+pub struct Client {
+    lines: LineReader<UnixStream>,
+}
+
+fn broken(error: io::Error) -> Error {
+    Error::io("the connection to the server of the datastore broke; whether the request was done is not known", error)
+}
+
+impl Client {
+    /// Talks over `stream`.
+    pub fn new(stream: UnixStream) -> Result<Self> {
+        stream.set_read_timeout(Some(CANCEL_INTERVAL)).map_err(broken)?;
+        Ok(Self { lines: LineReader::new(stream, REPLY_LINE_MAX) })
+    }
+
+    fn send(&self, message: &FromClient) -> Result<()> {
+        let line = encode(message, REQUEST_LINE_MAX)?;
+        let mut stream = self.lines.stream();
+        stream.write_all(&line).map_err(broken)
+    }
+
+    /// Asks, and follows the work until it ends. Once `watch` is cancelled the server is told so; the answer is still
+    /// waited for, because it tells whether the work was stopped or done by then.
+    pub fn ask(&mut self, request: Request, watch: &dyn Watch) -> Result<Reply> {
+        // A server with no room for another connection says so and hangs up: its sentence is worth more than EPIPE.
+        let sent = self.send(&FromClient::Request(request));
+        let mut cancel_sent = false;
+        loop {
+            if watch.cancelled() && !cancel_sent {
+                self.send(&FromClient::Cancel)?;
+                cancel_sent = true;
+            }
+            let line = match self.lines.next() {
+                Ok(Line::Complete(line)) => line,
+                Ok(Line::End) => {
+                    sent?;
+                    return Err(broken(io::ErrorKind::UnexpectedEof.into()));
+                }
+                Ok(Line::TooLong) => {
+                    return Err(Error::new(
+                        ErrorKind::Invalid,
+                        "the server sent a line longer than the protocol allows",
+                    ));
+                }
+                Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => continue,
+                Err(e) => return Err(broken(e)),
+            };
+            match decode(&line)? {
+                FromServer::Progress(report) => watch.update(report.done, report.total),
+                FromServer::Extents(batch) => watch.extents(batch)?,
+                FromServer::Reply(reply) => return Ok(*reply),
+                FromServer::Error(failure) => return Err(failure.into()),
+            }
+        }
+    }
+}

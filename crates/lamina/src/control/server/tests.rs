@@ -1,0 +1,216 @@
+//! The control server with a handler that plays the datastore: what a client, good or bad, gets to see.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::control::client::Client;
+use std::io::{BufRead, BufReader, Read};
+use std::sync::atomic::AtomicUsize;
+
+/// How the playing handler answers each request.
+fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
+    match request {
+        Request::DiskList => Ok(Reply::Disks(Vec::new())),
+        Request::DiskShow { name } => Err(Error::new(ErrorKind::NotFound, format!("no disk '{name}'"))),
+        // Works until cancelled.
+        Request::DiskDetach { .. } => loop {
+            watch.update(7, 10);
+            if watch.cancelled() {
+                return Err(Error::new(ErrorKind::Interrupted, "stopped"));
+            }
+            thread::sleep(Duration::from_millis(1));
+        },
+        Request::SnapshotDiff { .. } => {
+            let extent = |offset| ChangedExtent { offset, length: 1, zero: false };
+            for batch in 0..100u64 {
+                watch.extents((0..100).map(|i| extent(batch * 100 + i)).collect())?;
+            }
+            Ok(Reply::Diff { extents: 10_000, bytes: 10_000 })
+        }
+        _ => panic!("a bug in the engine"),
+    }
+}
+
+/// A server on a socket in a folder of its own.
+struct World {
+    folder: tempfile::TempDir,
+    server: Option<Server>,
+}
+
+impl World {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = crate::control::bind(folder.path()).unwrap();
+        let server = Server::start(listener, Box::new(play)).unwrap();
+        Self { folder, server: Some(server) }
+    }
+
+    fn stream(&self) -> UnixStream {
+        crate::control::connect(self.folder.path()).unwrap().unwrap()
+    }
+
+    fn client(&self) -> Client {
+        Client::new(self.stream()).unwrap()
+    }
+
+    fn stop(&mut self) {
+        self.server.take().unwrap().stop();
+    }
+}
+
+/// Follows a request in a test.
+#[derive(Default)]
+struct Notes {
+    cancelled: AtomicBool,
+    cancel_on_progress: bool,
+    progress: AtomicUsize,
+    offsets: Mutex<Vec<u64>>,
+}
+
+impl Progress for Notes {
+    fn update(&self, done: u64, total: u64) {
+        assert_eq!((done, total), (7, 10));
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        self.cancelled.fetch_or(self.cancel_on_progress, Ordering::Relaxed);
+    }
+    fn cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Notes {
+    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
+        self.offsets.lock().extend(batch.iter().map(|e| e.offset));
+        Ok(())
+    }
+}
+
+fn detach() -> Request {
+    Request::DiskDetach { name: "a".into() }
+}
+
+#[test]
+fn requests_on_one_connection_each_get_their_end() {
+    let mut world = World::new();
+    let mut client = world.client();
+    let notes = Notes::default();
+    for _ in 0..100 {
+        assert_eq!(client.ask(Request::DiskList, &notes).unwrap(), Reply::Disks(Vec::new()));
+        let error = client.ask(Request::DiskShow { name: "vm9".into() }, &notes).unwrap_err();
+        assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::NotFound, "no disk 'vm9'"));
+    }
+    world.stop();
+}
+
+#[test]
+fn a_diff_arrives_whole_and_in_order() {
+    let mut world = World::new();
+    let notes = Notes::default();
+    let request = Request::SnapshotDiff { disk: "a".into(), from: disk::Point::Head, to: disk::Point::Head };
+    assert!(matches!(world.client().ask(request, &notes).unwrap(), Reply::Diff { extents: 10_000, .. }));
+    assert!(notes.offsets.lock().iter().copied().eq(0..10_000));
+    world.stop();
+}
+
+#[test]
+fn progress_is_told_and_cancel_ends_the_work() {
+    let mut world = World::new();
+    let notes = Notes { cancel_on_progress: true, ..Notes::default() };
+    let mut client = world.client();
+    assert_eq!(client.ask(detach(), &notes).unwrap_err().kind(), ErrorKind::Interrupted);
+    assert!(notes.progress.load(Ordering::Relaxed) > 0);
+    assert!(client.ask(Request::DiskList, &Notes::default()).is_ok(), "the connection is still good");
+    world.stop();
+}
+
+#[test]
+fn a_client_that_goes_away_cancels_its_work() {
+    let mut world = World::new();
+    let mut stream = world.stream();
+    stream.write_all(&encode(&FromClient::Request(detach()), REQUEST_LINE_MAX).unwrap()).unwrap();
+    let mut first = [0; 1];
+    stream.read_exact(&mut first).unwrap();
+    drop(stream);
+    // Would wait for GRACE and then log a cancellation if the work went on.
+    let begin = Instant::now();
+    world.stop();
+    assert!(begin.elapsed() < GRACE);
+}
+
+#[test]
+fn stopping_cancels_what_takes_too_long_and_says_so() {
+    let mut world = World::new();
+    let mut client = world.client();
+    let worker = thread::spawn(move || client.ask(detach(), &Notes::default()));
+    while world.server.as_ref().unwrap().shared.connections.lock().is_empty() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    thread::sleep(Duration::from_millis(50));
+    world.stop();
+    assert_eq!(worker.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+}
+
+#[test]
+fn a_panic_in_a_request_ends_only_that_request() {
+    let mut world = World::new();
+    let mut client = world.client();
+    assert_eq!(client.ask(Request::Status, &Notes::default()).unwrap_err().kind(), ErrorKind::Stopped);
+    assert!(client.ask(Request::DiskList, &Notes::default()).is_ok());
+    world.stop();
+}
+
+#[test]
+fn bad_lines_get_one_error_and_the_end_of_the_connection() {
+    let mut world = World::new();
+    for (line, word) in [
+        (b"hello\n".to_vec(), "malformed"),
+        (b"{\"version\":99,\"message\":\"cancel\"}\n".to_vec(), "protocol 99"),
+        (b"\xff\n".to_vec(), "malformed"),
+        ([vec![b'x'; REQUEST_LINE_MAX + 1], vec![b'\n']].concat(), "at most"),
+    ] {
+        let mut stream = world.stream();
+        // The server may hang up before it has all of an oversized line.
+        let _ = stream.write_all(&line);
+        let mut answers = BufReader::new(stream);
+        let mut answer = String::new();
+        answers.read_line(&mut answer).unwrap();
+        assert!(answer.contains("\"error\"") && answer.contains(word), "{answer}");
+        let mut rest = Vec::new();
+        // Bytes it never read make the end a reset instead of an orderly one.
+        let _ = answers.read_to_end(&mut rest);
+        assert!(rest.is_empty());
+    }
+    assert!(world.client().ask(Request::DiskList, &Notes::default()).is_ok(), "others are not disturbed");
+    world.stop();
+}
+
+#[test]
+fn a_connection_too_many_is_told_so() {
+    let mut world = World::new();
+    let mut held: Vec<Client> = (0..CONNECTIONS_MAX).map(|_| world.client()).collect();
+    for client in &mut held {
+        assert!(client.ask(Request::DiskList, &Notes::default()).is_ok());
+    }
+    assert_eq!(world.client().ask(Request::DiskList, &Notes::default()).unwrap_err().kind(), ErrorKind::Busy);
+    drop(held);
+    world.stop();
+}
+
+#[test]
+fn random_bytes_disturb_nobody() {
+    let mut world = World::new();
+    let mut state = 1u64;
+    for _ in 0..200 {
+        let bytes: Vec<u8> = (0..64)
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                (state >> 56) as u8
+            })
+            .collect();
+        let mut stream = world.stream();
+        let _ = stream.write_all(&bytes);
+        let _ = stream.write_all(b"\n");
+    }
+    assert!(world.client().ask(Request::DiskList, &Notes::default()).is_ok());
+    world.stop();
+}

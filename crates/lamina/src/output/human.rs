@@ -1,0 +1,98 @@
+//! Numbers as people read them.
+
+/// The binary units from kibibytes on.
+const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+
+/// A size with about three digits: `512 B`, `10 GiB`, `1.46 TiB`. Exact sizes have no digits after the point.
+pub fn size(bytes: u64) -> String {
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let power = (63 - bytes.leading_zeros()) / 10;
+    let unit = 1u64 << (10 * power);
+    let name = UNITS[power as usize - 1];
+    if bytes.is_multiple_of(unit) {
+        return format!("{} {name}", bytes / unit);
+    }
+    let value = bytes as f64 / unit as f64;
+    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    format!("{value:.digits$} {name}")
+}
+
+/// A point in time, seconds since 1970, as `2026-11-21 08:30:00Z`.
+pub fn time(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Years are counted from 1 March 0000, so that the leap day is the last of its year, in cycles of 400 years.
+    let shifted = days.saturating_add(719_468);
+    let (cycle, day) = (shifted / 146_097, shifted % 146_097);
+    let year_of_cycle = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day_of_year = day - (365 * year_of_cycle + year_of_cycle / 4 - year_of_cycle / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day_of_month = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let year = cycle * 400 + year_of_cycle + u64::from(month <= 2);
+    format!("{year:04}-{month:02}-{day_of_month:02} {:02}:{:02}:{:02}Z", rest / 3600, rest / 60 % 60, rest % 60)
+}
+
+/// `1 disk`, `2 disks`.
+pub fn count(number: u64, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (bytes, text) in [
+            (0, "0 B"),
+            (1023, "1023 B"),
+            (1024, "1 KiB"),
+            (1536, "1.50 KiB"),
+            (10 << 30, "10 GiB"),
+            ((10 << 30) + 512, "10.0 GiB"),
+            (64 << 40, "64 TiB"),
+            (1_500_000_000_000, "1.36 TiB"),
+            (u64::MAX, "16.0 EiB"),
+        ] {
+            assert_eq!(size(bytes), text);
+        }
+    }
+
+    #[test]
+    fn times() {
+        for (seconds, text) in [
+            (0, "1970-01-01 00:00:00Z"),
+            (951_782_399, "2000-02-28 23:59:59Z"),
+            (951_782_400, "2000-02-29 00:00:00Z"),
+            (1_709_164_800, "2024-02-29 00:00:00Z"),
+            (1_795_248_000, "2026-11-21 08:00:00Z"),
+            (4_107_542_400, "2100-03-01 00:00:00Z"),
+        ] {
+            assert_eq!(time(seconds), text);
+        }
+        assert!(!time(u64::MAX).is_empty());
+    }
+
+    #[test]
+    fn every_day_of_two_cycles_follows_the_one_before() {
+        let (mut year, mut month, mut day) = (1970u64, 1u64, 1u64);
+        for number in 0..800 * 366 {
+            assert_eq!(time(number * 86_400), format!("{year:04}-{month:02}-{day:02} 00:00:00Z"));
+            let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+            let days = match month {
+                2 => 28 + u64::from(leap),
+                4 | 6 | 9 | 11 => 30,
+                _ => 31,
+            };
+            day += 1;
+            if day > days {
+                (day, month) = (1, month + 1);
+            }
+            if month > 12 {
+                (month, year) = (1, year + 1);
+            }
+        }
+    }
+}

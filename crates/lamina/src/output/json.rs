@@ -1,0 +1,25 @@
+//! Replies as JSON. The shape is an interface: members are added, never renamed or removed.
+
+use crate::control::Reply;
+use serde_json::{Value, json};
+
+/// What `--json` prints for a reply.
+pub fn value(reply: &Reply) -> Value {
+    match reply {
+        Reply::Status { status, serving } => {
+            let mut value = json!(status);
+            if let Some(members) = value.as_object_mut() {
+                members.insert("serving".into(), json!(serving));
+            }
+            value
+        }
+        Reply::Check(report) => json!(report),
+        Reply::Disk(disk) => json!(disk),
+        Reply::Disks(disks) => json!({ "disks": disks }),
+        Reply::Snapshot(snapshot) => json!(snapshot),
+        Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
+        Reply::Deleted(name) => json!({ "deleted": name }),
+        Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
+        Reply::Exports(exports) => json!({ "exports": exports }),
+    }
+}

@@ -1,0 +1,41 @@
+//! The disks and snapshots of a datastore as exports of the NBD server.
+
+use backend::Queue;
+use disk::{Datastore, Device, Result};
+use export::nbd::{ExportName, Exports};
+use std::io;
+use std::sync::Arc;
+
+/// Every device of a datastore, by its name.
+pub struct DatastoreExports {
+    /// The datastore.
+    pub datastore: Arc<Datastore>,
+    /// Refuse writes, whatever the client asks for.
+    pub read_only: bool,
+}
+
+fn describe(name: &str) -> String {
+    match name.split_once('@') {
+        Some((disk, snapshot)) => format!("snapshot {snapshot} of disk {disk}"),
+        None => format!("disk {name}"),
+    }
+}
+
+impl Exports for DatastoreExports {
+    fn names(&self) -> Vec<ExportName> {
+        let names = self.datastore.device_names();
+        names.into_iter().map(|name| ExportName { description: describe(&name), name }).collect()
+    }
+
+    fn open(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
+        self.datastore.device(name, read_only || self.read_only)
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.datastore.queue(depth)
+    }
+
+    fn description(&self, name: &str) -> Option<String> {
+        Some(describe(name))
+    }
+}

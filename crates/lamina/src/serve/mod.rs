@@ -1,0 +1,162 @@
+//! `lamina serve`: the process that owns a datastore while it is in use.
+//!
+//! ```text
+//!  open datastore -> NBD listens -> control socket listens -> ready
+//!      first SIGTERM or SIGINT -> NBD stops -> control stops -> control socket removed -> datastore closed -> exit 0
+//!      second -> exit at once
+//! ```
+//!
+//! What holds:
+//! 1. Nothing is ready before everything is: whoever waits for the ready line or `READY=1` can connect at once.
+//! 2. No request, of NBD or control, is running when the datastore is closed.
+//! 3. Sockets are removed while we still own the datastore, so that the next owner's are never hit.
+//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: that is the store's
+//!    promise, which the second signal relies on.
+
+mod exports;
+mod notify;
+pub mod uri;
+
+use crate::cli::ServeArguments;
+use crate::control::{self, Service, Serving};
+use crate::output::Form;
+use crate::session::require_folder;
+use crate::{exit, follow};
+use disk::{Datastore, Error, OpenOptions, Result};
+use export::nbd;
+use exports::DatastoreExports;
+use serde_json::json;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Where the NBD server listens unless told otherwise, in the datastore's folder.
+const NBD_SOCKET: &str = "nbd.sock";
+
+/// Serves until asked to stop.
+pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
+    require_folder(path)?;
+    // First of all, so that a signal that comes while the journal is replayed is not lost.
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("registering for signals", e))?;
+    let _second_signal = follow::interruption(exit::INTERRUPTED)?;
+
+    // URIs name the socket for clients in any folder.
+    let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
+    let datastore = Datastore::open(&path, open_options(arguments))?;
+    let outcome = serve(&path, &datastore, arguments, form, &mut signals);
+    let closed = datastore.close();
+    outcome?;
+    closed?;
+    tracing::info!(datastore = %path.display(), "closed");
+    Ok(())
+}
+
+/// How the arguments say to open the datastore.
+pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
+    OpenOptions {
+        mode: arguments.io.into(),
+        queue: arguments.queue.into(),
+        metadata_cache: arguments.metadata_cache,
+        write_buffer: arguments.write_buffer,
+    }
+}
+
+/// From an open datastore to one that nobody uses any more.
+fn serve(
+    path: &Path,
+    datastore: &Arc<Datastore>,
+    arguments: &ServeArguments,
+    form: Form,
+    signals: &mut Signals,
+) -> Result<()> {
+    let status = datastore.status()?;
+    let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
+    let nbd = nbd::Server::start(nbd_config(path, arguments)?, Arc::new(exports))?;
+    let serving = serving(&nbd, arguments);
+    // Should this fail, the NBD server stops as it is dropped.
+    let control = start_control(path, datastore, &serving)?;
+    tracing::info!(
+        datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
+        snapshots = status.snapshots, read_only = serving.read_only, "serving"
+    );
+    let announced = announce(path, &serving, &status.engine, form);
+    if announced.is_ok() {
+        notify::service_manager("READY=1");
+        if let Some(signal) = signals.forever().next() {
+            tracing::info!(signal, "stopping; a second signal ends this process at once");
+        }
+        notify::service_manager("STOPPING=1");
+    }
+    nbd.stop();
+    control.stop();
+    control::remove_stale(path)?;
+    announced
+}
+
+fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
+    let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
+    let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
+    let unix = nbd::Listen::Unix { path: socket, mode: arguments.socket_mode };
+    let tls = match (&arguments.tls_cert, &arguments.tls_key) {
+        (Some(certificate), Some(key)) => Some(nbd::TlsConfig {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_authorities: arguments.tls_client_ca.clone(),
+            required: !arguments.insecure_tcp,
+        }),
+        _ => None,
+    };
+    Ok(nbd::ServerConfig {
+        listen: std::iter::once(unix).chain(arguments.tcp.map(nbd::Listen::Tcp)).collect(),
+        tls,
+        allow_insecure_tcp: arguments.insecure_tcp,
+        read_only: arguments.read_only,
+        ..nbd::ServerConfig::default()
+    })
+}
+
+/// What `status` and `export list` tell about this process; the addresses are those really listened on.
+fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
+    let mut serving = Serving {
+        pid: std::process::id(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        socket: None,
+        tcp: None,
+        tls: arguments.tls_cert.is_some(),
+        read_only: arguments.read_only,
+    };
+    for address in nbd.addresses() {
+        match address {
+            nbd::Address::Unix(path) => serving.socket = Some(path.clone()),
+            nbd::Address::Tcp(address) => serving.tcp = Some(*address),
+        }
+    }
+    serving
+}
+
+fn start_control(path: &Path, datastore: &Arc<Datastore>, serving: &Serving) -> Result<control::Server> {
+    let listener = control::bind(path)?;
+    let (datastore, serving) = (Arc::clone(datastore), serving.clone());
+    control::Server::start(
+        listener,
+        Box::new(move |request, watch| {
+            control::dispatch(Service { datastore: &datastore, serving: Some(&serving) }, request, watch)
+        }),
+    )
+}
+
+/// The one line on stdout that says that clients may come.
+fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<()> {
+    let uris = uri::of_export(serving, "");
+    let line = match form {
+        Form::Text => format!("ready: {}", uris.join(" ")),
+        Form::Json => json!({
+            "ready": true, "nbd": uris, "control": control::path(path), "pid": serving.pid, "engine": engine,
+        })
+        .to_string(),
+    };
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io("writing the ready line", e))
+}

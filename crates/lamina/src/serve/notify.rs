@@ -1,0 +1,48 @@
+//! Telling the service manager how far we are (the `sd_notify` protocol: one datagram to the socket it named).
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+/// Sends `state` if a service manager wants to know. Failing to tell is no reason to fail: it is logged.
+pub fn service_manager(state: &str) {
+    if let Some(socket) = std::env::var_os("NOTIFY_SOCKET")
+        && let Err(e) = send(&socket, state)
+    {
+        tracing::warn!(socket = %socket.display(), "telling the service manager '{state}': {e}");
+    }
+}
+
+/// A name that begins with `@` is one in the abstract namespace.
+fn send(socket: &OsStr, state: &str) -> io::Result<()> {
+    let address = match socket.as_bytes().strip_prefix(b"@") {
+        Some(name) => SocketAddr::from_abstract_name(name)?,
+        None => SocketAddr::from_pathname(socket)?,
+    };
+    UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn by_path_and_by_abstract_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("notify");
+        let name = format!("lamina-notify-test-{}", std::process::id());
+        let by_path = UnixDatagram::bind(&path).unwrap();
+        let by_name = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
+        send(path.as_os_str(), "READY=1").unwrap();
+        send(OsStr::new(&format!("@{name}")), "STOPPING=1").unwrap();
+        let mut buffer = [0; 64];
+        let length = by_path.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"READY=1");
+        let length = by_name.recv(&mut buffer).unwrap();
+        assert_eq!(&buffer[..length], b"STOPPING=1");
+        assert!(send(OsStr::new("/nowhere/at/all"), "READY=1").is_err());
+    }
+}

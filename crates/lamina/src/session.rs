@@ -1,0 +1,96 @@
+//! Asking a datastore: its owner when it is served, or as its owner for the time of one request when it is not.
+
+use crate::control::{self, Client, Reply, Request, Service, Watch};
+use disk::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long another owner may take to answer or to go before it counts as busy: a server that starts or stops, or
+/// another verb at work.
+const OWNER_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How often it is tried again meanwhile.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How a datastore is opened for one request: as `serve` does unless told otherwise.
+const OPEN_OPTIONS: OpenOptions = OpenOptions {
+    mode: backend::IoMode::Buffered,
+    queue: QueueChoice::Auto,
+    metadata_cache: 256 << 20,
+    write_buffer: 64 << 20,
+};
+
+/// Fails with a sentence that helps when there is no folder at all.
+pub fn require_folder(path: &Path) -> Result<()> {
+    let sentence = match std::fs::metadata(path) {
+        Ok(metadata) if metadata.is_dir() => return Ok(()),
+        Ok(_) => format!("'{}' is not a folder: a datastore is one", path.display()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            format!("no datastore at '{path}': make one with `lamina init {path}`", path = path.display())
+        }
+        Err(e) => return Err(Error::io(format!("looking for the datastore '{}'", path.display()), e)),
+    };
+    Err(Error::new(ErrorKind::NotFound, sentence))
+}
+
+/// Carries out one request on the datastore, by whoever owns it.
+pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
+    require_folder(path)?;
+    match reach(path, watch)? {
+        Owner::Server(mut client) => client.ask(request, watch),
+        Owner::Us(datastore) => {
+            let outcome = control::dispatch(Service { datastore: &datastore, serving: None }, request, watch);
+            // What was answered is only true once it is at home.
+            let closed = datastore.close();
+            outcome.and_then(|reply| closed.map(|()| reply))
+        }
+    }
+}
+
+/// Who owns the datastore now.
+enum Owner {
+    Server(Client),
+    Us(Arc<Datastore>),
+}
+
+/// Finds the owner, or becomes it.
+fn reach(path: &Path, watch: &dyn Watch) -> Result<Owner> {
+    let deadline = Instant::now() + OWNER_PATIENCE;
+    loop {
+        if let Some(stream) = control::connect(path)? {
+            return Ok(Owner::Server(Client::new(stream)?));
+        }
+        match Datastore::open(path, OPEN_OPTIONS) {
+            Ok(datastore) => {
+                control::remove_stale(path)?;
+                return Ok(Owner::Us(datastore));
+            }
+            Err(e) if e.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                if watch.cancelled() {
+                    return Err(Error::new(ErrorKind::Interrupted, "interrupted while waiting for the datastore"));
+                }
+                thread::sleep(RETRY_INTERVAL);
+            }
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn one_request_opens_as_serve_does_by_default() {
+        let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
+            panic!("serve is serve");
+        };
+        let serve = crate::serve::open_options(&arguments);
+        assert_eq!(format!("{serve:?}"), format!("{OPEN_OPTIONS:?}"));
+    }
+}

@@ -1,0 +1,242 @@
+//! What every verb inherits: one conformance suite, run over all of them. Needs no datastore.
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Done, files, lamina, run};
+use std::collections::BTreeSet;
+use std::fs::File;
+
+/// A verb as it is typed, with arguments that are right.
+struct Verb {
+    name: &'static str,
+    arguments: &'static str,
+    /// Works on a datastore that exists.
+    on_datastore: bool,
+    /// Has arguments that cannot be left out.
+    demands: bool,
+}
+
+const fn verb(name: &'static str, arguments: &'static str) -> Verb {
+    Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
+}
+
+const VERBS: [Verb; 24] = [
+    Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
+    verb("status", ""),
+    verb("check", ""),
+    verb("disk create", "vm1 10G"),
+    verb("disk list", ""),
+    verb("disk show", "vm1"),
+    verb("disk resize", "vm1 20G"),
+    verb("disk rename", "vm1 vm2"),
+    verb("disk delete", "vm1"),
+    verb("disk detach", "vm1"),
+    verb("snapshot create", "vm1@a vm2@a"),
+    verb("snapshot list", ""),
+    verb("snapshot show", "vm1@a"),
+    verb("snapshot delete", "vm1@a"),
+    verb("snapshot revert", "vm1@a"),
+    verb("snapshot diff", "vm1@a vm1@b"),
+    verb("clone", "vm1@a vm2"),
+    verb("serve", ""),
+    verb("export list", ""),
+    Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
+    Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
+    // Nouns, which have verbs of their own.
+    Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
+];
+
+#[test]
+fn the_list_of_verbs_is_complete() {
+    let folder = tempfile::tempdir().unwrap();
+    run(&format!("man {}", folder.path().display())).ok();
+    let pages: BTreeSet<String> = files(folder.path()).into_iter().collect();
+    let expected: BTreeSet<String> =
+        VERBS.iter().map(|v| format!("lamina-{}.1", v.name.replace(' ', "-"))).chain(["lamina.1".into()]).collect();
+    assert_eq!(pages, expected);
+}
+
+#[test]
+fn help_is_an_answer() {
+    for Verb { name, .. } in &VERBS {
+        for option in ["--help", "-h"] {
+            let text = run(&format!("{name} {option}")).ok();
+            assert!(text.contains(&format!("Usage: lamina {name}")), "{name}: {text}");
+            assert!(text.contains("--json") && text.contains("--datastore"), "{name}: {text}");
+        }
+    }
+    assert!(run("--help").ok().contains("Exit codes:"));
+    assert_eq!(run("--version").ok(), format!("lamina {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn bad_options_and_surplus_arguments_are_usage_errors() {
+    for Verb { name, arguments, .. } in &VERBS {
+        run(&format!("{name} {arguments} --no-such-option")).fails(2, "--no-such-option");
+        if *name != "snapshot create" {
+            run(&format!("{name} {arguments} x y z")).fails(2, "--help");
+        }
+    }
+    run("defragment").fails(2, "defragment");
+    assert_eq!(run("").code, 2);
+}
+
+#[test]
+fn missing_arguments_are_usage_errors() {
+    for Verb { name, .. } in VERBS.iter().filter(|v| v.demands) {
+        let done = run(name);
+        assert_eq!((done.code, done.stdout.as_str()), (2, ""), "{name}: {done:?}");
+    }
+}
+
+#[test]
+fn no_datastore_named_is_a_usage_error() {
+    for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
+        run(&format!("{name} {arguments}")).fails(2, "LAMINA_DATASTORE");
+        let done: Done = lamina()
+            .args(name.split(' ').chain(arguments.split_whitespace()))
+            .env("LAMINA_DATASTORE", "")
+            .output()
+            .unwrap()
+            .into();
+        assert_eq!(done.code, 2, "{name}: an empty variable names no datastore: {done:?}");
+    }
+}
+
+#[test]
+fn a_datastore_that_is_not_there_is_not_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let missing = folder.path().join("missing");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "not a datastore").unwrap();
+    for Verb { name, arguments, .. } in VERBS.iter().filter(|v| v.on_datastore) {
+        for path in [&missing, &file] {
+            let path = path.display();
+            for form in ["", "--json"] {
+                run(&format!("{name} {arguments} -d {path} {form}")).fails(3, &path.to_string());
+            }
+            let by_variable: Done = lamina()
+                .args(name.split(' ').chain(arguments.split_whitespace()))
+                .env("LAMINA_DATASTORE", path.to_string())
+                .output()
+                .unwrap()
+                .into();
+            by_variable.fails(3, &path.to_string());
+        }
+    }
+    assert_eq!(files(folder.path()), ["file"], "nothing was made");
+}
+
+#[test]
+fn bad_sizes_are_usage_errors() {
+    for size in ["10X", "-1", "1.5", "ten", "10GB", "99999999999999999999", "0x10", "1e9", "16E"] {
+        for command in ["disk create vm1", "disk create vm1 --size", "disk resize vm1"] {
+            run(&format!("{command} {size} -d /nowhere")).fails(2, "");
+        }
+        for option in ["--metadata-cache", "--write-buffer"] {
+            run(&format!("serve /nowhere {option}={size}")).fails(2, size);
+        }
+        run(&format!("init /nowhere/at/all --journal-size={size}")).fails(2, size);
+    }
+    run("disk create vm1 10G --size 10G -d /nowhere").fails(2, "--size");
+    run("disk create vm1 -d /nowhere").fails(2, "SIZE");
+}
+
+#[test]
+fn bad_names_are_usage_errors() {
+    for name in ["a/b", "vm@", "@a", "a@b@c", "../x", "a@b/c"] {
+        for command in ["disk show", "disk delete", "disk detach", "snapshot list", "snapshot show", "snapshot diff"] {
+            run(&format!("{command} {name} -d /nowhere")).fails(2, name);
+        }
+    }
+    run("snapshot show vm1 -d /nowhere").fails(2, "DISK@SNAPSHOT");
+    run("snapshot create vm1@a vm2 -d /nowhere").fails(2, "DISK@SNAPSHOT");
+    run("snapshot diff vm1@a vm2@b -d /nowhere").fails(2, "different disks");
+    run("clone vm1 vm2@a -d /nowhere").fails(2, "vm2@a");
+    let empty: Done = lamina().args(["disk", "show", "", "-d", "/nowhere"]).output().unwrap().into();
+    empty.fails(2, "empty");
+    let control: Done = lamina().args(["disk", "show", "a\nb", "-d", "/nowhere"]).output().unwrap().into();
+    control.fails(2, "name");
+}
+
+#[test]
+fn bad_choices_are_usage_errors() {
+    for arguments in [
+        "disk create vm1 1G --provisioning thick",
+        "serve --io mmap",
+        "serve --queue aio",
+        "serve --tcp nowhere",
+        "serve --tcp 127.0.0.1",
+        "serve --insecure-tcp",
+        "serve --tls-cert a.pem",
+        "serve --tls-key a.pem",
+        "serve --tls-client-ca a.pem",
+        "serve --socket-mode 999",
+        "serve --socket-mode 1000",
+        "clone a b --count 0",
+        "clone a b --count 100001",
+        "clone a --name-pattern nothing",
+        "clone a --name-pattern %d%d",
+        "clone a b --name-pattern %d",
+        "clone a",
+        "completion tcsh",
+        "status --log a=b=c",
+    ] {
+        run(&format!("{arguments} -d /nowhere")).fails(2, "");
+    }
+}
+
+#[test]
+fn completions_for_every_shell_know_every_verb() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = run(&format!("completion {shell}")).ok();
+        for word in VERBS.iter().flat_map(|v| v.name.split(' ')).chain(["provisioning", "json"]) {
+            assert!(script.contains(word), "{shell}: {word}");
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("lamina.bash");
+    std::fs::write(&script, run("completion bash").ok()).unwrap();
+    let check = format!(
+        "source {}; COMP_WORDS=(lamina disk re); COMP_CWORD=2; _lamina lamina re disk; echo ${{COMPREPLY[@]}}",
+        script.display()
+    );
+    assert_eq!(process::tool("bash", &["-c", &check]).trim(), "resize rename");
+}
+
+#[test]
+fn man_pages_are_well_formed_and_name_their_options() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path().join("new/man1");
+    let listed = run(&format!("man {} --json", directory.display())).json();
+    assert_eq!(listed["pages"].as_array().unwrap().len(), files(&directory).len());
+    for page in files(&directory) {
+        let text = std::fs::read_to_string(directory.join(&page)).unwrap();
+        assert!(text.contains(".TH ") && text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"), "{page}");
+        assert!(text.contains("json"), "{page} tells of the options that every verb has");
+    }
+    let page = std::fs::read_to_string(directory.join("lamina-disk-create.1")).unwrap();
+    assert!(page.contains("provisioning") && page.contains("eagerzeroedthick"));
+    assert!(std::fs::read_to_string(directory.join("lamina.1")).unwrap().contains("130"), "exit codes");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    assert_ne!(run(&format!("man {}/sub", file.display())).code, 0);
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error_and_no_panic() {
+    for arguments in ["--help", "completion bash", "disk --help"] {
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let done: Done = lamina().args(arguments.split(' ')).stdout(full).output().unwrap().into();
+        assert_ne!(done.code, 0, "{arguments}");
+        assert!(!done.stderr.contains("panicked"), "{done:?}");
+    }
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let done: Done = lamina().args(["completion", "bash"]).stdout(writer).output().unwrap().into();
+    assert_eq!((done.code, done.stderr.as_str()), (130, ""), "a reader that has gone is no complaint");
+}

@@ -1,0 +1,196 @@
+//! Running the built `lamina` from tests, as any user would.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long anything here may take before the test fails.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The program, in an environment without our variables.
+pub fn lamina() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lamina"));
+    for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"] {
+        command.env_remove(variable);
+    }
+    command.stdin(Stdio::null());
+    command
+}
+
+/// What a command did.
+#[derive(Debug)]
+pub struct Done {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl From<Output> for Done {
+    fn from(output: Output) -> Self {
+        Self {
+            code: output.status.code().expect("ended by a signal"),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+impl Done {
+    /// It did what was asked and had nothing to complain about.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert_eq!((self.code, self.stderr.as_str()), (0, ""), "{self:?}");
+        self.stdout
+    }
+
+    /// It printed one JSON value.
+    #[track_caller]
+    pub fn json(self) -> Value {
+        serde_json::from_str(&self.ok()).unwrap()
+    }
+
+    /// It failed with `code` and one line that begins with our name and holds `words`; nothing on stdout.
+    #[track_caller]
+    pub fn fails(self, code: i32, words: &str) {
+        assert_eq!((self.code, self.stdout.as_str()), (code, ""), "{self:?}");
+        assert!(self.stderr.starts_with("lamina: ") && self.stderr.ends_with('\n'), "{self:?}");
+        assert_eq!(self.stderr.lines().count(), 1, "{self:?}");
+        assert!(self.stderr.contains(words), "'{words}' is not in: {self:?}");
+    }
+}
+
+/// Runs `lamina` with arguments separated by spaces.
+pub fn run(arguments: &str) -> Done {
+    lamina().args(arguments.split_whitespace()).output().unwrap().into()
+}
+
+/// A datastore in a temporary folder.
+pub struct Store {
+    folder: tempfile::TempDir,
+}
+
+impl Store {
+    /// A new one.
+    pub fn new() -> Self {
+        let store = Self { folder: tempfile::tempdir().unwrap() };
+        let done: Done = lamina().args(["init", "--journal-size", "8M"]).arg(store.path()).output().unwrap().into();
+        done.ok();
+        store
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("store")
+    }
+
+    /// A command on it, not started yet.
+    pub fn command(&self, arguments: &str) -> Command {
+        let mut command = lamina();
+        command.arg("--datastore").arg(self.path()).args(arguments.split_whitespace());
+        command
+    }
+
+    pub fn run(&self, arguments: &str) -> Done {
+        self.command(arguments).output().unwrap().into()
+    }
+
+    /// Serves it until the value is dropped or stopped.
+    pub fn serve(&self, arguments: &str) -> Serving {
+        Serving::start(self.command(&format!("serve {arguments}")))
+    }
+}
+
+/// A running server.
+pub struct Serving {
+    child: Child,
+    stdout: BufReader<ChildStdout>,
+    /// The line it printed when it was ready.
+    pub ready: String,
+}
+
+impl Serving {
+    /// Starts and waits for the ready line.
+    pub fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut ready = String::new();
+        stdout.read_line(&mut ready).unwrap();
+        assert!(!ready.is_empty(), "the server ended before it was ready: {:?}", child.wait());
+        Self { child, stdout, ready: ready.trim_end().into() }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a signal and waits for the end; its exit code, `None` if the signal killed it.
+    pub fn stop(&mut self, signal: &str) -> Option<i32> {
+        send(self.pid(), signal);
+        wait(&mut self.child)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends a signal to a process we started.
+pub fn send(pid: u32, signal: &str) {
+    let status = Command::new("kill").args([format!("-{signal}"), pid.to_string()]).status().unwrap();
+    assert!(status.success(), "kill -{signal} {pid}");
+}
+
+/// Waits for an end that must come; the exit code.
+pub fn wait(child: &mut Child) -> Option<i32> {
+    let begin = Instant::now();
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status.code();
+        }
+        assert!(begin.elapsed() < PATIENCE, "process {} does not end", child.id());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Waits until a process catches SIGINT: only then an interruption is for it to handle.
+pub fn wait_until_interruptible(pid: u32) {
+    until("SIGINT is caught", || {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigCgt:")).unwrap_or("0");
+        u64::from_str_radix(mask.trim(), 16).unwrap() & (1 << 1) != 0
+    });
+}
+
+/// Waits for something that must become true.
+pub fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < PATIENCE, "waited too long until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Runs another program that must succeed; its output.
+pub fn tool(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).stdin(Stdio::null()).output();
+    let output = output.unwrap_or_else(|e| panic!("{program}: {e}; the tests need it"));
+    let stdout = String::from_utf8_lossy(&output.stdout).into_owned();
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {arguments:?}: {stdout}{stderr}");
+    stdout
+}
+
+/// All files in a folder by name.
+pub fn files(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}

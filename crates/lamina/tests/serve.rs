@@ -1,0 +1,183 @@
+//! The server process: readiness, signals, sockets, cancellation, and real NBD clients on a real datastore.
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Serving, Store, lamina, send, tool, until, wait, wait_until_interruptible};
+use serde_json::Value;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::process::Stdio;
+
+#[test]
+fn ready_means_ready_and_stop_leaves_nothing() {
+    let store = Store::new();
+    let mut server = store.serve("");
+    let socket = store.path().canonicalize().unwrap().join("nbd.sock");
+    assert_eq!(server.ready, format!("ready: nbd+unix:///?socket={}", socket.display()));
+    for name in ["control.sock", "nbd.sock"] {
+        let mode = std::fs::metadata(store.path().join(name)).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "{name}");
+    }
+    let status = store.run("status --json").json();
+    assert_eq!(status["serving"]["pid"], server.pid());
+    assert_eq!(server.stop("TERM"), Some(0));
+    for name in ["control.sock", "nbd.sock"] {
+        assert!(!store.path().join(name).exists(), "{name}");
+    }
+    assert_eq!(store.run("status --json").json()["serving"], Value::Null);
+}
+
+#[test]
+fn ready_in_json_and_to_the_service_manager() {
+    let store = Store::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("notify");
+    let manager = UnixDatagram::bind(&path).unwrap();
+    manager.set_read_timeout(Some(process::PATIENCE)).unwrap();
+    let mut command = lamina();
+    command.arg("serve").arg(store.path()).args(["--json", "--tcp", "127.0.0.1:0", "--queue", "threads"]);
+    command.env("NOTIFY_SOCKET", &path);
+    let mut server = Serving::start(command);
+    let ready: Value = serde_json::from_str(&server.ready).unwrap();
+    assert_eq!((&ready["ready"], &ready["engine"]), (&true.into(), &"threads".into()));
+    let tcp = ready["nbd"][1].as_str().unwrap();
+    assert!(tcp.starts_with("nbd://127.0.0.1:") && !tcp.contains(":0/"), "the true port: {tcp}");
+    let mut word = [0; 32];
+    let length = manager.recv(&mut word).unwrap();
+    assert_eq!(&word[..length], b"READY=1");
+    assert_eq!(server.stop("INT"), Some(0));
+    let length = manager.recv(&mut word).unwrap();
+    assert_eq!(&word[..length], b"STOPPING=1");
+}
+
+#[test]
+fn one_owner() {
+    let store = Store::new();
+    let _server = store.serve("");
+    store.run("serve").fails(4, "");
+}
+
+#[test]
+fn after_a_kill_the_stale_sockets_are_in_nobodys_way() {
+    let store = Store::new();
+    for _ in 0..3 {
+        let mut server = store.serve("");
+        store.run("disk list").ok();
+        assert_eq!(server.stop("KILL"), None);
+        assert!(store.path().join("control.sock").exists(), "a killed server cannot tidy up");
+        store.run("disk list").ok();
+    }
+    assert!(!store.path().join("control.sock").exists(), "the next owner did");
+    store.run("check").ok();
+}
+
+#[test]
+fn a_control_socket_of_somebody_else_is_no_server() {
+    let store = Store::new();
+    // Accepts and hangs up.
+    let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();
+    let hangs_up = std::thread::spawn(move || drop(listener.accept()));
+    store.run("disk list").fails(1, "broke");
+    hangs_up.join().unwrap();
+    // The listener has gone too: now it is stale.
+    store.run("disk list").ok();
+}
+
+#[test]
+fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
+    let store = Store::new();
+    let done = store.run("serve --tcp 0.0.0.0:0");
+    assert_ne!(done.code, 0);
+    assert!(done.stderr.lines().last().unwrap().starts_with("lamina: "), "{done:?}");
+    let mut server = store.serve("--tcp 0.0.0.0:0 --insecure-tcp");
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+#[test]
+fn interrupting_long_work_undoes_it_served_or_not() {
+    let store = Store::new();
+    for served in [false, true] {
+        let mut server = served.then(|| store.serve(""));
+        let mut command = store.command("disk create big 2G --provisioning eagerzeroedthick");
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until_interruptible(child.id());
+        send(child.id(), "INT");
+        assert_eq!(wait(&mut child), Some(130), "served: {served}");
+        let stderr = std::io::read_to_string(child.stderr.take().unwrap()).unwrap();
+        assert!(stderr.starts_with("lamina: "), "{stderr}");
+        store.run("disk show big").fails(3, "big");
+        if let Some(server) = &mut server {
+            assert_eq!(server.stop("TERM"), Some(0));
+        }
+        store.run("check").ok();
+    }
+}
+
+#[test]
+fn a_client_killed_in_long_work_cancels_it() {
+    let store = Store::new();
+    let mut server = store.serve("");
+    let mut child = store
+        .command("disk create big 2G --provisioning eagerzeroedthick")
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    wait_until_interruptible(child.id());
+    send(child.id(), "KILL");
+    assert_eq!(wait(&mut child), None);
+    until("the disk is gone again", || store.run("disk show big").code == 3);
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+#[test]
+fn data_through_nbd_snapshots_diffs_and_reverts() {
+    let store = Store::new();
+    store.run("disk create vm1 64M").ok();
+    let mut server = store.serve("");
+    let uri = |name: &str| {
+        let exports = store.run("export list --json").json();
+        let exports = exports["exports"].as_array().unwrap().clone();
+        let export = exports.iter().find(|e| e["name"] == name).unwrap_or_else(|| panic!("{name} in {exports:?}"));
+        export["uris"][0].as_str().unwrap().to_string()
+    };
+    let io = |name: &str, command: &str| tool("qemu-io", &["-f", "raw", "-c", command, "-c", "flush", &uri(name)]);
+    let reads = |name: &str, pattern: &str| {
+        let text = tool("qemu-io", &["-r", "-f", "raw", "-c", &format!("read -P {pattern} 1M 64k"), &uri(name)]);
+        assert!(!text.contains("Pattern verification failed"), "{name}: {text}");
+    };
+    io("vm1", "write -P 0x11 1M 64k");
+    store.run("snapshot create vm1@a").ok();
+    assert_eq!(store.run("snapshot diff vm1@a --json").json()["count"], 0);
+    io("vm1", "write -P 0x22 1M 64k");
+    let diff = store.run("snapshot diff vm1@a --json").json();
+    assert_eq!((&diff["changed"], &diff["extents"][0]["offset"]), (&65536.into(), &(1 << 20).into()));
+    store.run("clone vm1@a twin").ok();
+    store.run("clone vm1 copy --full").ok();
+    for (name, pattern) in [("vm1", "0x22"), ("vm1@a", "0x11"), ("twin", "0x11"), ("copy", "0x22")] {
+        reads(name, pattern);
+    }
+    let listed = tool("nbdinfo", &["--list", "--json", &uri("vm1").replacen("/vm1", "/", 1)]);
+    assert!(listed.contains("\"vm1@a\"") && listed.contains("\"twin\""), "{listed}");
+    store.run("snapshot revert vm1@a").ok();
+    reads("vm1", "0x11");
+    store.run("disk resize vm1 128M").ok();
+    assert_eq!(tool("nbdinfo", &["--size", &uri("vm1")]).trim(), (128u64 << 20).to_string());
+    assert_eq!(server.stop("TERM"), Some(0));
+    assert!(store.run("check --data").ok().ends_with("clean\n"));
+}
+
+#[test]
+fn a_read_only_server_takes_no_writes_but_commands() {
+    let store = Store::new();
+    store.run("disk create vm1 1M").ok();
+    let mut server = store.serve("--read-only");
+    let exports = store.run("export list --json").json();
+    assert_eq!(exports["exports"][0]["read_only"], true);
+    let info = tool("nbdinfo", &["--json", exports["exports"][0]["uris"][0].as_str().unwrap()]);
+    assert!(info.contains("\"is_read_only\": true"), "{info}");
+    store.run("snapshot create vm1@a").ok();
+    assert_eq!(server.stop("TERM"), Some(0));
+}

@@ -1,0 +1,326 @@
+//! What was written to a disk and is not in its map yet.
+//!
+//! Writes, discards and zeroes land here first and are acknowledged from here. Write-back takes them out in order of
+//! address; a flush takes them out through the journal. A snapshot closes the newest layer: what lies in it and below
+//! belongs to the snapshot, what comes later goes to a new layer above, so that taking a snapshot moves no data.
+//!
+//! What must hold:
+//!
+//! 1. Within a layer entries do not overlap; the newest write to a block is the only one its layer knows.
+//! 2. A layer is emptied into the map before anything of the layer above it.
+//! 3. An entry being written home stays, readable, until its place is in the map; if it was overwritten meanwhile, only
+//!    what is left of it (told by its stamp) is removed then.
+
+use crate::space::Run;
+use backend::{BLOCK_SIZE, SharedSlice};
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Checksums of the blocks of a piece of data.
+#[derive(Clone, Debug)]
+pub enum Checksums {
+    /// One block, no allocation.
+    One(u32),
+    /// Several: a part of what was computed for the whole write.
+    Many(Arc<[u32]>, Range<usize>),
+}
+
+impl Checksums {
+    /// Computes them over whole blocks.
+    pub fn of(bytes: &[u8]) -> Self {
+        debug_assert!(!bytes.is_empty() && bytes.len().is_multiple_of(BLOCK_SIZE));
+        if bytes.len() == BLOCK_SIZE {
+            return Self::One(crate::checksum(bytes));
+        }
+        let sums: Arc<[u32]> = bytes.chunks_exact(BLOCK_SIZE).map(crate::checksum).collect();
+        let count = sums.len();
+        Self::Many(sums, 0..count)
+    }
+
+    /// As a slice.
+    pub fn as_slice(&self) -> &[u32] {
+        match self {
+            Self::One(sum) => std::slice::from_ref(sum),
+            Self::Many(sums, range) => &sums[range.clone()],
+        }
+    }
+
+    fn part(&self, blocks: Range<usize>) -> Self {
+        match self {
+            Self::One(sum) => Self::One(*sum),
+            Self::Many(sums, range) => {
+                Self::Many(Arc::clone(sums), range.start + blocks.start..range.start + blocks.end)
+            }
+        }
+    }
+}
+
+/// What a range of blocks became.
+#[derive(Clone, Debug)]
+pub enum Content {
+    /// New data.
+    Data(SharedSlice, Checksums),
+    /// Given back.
+    Unmapped,
+    /// Reads as zeros and keeps (or takes) space.
+    Zero,
+}
+
+impl Content {
+    fn part(&self, blocks: Range<u64>) -> Self {
+        match self {
+            Self::Data(slice, sums) => {
+                let (from, to) = (blocks.start as usize, blocks.end as usize);
+                Self::Data(slice.slice(from * BLOCK_SIZE..to * BLOCK_SIZE), sums.part(from..to))
+            }
+            Self::Unmapped => Self::Unmapped,
+            Self::Zero => Self::Zero,
+        }
+    }
+}
+
+/// A run of blocks with one fate.
+#[derive(Clone, Debug)]
+pub struct Entry {
+    /// Length in blocks.
+    pub blocks: u64,
+    /// What it became.
+    pub content: Content,
+    /// Which write it came from; parts of it keep the stamp.
+    pub stamp: u64,
+    /// Room was set aside for it.
+    pub claimed: bool,
+}
+
+/// An entry with its place.
+#[derive(Clone, Debug)]
+pub struct Piece {
+    /// First logical block.
+    pub logical: u64,
+    /// The entry, cut to the piece.
+    pub entry: Entry,
+}
+
+/// Writes between two snapshots.
+#[derive(Default)]
+pub struct Layer {
+    entries: BTreeMap<u64, Entry>,
+    /// Blocks of data in it.
+    pub data_blocks: u64,
+    /// Set when closed: the snapshot that it completes.
+    pub snapshot: Option<u64>,
+}
+
+impl Layer {
+    /// True when everything has reached the map.
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Number of entries.
+    pub fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Entry)> {
+        let first = self
+            .entries
+            .range(..=range.start)
+            .next_back()
+            .map_or(range.start, |(at, entry)| if at + entry.blocks > range.start { *at } else { range.start });
+        self.entries.range(first..range.end)
+    }
+
+    /// Cuts `range` out; returns what had been claimed or held as data there: (claimed blocks, data blocks).
+    fn cut(&mut self, range: &Range<u64>) -> (u64, u64) {
+        let (mut claimed, mut data) = (0, 0);
+        let hit: Vec<u64> = self.overlapping(range).map(|(at, _)| *at).collect();
+        for at in hit {
+            let Some(entry) = self.entries.remove(&at) else { continue };
+            let end = at + entry.blocks;
+            let (from, to) = (at.max(range.start), end.min(range.end));
+            if entry.claimed {
+                claimed += to - from;
+            }
+            if matches!(entry.content, Content::Data(..)) {
+                data += to - from;
+            }
+            for (start, stop) in [(at, from), (to, end)] {
+                if start < stop {
+                    let content = entry.content.part(start - at..stop - at);
+                    self.entries.insert(start, Entry { blocks: stop - start, content, ..entry.clone() });
+                }
+            }
+        }
+        self.data_blocks -= data;
+        (claimed, data)
+    }
+
+    /// Replaces what the layer knew of a range; returns (claimed blocks, data blocks) that went.
+    pub fn insert(&mut self, logical: u64, entry: Entry) -> (u64, u64) {
+        let gone = self.cut(&(logical..logical + entry.blocks));
+        if matches!(entry.content, Content::Data(..)) {
+            self.data_blocks += entry.blocks;
+        }
+        self.entries.insert(logical, entry);
+        gone
+    }
+
+    /// Removes what is left of the write `stamp` in a range; returns (claimed blocks, data blocks) that went.
+    pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> (u64, u64) {
+        let mine: Vec<Range<u64>> = self
+            .overlapping(&(logical..logical + blocks))
+            .filter(|(_, entry)| entry.stamp == stamp)
+            .map(|(at, entry)| (*at).max(logical)..(at + entry.blocks).min(logical + blocks))
+            .collect();
+        let mut gone = (0, 0);
+        for range in mine {
+            let (claimed, data) = self.cut(&range);
+            gone = (gone.0 + claimed, gone.1 + data);
+        }
+        gone
+    }
+
+    /// Copies entries from `from` on, up to about `most` blocks of data, to be written home.
+    pub fn take(&self, from: u64, most: u64) -> Vec<Piece> {
+        let mut pieces = Vec::new();
+        let mut blocks = 0;
+        for (at, entry) in self.entries.range(from..) {
+            if blocks >= most || pieces.len() as u64 >= most {
+                break;
+            }
+            if matches!(entry.content, Content::Data(..)) {
+                blocks += entry.blocks;
+            }
+            pieces.push(Piece { logical: *at, entry: entry.clone() });
+        }
+        pieces
+    }
+}
+
+/// The layers of one disk, oldest first; the last one takes writes.
+pub struct Layers {
+    layers: VecDeque<Layer>,
+    /// Blocks whose partial overwrite is being prepared: false once something else wrote there.
+    partial: FxHashMap<u64, bool>,
+}
+
+impl Default for Layers {
+    fn default() -> Self {
+        Self { layers: VecDeque::from([Layer::default()]), partial: FxHashMap::default() }
+    }
+}
+
+impl Layers {
+    /// True when nothing waits.
+    pub fn is_empty(&self) -> bool {
+        self.layers.len() == 1 && self.layers[0].is_empty()
+    }
+
+    /// All layers, oldest first.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Layer> {
+        self.layers.iter()
+    }
+
+    /// The oldest layer, and whether it is closed.
+    pub fn oldest(&mut self) -> (&mut Layer, bool) {
+        let closed = self.layers.len() > 1;
+        (&mut self.layers[0], closed)
+    }
+
+    /// Removes the oldest layer, which must be closed and empty; returns the snapshot it completes.
+    pub fn retire(&mut self) -> Option<u64> {
+        if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers.pop_front()?.snapshot } else { None }
+    }
+
+    /// Puts a write on top; returns (claimed blocks, data blocks) of what it replaced in the newest layer.
+    pub fn insert(&mut self, logical: u64, entry: Entry) -> (u64, u64) {
+        if !self.partial.is_empty() {
+            let range = logical..logical + entry.blocks;
+            for (block, valid) in &mut self.partial {
+                if range.contains(block) {
+                    *valid = false;
+                }
+            }
+        }
+        self.layers.back_mut().expect("there is always a layer").insert(logical, entry)
+    }
+
+    /// Announces that a block is being read to be partly overwritten. False when somebody else does so already.
+    pub fn begin_partial(&mut self, block: u64) -> bool {
+        if self.partial.contains_key(&block) {
+            return false;
+        }
+        self.partial.insert(block, true);
+        true
+    }
+
+    /// True when nobody wrote the block since it was announced.
+    pub fn end_partial(&mut self, block: u64) -> bool {
+        self.partial.remove(&block).unwrap_or(false)
+    }
+
+    /// Closes the newest layer for a snapshot. False when there is nothing to wait for: the map is complete.
+    pub fn close(&mut self, snapshot: u64) -> bool {
+        if self.is_empty() {
+            return false;
+        }
+        let last = self.layers.back_mut().expect("there is always a layer");
+        last.snapshot = Some(snapshot);
+        self.layers.push_back(Layer::default());
+        true
+    }
+
+    /// Forgets everything; returns (claimed blocks, data blocks).
+    pub fn clear(&mut self) -> (u64, u64) {
+        let mut gone = (0, 0);
+        for layer in &mut self.layers {
+            let (claimed, data) = layer.cut(&(0..u64::MAX));
+            gone = (gone.0 + claimed, gone.1 + data);
+        }
+        *self = Self::default();
+        gone
+    }
+
+    /// The newest content of a range, in pieces, and the gaps that the map has to answer.
+    pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<Piece>, gaps: &mut Vec<Range<u64>>) {
+        gaps.clear();
+        gaps.push(range);
+        for layer in self.layers.iter().rev() {
+            if layer.is_empty() {
+                continue;
+            }
+            let mut left = Vec::new();
+            for gap in gaps.drain(..) {
+                let mut at = gap.start;
+                for (start, entry) in layer.overlapping(&gap) {
+                    let (from, to) = ((*start).max(gap.start), (start + entry.blocks).min(gap.end));
+                    if from >= to {
+                        continue;
+                    }
+                    if at < from {
+                        left.push(at..from);
+                    }
+                    let content = entry.content.part(from - start..to - start);
+                    pieces.push(Piece { logical: from, entry: Entry { blocks: to - from, content, ..entry.clone() } });
+                    at = to;
+                }
+                if at < gap.end {
+                    left.push(at..gap.end);
+                }
+            }
+            *gaps = left;
+            if gaps.is_empty() {
+                break;
+            }
+        }
+    }
+}
+
+/// A run of physical blocks as bytes in its data file: (file number, byte offset, length).
+pub fn place(run: Run) -> (u64, u64, u64) {
+    let size = BLOCK_SIZE as u64;
+    (run.start / crate::space::FILE_BLOCKS, run.start % crate::space::FILE_BLOCKS * size, run.blocks * size)
+}

@@ -1,0 +1,387 @@
+//! Disks and snapshots: records of at most 508 bytes in the pages of the catalog, all of them in memory (about 300
+//! bytes each).
+//!
+//! Slot layout (little-endian):
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 1 | state: 0 free, 1 disk, 2 snapshot, 3 snapshot not sealed, 4 trash |
+//! | 1 | 1 | provisioning: 0 thin, 1 zeroed thick, 2 eager zeroed thick |
+//! | 2 | 1 | flags: bit 0 being made (removed at opening unless resumed) |
+//! | 3 | 1 | length of the name in bytes |
+//! | 8 | 8 | id |
+//! | 16 | 8 | root node, all ones: none |
+//! | 24 | 8 | capacity in bytes |
+//! | 32 | 8 | disk that a snapshot belongs to |
+//! | 40 | 8 | parent snapshot, 0: none |
+//! | 48 | 8 | origin: the snapshot that a linked clone started from, 0: none |
+//! | 56 | 8 | creation time, seconds since 1970 |
+//! | 64 | 8 | blocks set aside for a thick disk |
+//! | 72 | 16 | UUID |
+//! | 88 | 255 | name, UTF-8 |
+
+use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages};
+use crate::tree::NodeId;
+use crate::{Error, ErrorKind, Result};
+use backend::BLOCK_SIZE;
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Bytes per slot.
+pub const SLOT_SIZE: usize = (BLOCK_SIZE - HEADER_SIZE) / SLOTS_PER_PAGE;
+const SLOTS_PER_PAGE: usize = 8;
+/// The longest name, in bytes.
+pub const NAME_MAX: usize = 255;
+const NAME_AT: usize = 88;
+const _: () = assert!(NAME_AT + NAME_MAX <= SLOT_SIZE);
+const NO_ROOT: u64 = u64::MAX;
+
+/// What an object is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// A disk with a writable head.
+    Disk,
+    /// A snapshot.
+    Snapshot,
+    /// A snapshot whose last writes are on their way into the map.
+    Unsealed,
+    /// Deleted; its tree is being dropped.
+    Trash,
+}
+
+/// How a disk takes its space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Provisioning {
+    /// On first write.
+    Thin,
+    /// Reserved at creation, zeroed on first write.
+    ZeroedThick,
+    /// Reserved and zeroed at creation.
+    EagerZeroedThick,
+}
+
+/// A disk or snapshot.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Object {
+    /// Never used twice.
+    pub id: u64,
+    /// What it is.
+    pub state: State,
+    /// Of a disk, and of the disk that a snapshot was taken of.
+    pub provisioning: Provisioning,
+    /// Being made: a full clone or an eager zeroed disk that is not complete yet.
+    pub incomplete: bool,
+    /// Root of its tree.
+    pub root: Option<NodeId>,
+    /// Bytes.
+    pub capacity: u64,
+    /// Snapshot: the disk it belongs to.
+    pub disk: u64,
+    /// The snapshot before it.
+    pub parent: u64,
+    /// Linked clone: the snapshot it started from.
+    pub origin: u64,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Thick disk: blocks set aside for writes that need new places.
+    pub reserved: u64,
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// Name.
+    pub name: String,
+}
+
+impl Object {
+    /// True for snapshots, sealed or not.
+    pub fn is_snapshot(&self) -> bool {
+        matches!(self.state, State::Snapshot | State::Unsealed)
+    }
+
+    /// The slot form.
+    pub fn encode(&self) -> Vec<u8> {
+        let mut out = vec![0; NAME_AT + self.name.len()];
+        out[0] = match self.state {
+            State::Disk => 1,
+            State::Snapshot => 2,
+            State::Unsealed => 3,
+            State::Trash => 4,
+        };
+        out[1] = match self.provisioning {
+            Provisioning::Thin => 0,
+            Provisioning::ZeroedThick => 1,
+            Provisioning::EagerZeroedThick => 2,
+        };
+        out[2] = u8::from(self.incomplete);
+        out[3] = self.name.len() as u8;
+        let root = self.root.map_or(NO_ROOT, |node| node.0);
+        let words = [self.id, root, self.capacity, self.disk, self.parent, self.origin, self.created, self.reserved];
+        for (i, word) in words.into_iter().enumerate() {
+            out[8 + 8 * i..16 + 8 * i].copy_from_slice(&word.to_le_bytes());
+        }
+        out[72..88].copy_from_slice(&self.uuid);
+        out[NAME_AT..].copy_from_slice(self.name.as_bytes());
+        out
+    }
+
+    /// From a slot; `None` when it is free.
+    pub fn decode(bytes: &[u8]) -> Result<Option<Self>> {
+        let damaged = |what: &str| {
+            Error::new(ErrorKind::Corrupt, format!("a catalog record has an impossible {what}; run 'lamina check'"))
+        };
+        if bytes.len() < NAME_AT {
+            return Err(damaged("length"));
+        }
+        let state = match bytes[0] {
+            0 => return Ok(None),
+            1 => State::Disk,
+            2 => State::Snapshot,
+            3 => State::Unsealed,
+            4 => State::Trash,
+            _ => return Err(damaged("state")),
+        };
+        let provisioning = match bytes[1] {
+            0 => Provisioning::Thin,
+            1 => Provisioning::ZeroedThick,
+            2 => Provisioning::EagerZeroedThick,
+            _ => return Err(damaged("provisioning type")),
+        };
+        let word = |i: usize| {
+            let at = 8 + 8 * i;
+            u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+        };
+        let name = bytes.get(NAME_AT..NAME_AT + usize::from(bytes[3])).ok_or_else(|| damaged("name length"))?;
+        let name = std::str::from_utf8(name).map_err(|_| damaged("name"))?;
+        Ok(Some(Self {
+            id: word(0),
+            state,
+            provisioning,
+            incomplete: bytes[2] & 1 != 0,
+            root: (word(1) != NO_ROOT).then_some(NodeId(word(1))),
+            capacity: word(2),
+            disk: word(3),
+            parent: word(4),
+            origin: word(5),
+            created: word(6),
+            reserved: word(7),
+            uuid: bytes[72..88].try_into().expect("sixteen bytes"),
+            name: name.to_owned(),
+        }))
+    }
+}
+
+struct Held {
+    object: Object,
+    slot: u64,
+}
+
+/// All objects of a datastore.
+#[derive(Default)]
+pub struct Catalog {
+    objects: FxHashMap<u64, Held>,
+    disks: BTreeMap<String, u64>,
+    snapshots: BTreeMap<(u64, String), u64>,
+    trash: BTreeSet<u64>,
+    free_slots: BTreeSet<u64>,
+    slots: u64,
+    dirty: BTreeSet<u64>,
+    next_id: u64,
+    reserved: u64,
+}
+
+impl Catalog {
+    /// Reads all records; `slots` as the superblock has it.
+    pub fn open(pages: &mut Pages, slots: u64, next_id: u64) -> Result<Self> {
+        let mut catalog = Self { slots, next_id, ..Self::default() };
+        for slot in 0..slots {
+            let page = pages.get(slot_page(slot))?;
+            match Object::decode(slot_bytes(page, slot))? {
+                None => {
+                    catalog.free_slots.insert(slot);
+                }
+                Some(object) => {
+                    if object.id == 0 || object.id >= next_id || catalog.objects.contains_key(&object.id) {
+                        return Err(Error::new(
+                            ErrorKind::Corrupt,
+                            format!("catalog slot {slot} bears the impossible id {}; run 'lamina check'", object.id),
+                        ));
+                    }
+                    catalog.index(&object);
+                    catalog.objects.insert(object.id, Held { object, slot });
+                }
+            }
+        }
+        Ok(catalog)
+    }
+
+    /// Slots in use or free, for the superblock.
+    pub fn slots(&self) -> u64 {
+        self.slots
+    }
+
+    /// The next id to give, for the superblock.
+    pub fn next_id(&self) -> u64 {
+        self.next_id
+    }
+
+    /// A new id.
+    pub fn allocate_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id - 1
+    }
+
+    /// Blocks set aside for all thick disks.
+    pub fn reserved(&self) -> u64 {
+        self.reserved
+    }
+
+    fn index(&mut self, object: &Object) {
+        self.reserved += object.reserved;
+        match object.state {
+            State::Disk => {
+                self.disks.insert(object.name.clone(), object.id);
+            }
+            State::Snapshot | State::Unsealed => {
+                self.snapshots.insert((object.disk, object.name.clone()), object.id);
+            }
+            State::Trash => {
+                self.trash.insert(object.id);
+            }
+        }
+    }
+
+    fn unindex(&mut self, object: &Object) {
+        self.reserved -= object.reserved;
+        match object.state {
+            State::Disk => {
+                self.disks.remove(&object.name);
+            }
+            State::Snapshot | State::Unsealed => {
+                self.snapshots.remove(&(object.disk, object.name.clone()));
+            }
+            State::Trash => {
+                self.trash.remove(&object.id);
+            }
+        }
+    }
+
+    /// The object of an id.
+    pub fn get(&self, id: u64) -> Result<&Object> {
+        self.find(id).ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no object {id} any more")))
+    }
+
+    /// The object of an id, if there is one.
+    pub fn find(&self, id: u64) -> Option<&Object> {
+        self.objects.get(&id).map(|held| &held.object)
+    }
+
+    /// A disk by name.
+    pub fn disk(&self, name: &str) -> Option<&Object> {
+        self.disks.get(name).and_then(|id| self.find(*id))
+    }
+
+    /// A snapshot by name.
+    pub fn snapshot(&self, disk: u64, name: &str) -> Option<&Object> {
+        self.snapshots.get(&(disk, name.to_owned())).and_then(|id| self.find(*id))
+    }
+
+    /// All disks by name.
+    pub fn disks(&self) -> impl Iterator<Item = &Object> {
+        self.disks.values().filter_map(|id| self.find(*id))
+    }
+
+    /// The snapshots of a disk by name.
+    pub fn snapshots_of(&self, disk: u64) -> impl Iterator<Item = &Object> {
+        self.snapshots.range((disk, String::new())..(disk + 1, String::new())).filter_map(|(_, id)| self.find(*id))
+    }
+
+    /// Every object, in no order.
+    pub fn objects(&self) -> impl Iterator<Item = &Object> {
+        self.objects.values().map(|held| &held.object)
+    }
+
+    /// An object waiting to be dropped.
+    pub fn first_trash(&self) -> Option<u64> {
+        self.trash.first().copied()
+    }
+
+    /// Adds or replaces an object.
+    pub fn put(&mut self, object: Object) {
+        self.next_id = self.next_id.max(object.id + 1);
+        let slot = match self.objects.remove(&object.id) {
+            Some(held) => {
+                self.unindex(&held.object);
+                held.slot
+            }
+            None => self.free_slots.pop_first().unwrap_or_else(|| {
+                self.slots += 1;
+                self.slots - 1
+            }),
+        };
+        self.index(&object);
+        self.dirty.insert(slot);
+        self.objects.insert(object.id, Held { object, slot });
+    }
+
+    /// Changes an object.
+    pub fn update(&mut self, id: u64, change: impl FnOnce(&mut Object)) -> Result<()> {
+        let mut object = self.get(id)?.clone();
+        change(&mut object);
+        self.put(object);
+        Ok(())
+    }
+
+    /// Sets a root: what a write changes most often, without touching the indexes.
+    pub fn set_root(&mut self, id: u64, root: Option<NodeId>) {
+        if let Some(held) = self.objects.get_mut(&id)
+            && held.object.root != root
+        {
+            held.object.root = root;
+            self.dirty.insert(held.slot);
+        }
+    }
+
+    /// Forgets an object.
+    pub fn remove(&mut self, id: u64) {
+        if let Some(held) = self.objects.remove(&id) {
+            self.unindex(&held.object);
+            self.dirty.insert(held.slot);
+            self.free_slots.insert(held.slot);
+        }
+    }
+
+    /// Writes changed records into their pages: part of a checkpoint.
+    pub fn store(&mut self, pages: &mut Pages) -> Result<()> {
+        if self.dirty.is_empty() {
+            return Ok(());
+        }
+        let by_slot: FxHashMap<u64, u64> = self
+            .objects
+            .values()
+            .filter(|held| self.dirty.contains(&held.slot))
+            .map(|held| (held.slot, held.object.id))
+            .collect();
+        for slot in std::mem::take(&mut self.dirty) {
+            let page = pages.get_mut(slot_page(slot))?;
+            let at = slot_offset(slot);
+            page.0[at..at + SLOT_SIZE].fill(0);
+            if let Some(held) = by_slot.get(&slot).and_then(|id| self.objects.get(id)) {
+                let bytes = held.object.encode();
+                page.0[at..at + bytes.len()].copy_from_slice(&bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn slot_page(slot: u64) -> PageKey {
+    PageKey::new(PageFile::Catalog, slot / SLOTS_PER_PAGE as u64)
+}
+
+fn slot_offset(slot: u64) -> usize {
+    HEADER_SIZE + (slot % SLOTS_PER_PAGE as u64) as usize * SLOT_SIZE
+}
+
+fn slot_bytes(page: &backend::Block, slot: u64) -> &[u8] {
+    let at = slot_offset(slot);
+    &page.0[at..at + SLOT_SIZE]
+}

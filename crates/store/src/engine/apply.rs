@@ -1,0 +1,282 @@
+//! Carrying out operations on the metadata: the one way in which it changes.
+
+use super::Meta;
+use crate::catalog::{Object, State};
+use crate::journal::Operation;
+use crate::pages::{PageFile, PageKey, Pages};
+use crate::space::{Run, Space};
+use crate::tree::{self, NodeId, NodeStore};
+use crate::{Error, ErrorKind, Result};
+use backend::Block;
+
+/// Nodes that must be free before an operation starts: no operation allocates more.
+pub const NODES_PER_OPERATION: u64 = 4 * tree::NODES_PER_STEP as u64;
+
+/// The metadata as the trees see it.
+pub struct Nodes<'a> {
+    pub pages: &'a mut Pages,
+    pub map: &'a mut Space,
+    pub data: &'a mut Space,
+    /// Data blocks that lost their last reference.
+    pub freed: &'a mut Vec<Run>,
+}
+
+impl NodeStore for Nodes<'_> {
+    #[inline]
+    fn node(&mut self, id: NodeId) -> Result<&Block> {
+        self.pages.get(PageKey::new(PageFile::Map, id.0))
+    }
+
+    #[inline]
+    fn node_mut(&mut self, id: NodeId) -> Result<&mut Block> {
+        self.pages.get_mut(PageKey::new(PageFile::Map, id.0))
+    }
+
+    fn allocate(&mut self) -> Result<NodeId> {
+        let run = self
+            .map
+            .allocate(self.pages, 1)?
+            .ok_or_else(|| Error::new(ErrorKind::NoSpace, "no room for metadata: free space in the file system"))?;
+        self.map.adopt(self.pages, run)?;
+        self.pages.create(PageKey::new(PageFile::Map, run.start))?;
+        Ok(NodeId(run.start))
+    }
+
+    #[inline]
+    fn references(&mut self, id: NodeId) -> Result<u32> {
+        Ok(self.map.entry(self.pages, id.0)?.references)
+    }
+
+    fn add_reference(&mut self, id: NodeId) -> Result<()> {
+        self.map.add_references(self.pages, Run { start: id.0, blocks: 1 })
+    }
+
+    fn drop_reference(&mut self, id: NodeId) -> Result<u32> {
+        let run = Run { start: id.0, blocks: 1 };
+        let mut freed = Vec::new();
+        self.map.drop_references(self.pages, run, &mut freed)?;
+        if freed.is_empty() {
+            return Ok(self.map.entry(self.pages, id.0)?.references);
+        }
+        // A node may be used again at once: its page changes on the medium only with a whole checkpoint.
+        self.map.release(run);
+        self.pages.forget(PageKey::new(PageFile::Map, id.0));
+        Ok(0)
+    }
+
+    fn add_data_references(&mut self, physical: u64, blocks: u64) -> Result<()> {
+        self.data.add_references(self.pages, Run { start: physical, blocks })
+    }
+
+    fn drop_data_references(&mut self, physical: u64, blocks: u64) -> Result<()> {
+        self.data.drop_references(self.pages, Run { start: physical, blocks }, self.freed)
+    }
+}
+
+impl Meta {
+    /// The trees, with freed blocks going to `freed`.
+    pub(super) fn nodes<'a>(&'a mut self, freed: &'a mut Vec<Run>) -> Nodes<'a> {
+        Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, freed }
+    }
+
+    /// Changes what a disk maps a range to.
+    fn replace(
+        &mut self,
+        disk: u64,
+        logical: u64,
+        blocks: u64,
+        with: Option<(u64, bool)>,
+        freed: &mut Vec<Run>,
+    ) -> Result<()> {
+        let object = self.catalog.get(disk)?;
+        let root = object.root;
+        if root.is_none() && with.is_none() {
+            return Ok(());
+        }
+        let mut nodes = self.nodes(freed);
+        let root = match root {
+            Some(root) => root,
+            None => tree::create(&mut nodes)?,
+        };
+        let root = tree::replace(&mut nodes, root, logical..logical + blocks, with)?;
+        self.catalog.set_root(disk, Some(root));
+        Ok(())
+    }
+
+    /// A thick disk that takes a new place takes it from what was set aside for it.
+    fn consume_reserve(&mut self, disk: u64, blocks: u64) -> Result<()> {
+        if self.catalog.get(disk)?.reserved > 0 {
+            self.catalog.update(disk, |object| object.reserved = object.reserved.saturating_sub(blocks))?;
+        }
+        Ok(())
+    }
+
+    fn note_written(&mut self, run: Run, checksums: &[u32], fresh: bool) -> Result<()> {
+        if checksums.len() as u64 != run.blocks {
+            return Err(Error::new(ErrorKind::Corrupt, "a journal record has checksums for another number of blocks"));
+        }
+        self.data.annotate(&mut self.pages, run, |block, entry| {
+            entry.checksum = checksums[(block - run.start) as usize];
+            entry.suspect = false;
+            entry.fresh = fresh;
+        })
+    }
+
+    fn root_reference(&mut self, root: Option<NodeId>) -> Result<()> {
+        match root {
+            Some(root) => self.nodes(&mut Vec::new()).add_reference(root),
+            None => Ok(()),
+        }
+    }
+
+    /// Carries out an operation. Data blocks that lost their last reference are appended to `freed`; `fresh` marks new
+    /// places as not to be overwritten before the operation is durable.
+    pub(super) fn apply(&mut self, operation: &Operation, fresh: bool, freed: &mut Vec<Run>) -> Result<()> {
+        let first = freed.len();
+        match operation {
+            Operation::Map { disk, logical, run, checksums } => {
+                self.data.adopt(&mut self.pages, *run)?;
+                self.note_written(*run, checksums, fresh)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
+                self.consume_reserve(*disk, run.blocks)?;
+            }
+            Operation::MapData { disk, logical, run, data } => {
+                self.data.adopt(&mut self.pages, *run)?;
+                let sums = self.log(*run, data);
+                self.note_written(*run, &sums, fresh)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
+                self.consume_reserve(*disk, run.blocks)?;
+            }
+            Operation::Overwrite { run, checksums } => {
+                self.note_written(*run, checksums, false)?;
+                self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
+            }
+            Operation::OverwriteData { run, data } => {
+                let sums = self.log(*run, data);
+                self.note_written(*run, &sums, fresh)?;
+            }
+            Operation::Synced { .. } => {}
+            Operation::Unmap { disk, logical, blocks } => self.replace(*disk, *logical, *blocks, None, freed)?,
+            Operation::Unwritten { disk, logical, run, fresh: new } => {
+                if *new {
+                    self.data.adopt(&mut self.pages, *run)?;
+                    self.consume_reserve(*disk, run.blocks)?;
+                } else {
+                    // The range's own blocks: hold them while the range lets go of them.
+                    self.data.add_references(&mut self.pages, *run)?;
+                }
+                self.forget_logged(*run);
+                self.replace(*disk, *logical, run.blocks, Some((run.start, true)), freed)?;
+            }
+            Operation::Written { disk, logical, run, checksums } => {
+                self.data.add_references(&mut self.pages, *run)?;
+                self.forget_logged(*run);
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
+                self.note_written(*run, checksums, fresh)?;
+            }
+            Operation::Resolve { block, checksum } => {
+                self.data.annotate(&mut self.pages, Run { start: *block, blocks: 1 }, |_, entry| {
+                    entry.checksum = *checksum;
+                    entry.suspect = false;
+                })?;
+            }
+            Operation::Backed { run, backed } => self.data.set_backed(&mut self.pages, *run, *backed)?,
+            Operation::Put { record } => {
+                let mut object = decode(record)?;
+                if let Some(known) = self.catalog.find(object.id) {
+                    // A root is never taken from a record: it names a page of another life of the map.
+                    object.root = known.root;
+                } else {
+                    object.root = None;
+                }
+                self.catalog.put(object);
+            }
+            Operation::Seal { snapshot } => {
+                let disk = self.catalog.get(*snapshot)?.disk;
+                let root = self.catalog.get(disk)?.root;
+                self.root_reference(root)?;
+                self.catalog.update(*snapshot, |object| {
+                    object.state = State::Snapshot;
+                    object.root = root;
+                })?;
+            }
+            Operation::Clone { snapshot, record } => {
+                let root = self.catalog.get(*snapshot)?.root;
+                self.root_reference(root)?;
+                self.catalog.put(Object { root, ..decode(record)? });
+            }
+            Operation::Revert { disk, snapshot, trash } => {
+                let source = self.catalog.get(*snapshot)?;
+                let (root, capacity) = (source.root, source.capacity);
+                self.root_reference(root)?;
+                let old = self.catalog.get(*disk)?.clone();
+                self.catalog.put(Object { id: *trash, state: State::Trash, reserved: 0, name: String::new(), ..old });
+                self.catalog.update(*disk, |object| {
+                    object.root = root;
+                    object.capacity = capacity;
+                    object.parent = *snapshot;
+                })?;
+            }
+            Operation::Trash { object } => {
+                let old = self.catalog.get(*object)?.clone();
+                if old.is_snapshot() {
+                    let children: Vec<u64> = self
+                        .catalog
+                        .objects()
+                        .filter(|other| other.parent == *object && other.id != *object)
+                        .map(|other| other.id)
+                        .collect();
+                    for child in children {
+                        self.catalog.update(child, |child| child.parent = old.parent)?;
+                    }
+                }
+                self.catalog.put(Object { state: State::Trash, reserved: 0, name: String::new(), ..old });
+            }
+            Operation::Drop { object, steps } => {
+                let mut root = self.catalog.get(*object)?.root;
+                let mut nodes = self.nodes(freed);
+                tree::drop_step(&mut nodes, &mut root, *steps as usize)?;
+                match root {
+                    Some(_) => self.catalog.set_root(*object, root),
+                    None => self.catalog.remove(*object),
+                }
+            }
+        }
+        if !self.logged.is_empty() {
+            for run in &freed[first..] {
+                self.forget_logged(*run);
+            }
+        }
+        Ok(())
+    }
+
+    /// Keeps payload until it is home; returns its checksums.
+    fn log(&mut self, run: Run, data: &[backend::SharedSlice]) -> Vec<u32> {
+        let mut sums = Vec::with_capacity(run.blocks as usize);
+        let mut block = run.start;
+        for slice in data {
+            for at in (0..slice.len()).step_by(backend::BLOCK_SIZE) {
+                let part = slice.slice(at..at + backend::BLOCK_SIZE);
+                sums.push(crate::checksum(&part));
+                self.logged.insert(block, part);
+                block += 1;
+            }
+        }
+        debug_assert_eq!(block, run.start + run.blocks);
+        sums
+    }
+
+    pub(super) fn forget_logged(&mut self, run: Run) {
+        if self.logged.is_empty() {
+            return;
+        }
+        let gone: Vec<u64> = self.logged.range(run.start..run.start + run.blocks).map(|(block, _)| *block).collect();
+        for block in gone {
+            self.logged.remove(&block);
+        }
+    }
+}
+
+fn decode(record: &[u8]) -> Result<Object> {
+    Object::decode(record)?.ok_or_else(|| Error::new(ErrorKind::Corrupt, "a journal record holds an empty object"))
+}

@@ -1,0 +1,85 @@
+//! Filling a disk that nobody uses yet, past the buffer: full clones, eager zeroing, imports.
+
+use super::Engine;
+use crate::buffer::Checksums;
+use crate::journal::{Operation, RUN_MAX};
+use crate::{IoContext, Result};
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+/// Writes a disk from its first block to its last, each block at most once.
+pub struct BulkWriter<'a> {
+    engine: &'a Engine,
+    disk: u64,
+}
+
+impl<'a> BulkWriter<'a> {
+    /// For a disk marked incomplete: whatever happens before [`Engine::complete_disk`] leaves no disk behind.
+    pub fn new(engine: &'a Engine, disk: u64) -> Self {
+        Self { engine, disk }
+    }
+
+    /// Writes whole blocks at `logical`, to new places, at once.
+    pub fn write(&self, logical: u64, data: &[u8]) -> Result<()> {
+        let engine = self.engine;
+        engine.check_running()?;
+        engine.make_journal_room()?;
+        let sums = Checksums::of(data);
+        let blocks = (data.len() / BLOCK_SIZE) as u64;
+        let mut at = 0;
+        while at < blocks {
+            let run = {
+                let mut meta = engine.meta.lock();
+                let run = engine.allocate(&mut meta, blocks - at)?;
+                engine.update_headroom(&meta);
+                run
+            };
+            let bytes = &data[at as usize * BLOCK_SIZE..(at + run.blocks) as usize * BLOCK_SIZE];
+            let (file, offset) = engine.files.locate(run)?;
+            file.write_at(&[bytes], offset, false)
+                .during(|| format!("writing {} bytes of a new disk", bytes.len()))
+                .map_err(|error| engine.stop(error))?;
+            engine.files.touch(run);
+            let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
+            let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();
+            let operation = Operation::Map { disk: self.disk, logical: logical + at, run, checksums };
+            let mut meta = engine.meta.lock();
+            engine.carry_out(&mut meta, operation, gate, Some(run))?;
+            at += run.blocks;
+        }
+        self.bound_pending()
+    }
+
+    /// Takes space for a range without writing it: it reads as zeros.
+    pub fn reserve(&self, range: Range<u64>) -> Result<()> {
+        let engine = self.engine;
+        let mut at = range.start;
+        while at < range.end {
+            engine.check_running()?;
+            engine.make_journal_room()?;
+            let mut meta = engine.meta.lock();
+            let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
+            let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
+            engine.carry_out(&mut meta, operation, 0, None)?;
+            engine.update_headroom(&meta);
+            drop(meta);
+            at += run.blocks;
+            self.bound_pending()?;
+        }
+        Ok(())
+    }
+
+    fn bound_pending(&self) -> Result<()> {
+        let (pending, dirty) = {
+            let meta = self.engine.meta.lock();
+            (meta.pending_bytes, meta.pages.dirty())
+        };
+        if dirty > self.engine.dirty_limit() {
+            self.engine.checkpoint_if_needed()?;
+        } else if pending > self.engine.pending_limit() {
+            self.engine.commit_all()?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,278 @@
+//! Flush: making what was acknowledged durable, once for everybody who waits.
+//!
+//! A flush that finds little buffered puts it into the journal, payload and all, behind the pending changes: one
+//! durable append. One that finds much writes it home first. Pending changes that point at data written home wait for
+//! a flush of the data files.
+//!
+//! Two kinds of operations are appended ahead of what is pending, because they commute with it:
+//!
+//! * announcements of overwrites: they name only blocks whose mapping is durable (others are marked fresh and never
+//!   overwritten in place), so nothing pending can concern them but their being freed, which makes them irrelevant;
+//! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
+//!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
+
+use super::{Committer, Engine, Head, Meta, Pending};
+use crate::Result;
+use crate::buffer::{Content, Piece};
+use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
+use crate::space::Run;
+use crate::tree;
+use backend::{BLOCK_SIZE, SharedSlice};
+use parking_lot::MutexGuard;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// The most payload that a flush puts into the journal instead of writing it home: 4 MiB.
+const PAYLOAD_MAX: u64 = 4 << 20;
+
+impl Engine {
+    /// Makes everything acknowledged before this call durable.
+    pub fn flush(&self) -> Result<()> {
+        let ticket = self.clock.load(Ordering::Acquire);
+        self.flush_to(ticket, false)
+    }
+
+    /// Makes everything acknowledged and every change of the catalog carried out before this call durable.
+    pub(super) fn commit_all(&self) -> Result<()> {
+        let ticket = self.clock.load(Ordering::Acquire);
+        self.flush_to(ticket, true)
+    }
+
+    fn flush_to(&self, ticket: u64, changes: bool) -> Result<()> {
+        loop {
+            self.check_running()?;
+            if !changes && self.durable.load(Ordering::Acquire) >= ticket {
+                return Ok(());
+            }
+            self.make_journal_room()?;
+            let buffered = self.buffered.load(Ordering::Acquire) * BLOCK_SIZE as u64;
+            if buffered > self.payload_max() {
+                self.write_back_once()?;
+                continue;
+            }
+            self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
+            let gate = self.gate.lock();
+            self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
+            let mut commit = self.commit.lock();
+            if !changes && self.durable.load(Ordering::Acquire) >= ticket {
+                return Ok(());
+            }
+            if self.buffered.load(Ordering::Acquire) * BLOCK_SIZE as u64 > 2 * self.payload_max() {
+                continue;
+            }
+            let covered = self.clock.load(Ordering::Acquire);
+            self.log_buffers()?;
+            drop(gate);
+            if self.needs_sync() {
+                drop(commit);
+                self.sync_data()?;
+                commit = self.commit.lock();
+            }
+            self.append_pending(&mut commit)?;
+            // Whoever came in between appended what we had queued; either way it is durable now.
+            self.durable.fetch_max(covered, Ordering::AcqRel);
+            return Ok(());
+        }
+    }
+
+    /// The most payload one flush journals: bounded by the ring too.
+    fn payload_max(&self) -> u64 {
+        PAYLOAD_MAX.min(self.journal_size() / 16)
+    }
+
+    /// Pending changes beyond this many bytes ask for a commit of their own.
+    pub(super) fn pending_limit(&self) -> usize {
+        (self.journal_size() / 16).min(4 << 20) as usize
+    }
+
+    fn needs_sync(&self) -> bool {
+        self.written.load(Ordering::Acquire) > self.synced.load(Ordering::Acquire)
+    }
+
+    /// Makes everything written home so far durable.
+    pub(super) fn sync_data(&self) -> Result<()> {
+        let wanted = self.written.load(Ordering::Acquire);
+        let _sync = self.sync.lock();
+        if self.synced.load(Ordering::Acquire) >= wanted {
+            return Ok(());
+        }
+        // The order matters: an announcement made after the head was read lies behind it.
+        let head = self.journal_head.load(Ordering::Acquire);
+        let settled = head.min(self.announced.load(Ordering::Acquire));
+        let written = self.written.load(Ordering::Acquire);
+        self.files.sync().map_err(|error| self.stop(error))?;
+        self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
+        self.synced.fetch_max(written, Ordering::AcqRel);
+        self.settled.fetch_max(settled, Ordering::AcqRel);
+        Ok(())
+    }
+
+    /// Moves everything buffered into the map and the pending list, payload by reference. Under gate and commit.
+    fn log_buffers(&self) -> Result<()> {
+        for head in self.existing_heads() {
+            let mut buffer = head.buffer.lock();
+            if buffer.layers.is_empty() {
+                continue;
+            }
+            loop {
+                let (layer, closed) = buffer.layers.oldest();
+                let pieces = layer.take(0, u64::MAX);
+                for piece in pieces {
+                    let mut meta = self.meta.lock();
+                    self.log_piece(&mut meta, &head, &piece)?;
+                    self.update_headroom(&meta);
+                    drop(meta);
+                    let (layer, _) = buffer.layers.oldest();
+                    let gone = layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
+                    self.give_back(gone);
+                }
+                if !closed {
+                    break;
+                }
+                self.seal_oldest(&mut buffer)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
+        let Content::Data(slice, _) = &piece.entry.content else {
+            return self.apply_other(meta, head.id, piece);
+        };
+        let range = piece.logical..piece.logical + piece.entry.blocks;
+        let root = meta.catalog.get(head.id)?.root;
+        let mut extents = Vec::new();
+        if let Some(root) = root {
+            let mut freed = Vec::new();
+            tree::lookup_exclusive(&mut meta.nodes(&mut freed), root, range.clone(), &mut extents)?;
+        }
+        let part = |from: u64, to: u64| -> SharedSlice {
+            let at = |block: u64| (block - piece.logical) as usize * BLOCK_SIZE;
+            slice.slice(at(from)..at(to))
+        };
+        let mut at = range.start;
+        for extent in extents {
+            let mut own = Vec::new();
+            if !extent.shared_path && !extent.unwritten {
+                // Runs of blocks that are this head's alone: overwritten, the journal protecting them.
+                for i in 0..extent.blocks {
+                    if meta.entry(extent.physical + i)?.references == 1 {
+                        match own.last_mut() {
+                            Some((start, blocks)) if *start + *blocks == extent.logical + i => *blocks += 1,
+                            _ => own.push((extent.logical + i, 1)),
+                        }
+                    }
+                }
+            }
+            for (logical, blocks) in own {
+                self.log_new(meta, head, at..logical, &part)?;
+                let run = Run { start: extent.physical + (logical - extent.logical), blocks };
+                let data = vec![part(logical, logical + blocks)];
+                let gate = self.synced.load(Ordering::Acquire);
+                self.carry_out(meta, Operation::OverwriteData { run, data }, gate, Some(run))?;
+                at = logical + blocks;
+            }
+        }
+        self.log_new(meta, head, at..range.end, &part)
+    }
+
+    fn log_new(
+        &self,
+        meta: &mut Meta,
+        head: &Head,
+        range: std::ops::Range<u64>,
+        part: &dyn Fn(u64, u64) -> SharedSlice,
+    ) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let run = self.allocate(meta, range.end - at)?;
+            let data = vec![part(at, at + run.blocks)];
+            let gate = self.synced.load(Ordering::Acquire);
+            let operation = Operation::MapData { disk: head.id, logical: at, run, data };
+            self.carry_out(meta, operation, gate, Some(run))?;
+            at += run.blocks;
+        }
+        Ok(())
+    }
+
+    /// Appends what is pending, as far as the data behind it is durable.
+    pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
+        let body_max = BODY_MAX.min(self.journal_size() as usize / 4);
+        loop {
+            let synced = self.synced.load(Ordering::Acquire);
+            let mut writer = Writer::default();
+            let settled = self.settled.load(Ordering::Acquire);
+            if settled > self.settled_logged.load(Ordering::Acquire) {
+                writer.push(&Operation::Synced { position: settled });
+            }
+            let mut taken: Vec<Pending> = Vec::new();
+            {
+                let mut meta = self.meta.lock();
+                while let Some(next) = meta.pending.front()
+                    && next.gate <= synced
+                    && writer.len() < body_max / 2
+                {
+                    writer.push(&next.operation);
+                    taken.extend(meta.pending.pop_front());
+                }
+                if taken.is_empty() {
+                    return Ok(());
+                }
+                if meta.pending.is_empty() {
+                    meta.pending_bytes = 0;
+                }
+            }
+            self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())?;
+            self.settled_logged.fetch_max(settled, Ordering::AcqRel);
+            self.retire_committed(taken)?;
+        }
+    }
+
+    /// What the journal now holds: new places may be overwritten in place, freed ones wait for their readers.
+    fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
+        let mut meta = self.meta.lock();
+        let mut freed = Vec::new();
+        for pending in taken {
+            if let Some(run) = pending.fresh {
+                let Meta { data, pages, .. } = &mut *meta;
+                data.annotate(pages, run, |_, entry| entry.fresh = false)?;
+            }
+            freed.extend(pending.freed);
+        }
+        meta.freeing -= freed.iter().map(|run| run.blocks).sum::<u64>();
+        if !freed.is_empty() {
+            let epoch = std::mem::replace(&mut meta.epoch, Arc::new(()));
+            meta.limbo.push_back((epoch, freed));
+            self.request(|work| work.reclaim = true);
+        }
+        meta.release_limbo();
+        self.update_headroom(&meta);
+        Ok(())
+    }
+
+    /// Appends operations ahead of what is pending.
+    pub(super) fn append_urgent(&self, commit: &mut MutexGuard<'_, Committer>, operations: &[Operation]) -> Result<()> {
+        let mut writer = Writer::default();
+        for operation in operations {
+            writer.push(operation);
+        }
+        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())
+    }
+
+    pub(super) fn journal_size(&self) -> u64 {
+        self.ring
+    }
+
+    /// Waits for a checkpoint when the journal is too full for what a flush or a batch may append.
+    pub(super) fn make_journal_room(&self) -> Result<()> {
+        let used = self.journal_head.load(Ordering::Acquire) - self.journal_tail.load(Ordering::Acquire);
+        let ring = self.ring;
+        if used > ring / 5 * 2 {
+            self.request(|work| work.checkpoint = true);
+        }
+        if used > ring / 5 * 3 || (!self.options.threads && used > ring / 5 * 2) {
+            self.checkpoint_if_needed()?;
+        }
+        Ok(())
+    }
+}

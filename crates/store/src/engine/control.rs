@@ -1,0 +1,325 @@
+//! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
+
+use super::{Engine, Head, now};
+use crate::catalog::{NAME_MAX, Object, Provisioning, State};
+use crate::journal::Operation;
+use crate::{Error, ErrorKind, Result};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// What a new disk is to be.
+#[derive(Clone, Debug)]
+pub struct NewDisk {
+    /// Name.
+    pub name: String,
+    /// Bytes.
+    pub capacity: u64,
+    /// Provisioning type.
+    pub provisioning: Provisioning,
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// True while its content is being made: it is removed at the next opening if that never ends.
+    pub incomplete: bool,
+}
+
+/// What a new snapshot is to be.
+#[derive(Clone, Debug)]
+pub struct NewSnapshot {
+    /// The disk.
+    pub disk: u64,
+    /// Name, unique within the disk.
+    pub name: String,
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// True for one that only serves an operation under way: it is removed at the next opening.
+    pub incomplete: bool,
+}
+
+impl Engine {
+    /// Looks at the catalog.
+    pub fn with_catalog<T>(&self, look: impl FnOnce(&crate::catalog::Catalog) -> T) -> T {
+        look(&self.meta.lock().catalog)
+    }
+
+    /// Carries out catalog operations that `plan` names after a look at the catalog, and makes them durable.
+    fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
+        self.check_running()?;
+        self.make_journal_room()?;
+        let outcome = {
+            let mut meta = self.meta.lock();
+            let (operations, outcome) = plan(&mut meta.catalog)?;
+            for operation in operations {
+                self.carry_out(&mut meta, operation, 0, None)?;
+            }
+            self.reserve_metadata(&meta)?;
+            self.update_headroom(&meta);
+            outcome
+        };
+        self.commit_all()?;
+        Ok(outcome)
+    }
+
+    /// Makes an empty disk. Space for thick types is taken by the caller through [`super::BulkWriter`].
+    pub fn create_disk(&self, new: NewDisk) -> Result<u64> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = new_disk(catalog, &new)?;
+            Ok((vec![Operation::Put { record: object.encode() }], object.id))
+        })
+    }
+
+    /// The content of a disk being made is complete.
+    pub fn complete_disk(&self, id: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = Object { incomplete: false, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// Gives a disk another name.
+    pub fn rename_disk(&self, id: u64, name: &str) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            check_name(name)?;
+            if let Some(other) = catalog.disk(name)
+                && other.id != id
+            {
+                return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
+            }
+            let object = Object { name: name.to_owned(), ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// Changes the capacity of a disk. What lies behind a smaller capacity must have been discarded before.
+    pub fn set_capacity(&self, id: u64, capacity: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = Object { capacity, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// Takes snapshots of several disks at one point: every write acknowledged before this call is in them, none that
+    /// comes after it is. Durable when this returns, in one small append; the data itself is as durable as it was.
+    pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
+        let _control = self.control.lock();
+        self.check_running()?;
+        self.make_journal_room()?;
+        let mut ids = Vec::new();
+        let mut objects = Vec::new();
+        {
+            let mut guard = self.meta.lock();
+            let meta = &mut *guard;
+            for (i, new) in wanted.iter().enumerate() {
+                check_name(&new.name)?;
+                let disk = meta.catalog.get(new.disk)?.clone();
+                let again = wanted[..i].iter().any(|other| other.disk == new.disk);
+                if again || meta.catalog.snapshot(new.disk, &new.name).is_some() {
+                    return Err(Error::new(
+                        ErrorKind::Exists,
+                        format!("disk '{}' has a snapshot '{}' already, or is named twice", disk.name, new.name),
+                    ));
+                }
+                let mut reserved = disk.reserved;
+                if disk.provisioning != Provisioning::Thin {
+                    // From now on every write of the thick disk needs a new place: set that aside, or refuse.
+                    reserved = disk.capacity.div_ceil(backend::BLOCK_SIZE as u64);
+                    let more = reserved.saturating_sub(disk.reserved);
+                    let claims = self.claims.load(Ordering::Acquire) + more;
+                    self.extend(meta, claims).map_err(|error| {
+                        error.context(format!(
+                            "disk '{}' is thick and a snapshot of it needs its whole size again, {} bytes",
+                            disk.name, disk.capacity
+                        ))
+                    })?;
+                }
+                let id = meta.catalog.allocate_id();
+                ids.push(id);
+                objects.push(Object {
+                    id,
+                    state: State::Unsealed,
+                    incomplete: new.incomplete,
+                    root: None,
+                    disk: disk.id,
+                    origin: 0,
+                    created: now(),
+                    reserved: 0,
+                    uuid: new.uuid,
+                    name: new.name.clone(),
+                    ..disk.clone()
+                });
+                objects.push(Object { parent: id, reserved, ..disk });
+            }
+            self.reserve_metadata(meta)?;
+        }
+        let operations: Vec<Operation> =
+            objects.iter().map(|object| Operation::Put { record: object.encode() }).collect();
+        let mut heads: Vec<(Arc<Head>, u64)> =
+            wanted.iter().zip(&ids).map(|(new, id)| (self.head(new.disk), *id)).collect();
+        heads.sort_unstable_by_key(|(head, _)| head.id);
+
+        let mut commit = self.commit.lock();
+        {
+            // All buffers at once: this is the point in time.
+            let mut buffers: Vec<_> = heads.iter().map(|(head, _)| head.buffer.lock()).collect();
+            let mut meta = self.meta.lock();
+            for operation in &operations {
+                meta.apply(operation, false, &mut Vec::new()).map_err(|error| self.stop(error))?;
+            }
+            for ((_, snapshot), buffer) in heads.iter().zip(&mut buffers) {
+                if buffer.layers.close(*snapshot) {
+                    self.unsealed.fetch_add(1, Ordering::AcqRel);
+                } else {
+                    self.carry_out(&mut meta, Operation::Seal { snapshot: *snapshot }, 0, None)?;
+                }
+            }
+            self.update_headroom(&meta);
+        }
+        self.append_urgent(&mut commit, &operations)?;
+        self.request(|work| work.write_back = true);
+        Ok(ids)
+    }
+
+    /// Waits until the last writes of a snapshot are in the map.
+    pub(super) fn wait_sealed(&self, snapshot: u64) -> Result<()> {
+        loop {
+            let (state, disk) = self.with_catalog(|catalog| catalog.get(snapshot).map(|o| (o.state, o.disk)))?;
+            if state != State::Unsealed {
+                return Ok(());
+            }
+            self.check_running()?;
+            if self.options.threads {
+                self.request(|work| work.write_back = true);
+                let mut sealed = self.sealed.lock();
+                self.sealed_ready.wait_for(&mut sealed, Duration::from_millis(5));
+            } else {
+                self.settle(&self.head(disk))?;
+            }
+        }
+    }
+
+    /// Makes linked clones of a snapshot: all of them, or none.
+    pub fn clone_snapshot(&self, snapshot: u64, new: &[NewDisk]) -> Result<Vec<u64>> {
+        let _control = self.control.lock();
+        self.wait_sealed(snapshot)?;
+        self.change(|catalog| {
+            let source = catalog.get(snapshot)?.clone();
+            let mut operations = Vec::with_capacity(new.len());
+            let mut ids = Vec::with_capacity(new.len());
+            let mut names = std::collections::BTreeSet::new();
+            for new in new {
+                if !names.insert(&new.name) {
+                    return Err(Error::new(ErrorKind::Invalid, format!("the name '{}' is given twice", new.name)));
+                }
+                let object = Object { origin: snapshot, parent: 0, ..new_disk(catalog, new)? };
+                debug_assert_eq!(object.capacity, source.capacity);
+                ids.push(object.id);
+                operations.push(Operation::Clone { snapshot, record: object.encode() });
+            }
+            Ok((operations, ids))
+        })
+    }
+
+    /// Forgets what is buffered for a disk and tells whoever has it open that it is gone. Under control.
+    fn abandon(&self, disk: u64) -> Result<()> {
+        let head = self.head(disk);
+        self.settle(&head)?;
+        let _gate = self.gate.lock();
+        let mut buffer = head.buffer.lock();
+        let gone = buffer.layers.clear();
+        buffer.gone = true;
+        drop(buffer);
+        self.give_back(gone);
+        self.heads.write().remove(&disk);
+        Ok(())
+    }
+
+    /// Deletes a snapshot: its name at once, its blocks in the background.
+    pub fn delete_snapshot(&self, snapshot: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.wait_sealed(snapshot)?;
+        self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
+    }
+
+    /// Deletes a disk and its snapshots.
+    pub fn delete_disk(&self, disk: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.abandon(disk)?;
+        self.change(|catalog| {
+            let mut operations: Vec<Operation> =
+                catalog.snapshots_of(disk).map(|snapshot| Operation::Trash { object: snapshot.id }).collect();
+            operations.push(Operation::Trash { object: disk });
+            Ok((operations, ()))
+        })
+    }
+
+    /// Makes the head of a disk equal to one of its snapshots again.
+    pub fn revert(&self, disk: u64, snapshot: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.wait_sealed(snapshot)?;
+        self.abandon(disk)?;
+        self.change(|catalog| {
+            let trash = catalog.allocate_id();
+            Ok((vec![Operation::Revert { disk, snapshot, trash }], ()))
+        })
+    }
+
+    /// Cuts the tie between a linked clone and the snapshot it started from. The blocks they share stay shared, by
+    /// reference count, and belong to both alike.
+    pub fn detach(&self, disk: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = Object { origin: 0, ..catalog.get(disk)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// Replaces records of objects that exist, all at once: handing snapshots over to another disk.
+    pub fn put_objects(&self, objects: &[Object]) -> Result<()> {
+        let _control = self.control.lock();
+        for object in objects.iter().filter(|object| object.is_snapshot()) {
+            self.wait_sealed(object.id)?;
+        }
+        self.change(|catalog| {
+            let mut operations = Vec::with_capacity(objects.len());
+            for object in objects {
+                check_name(&object.name)?;
+                let state = catalog.get(object.id)?.state;
+                operations.push(Operation::Put { record: Object { state, ..object.clone() }.encode() });
+            }
+            Ok((operations, ()))
+        })
+    }
+}
+
+fn check_name(name: &str) -> Result<()> {
+    if name.is_empty() || name.len() > NAME_MAX {
+        return Err(Error::new(ErrorKind::Invalid, format!("a name must have 1 to {NAME_MAX} bytes")));
+    }
+    Ok(())
+}
+
+fn new_disk(catalog: &mut crate::catalog::Catalog, new: &NewDisk) -> Result<Object> {
+    check_name(&new.name)?;
+    if catalog.disk(&new.name).is_some() {
+        return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{}' already", new.name)));
+    }
+    Ok(Object {
+        id: catalog.allocate_id(),
+        state: State::Disk,
+        provisioning: new.provisioning,
+        incomplete: new.incomplete,
+        root: None,
+        capacity: new.capacity,
+        disk: 0,
+        parent: 0,
+        origin: 0,
+        created: now(),
+        reserved: 0,
+        uuid: new.uuid,
+        name: new.name.clone(),
+    })
+}

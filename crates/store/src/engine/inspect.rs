@@ -1,0 +1,304 @@
+//! Looking at maps: what a range is, what changed between two points, how much a disk holds.
+
+use super::{Engine, Head, Meta};
+use crate::Result;
+use crate::buffer::{Content, Piece};
+use crate::space::SpaceCounts;
+use crate::tree::{self, NodeId};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Blocks looked at under one hold of the lock (1 GiB of disk).
+const STRIDE: u64 = 1 << 18;
+
+/// What a range of blocks is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// Holds data.
+    Data,
+    /// Takes space and reads as zeros.
+    Zero,
+    /// Takes no space and reads as zeros.
+    Hole,
+}
+
+/// A run of blocks of one condition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// First block.
+    pub logical: u64,
+    /// Length in blocks.
+    pub blocks: u64,
+    /// What it is.
+    pub condition: Condition,
+}
+
+/// A run of blocks that differs between two points.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Changed {
+    /// First block.
+    pub logical: u64,
+    /// Length in blocks.
+    pub blocks: u64,
+    /// The later point holds no data there.
+    pub zero: bool,
+}
+
+/// What a tree maps, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockCounts {
+    /// Allocated.
+    pub allocated: u64,
+    /// Of these, never written: to be zeroed on first write.
+    pub unwritten: u64,
+    /// Of the allocated, seen by nobody else.
+    pub exclusive: u64,
+    /// Extents: runs that lie together logically and physically.
+    pub extents: u64,
+}
+
+/// Sizes of a store, in blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Data blocks.
+    pub data: SpaceCounts,
+    /// Nodes of the map.
+    pub map: SpaceCounts,
+    /// Data blocks set aside for thick disks.
+    pub reserved: u64,
+    /// Data blocks freed and not yet given out or back.
+    pub held: u64,
+    /// Metadata pages in memory.
+    pub pages_cached: u64,
+    /// Of these, changed since the last checkpoint.
+    pub pages_dirty: u64,
+}
+
+fn push(out: &mut Vec<Span>, logical: u64, blocks: u64, condition: Condition) {
+    if blocks == 0 {
+        return;
+    }
+    match out.last_mut() {
+        Some(last) if last.condition == condition && last.logical + last.blocks == logical => last.blocks += blocks,
+        _ => out.push(Span { logical, blocks, condition }),
+    }
+}
+
+impl Meta {
+    fn spans(&mut self, root: Option<NodeId>, range: Range<u64>, out: &mut Vec<Span>) -> Result<()> {
+        let mut extents = Vec::new();
+        if let Some(root) = root {
+            let mut freed = Vec::new();
+            tree::lookup(&mut self.nodes(&mut freed), root, range.clone(), &mut extents)?;
+        }
+        let mut at = range.start;
+        for extent in extents {
+            push(out, at, extent.logical - at, Condition::Hole);
+            let condition = if extent.unwritten { Condition::Zero } else { Condition::Data };
+            push(out, extent.logical, extent.blocks, condition);
+            at = extent.logical + extent.blocks;
+        }
+        push(out, at, range.end - at, Condition::Hole);
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// What a range of a head is, at most `limit` spans.
+    pub fn spans_head(&self, head: &Head, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
+        let mut out = Vec::new();
+        let mut at = range.start;
+        while at < range.end && out.len() <= limit {
+            let part = at..range.end.min(at + STRIDE);
+            at = part.end;
+            let buffer = head.buffer.lock();
+            if buffer.gone {
+                return Err(super::read::gone());
+            }
+            let (mut pieces, mut gaps): (Vec<Piece>, Vec<Range<u64>>) = Default::default();
+            buffer.layers.overlay(part, &mut pieces, &mut gaps);
+            let mut spans: Vec<Span> = Vec::new();
+            for piece in pieces {
+                let condition = match piece.entry.content {
+                    Content::Data(..) => Condition::Data,
+                    Content::Zero => Condition::Zero,
+                    Content::Unmapped => Condition::Hole,
+                };
+                spans.push(Span { logical: piece.logical, blocks: piece.entry.blocks, condition });
+            }
+            let mut meta = self.meta.lock();
+            let root = meta.catalog.get(head.id)?.root;
+            for gap in gaps {
+                // Each gap on its own: spans of the buffer lie between them.
+                let mut own = Vec::new();
+                meta.spans(root, gap, &mut own)?;
+                spans.append(&mut own);
+            }
+            drop(meta);
+            drop(buffer);
+            spans.sort_unstable_by_key(|span| span.logical);
+            for span in spans {
+                push(&mut out, span.logical, span.blocks, span.condition);
+            }
+        }
+        out.truncate(limit);
+        Ok(out)
+    }
+
+    /// What a range of a snapshot is, at most `limit` spans.
+    pub fn spans_snapshot(&self, snapshot: u64, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
+        self.wait_sealed(snapshot)?;
+        let mut out = Vec::new();
+        let mut at = range.start;
+        while at < range.end && out.len() <= limit {
+            let part = at..range.end.min(at + STRIDE);
+            at = part.end;
+            let mut meta = self.meta.lock();
+            let root = meta.catalog.get(snapshot)?.root;
+            meta.spans(root, part, &mut out)?;
+        }
+        out.truncate(limit);
+        Ok(out)
+    }
+
+    /// Brings everything buffered for a disk, or the last writes of a snapshot, into the map.
+    fn complete(&self, object: u64) -> Result<()> {
+        let disk = self.with_catalog(|catalog| catalog.get(object).map(|o| !o.is_snapshot()))?;
+        if disk { self.settle(&self.head(object)) } else { self.wait_sealed(object) }
+    }
+
+    /// Calls `each` for what differs within `range` between two disks or snapshots, in order, until it returns false.
+    pub fn diff(
+        &self,
+        from: u64,
+        to: u64,
+        range: Range<u64>,
+        each: &mut dyn FnMut(Changed) -> Result<bool>,
+    ) -> Result<()> {
+        self.complete(from)?;
+        self.complete(to)?;
+        let mut at = range.start;
+        let mut last: Option<Changed> = None;
+        while at < range.end {
+            let part = at..range.end.min(at + STRIDE);
+            at = part.end;
+            let mut found = Vec::new();
+            {
+                let mut meta = self.meta.lock();
+                let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
+                if a == b && at < range.end {
+                    // One tree: nothing can differ anywhere.
+                    break;
+                }
+                let mut freed = Vec::new();
+                tree::diff(&mut meta.nodes(&mut freed), a, b, part, &mut |extent| {
+                    found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
+                    Ok(())
+                })?;
+            }
+            for changed in found {
+                match &mut last {
+                    Some(before)
+                        if before.zero == changed.zero && before.logical + before.blocks == changed.logical =>
+                    {
+                        before.blocks += changed.blocks;
+                    }
+                    _ => {
+                        if let Some(before) = last.replace(changed)
+                            && !each(before)?
+                        {
+                            return Ok(());
+                        }
+                    }
+                }
+            }
+        }
+        if let Some(before) = last {
+            each(before)?;
+        }
+        Ok(())
+    }
+
+    /// Counts what a disk or snapshot maps.
+    pub fn count_blocks(&self, object: u64) -> Result<BlockCounts> {
+        self.complete(object)?;
+        let mut counts = BlockCounts::default();
+        let (capacity, _) = self.with_catalog(|catalog| catalog.get(object).map(|o| (o.capacity, o.root)))?;
+        let end = capacity.div_ceil(backend::BLOCK_SIZE as u64);
+        let mut at = 0;
+        let mut last = (u64::MAX, u64::MAX);
+        while at < end {
+            let mut meta = self.meta.lock();
+            let Some(root) = meta.catalog.get(object)?.root else { break };
+            let mut extents = Vec::new();
+            let mut freed = Vec::new();
+            // Far beyond the last mapping there is nothing to stride over one step at a time.
+            let stride = end.min(at + STRIDE);
+            tree::lookup_exclusive(&mut meta.nodes(&mut freed), root, at..stride, &mut extents)?;
+            if extents.is_empty() {
+                at = meta.next_mapped(root, stride, end)?.unwrap_or(end);
+                continue;
+            }
+            at = stride;
+            for extent in extents {
+                counts.allocated += extent.blocks;
+                counts.unwritten += if extent.unwritten { extent.blocks } else { 0 };
+                counts.extents += u64::from(last != (extent.logical, extent.physical));
+                last = (extent.logical + extent.blocks, extent.physical + extent.blocks);
+                if !extent.shared_path {
+                    for block in extent.physical..extent.physical + extent.blocks {
+                        counts.exclusive += u64::from(meta.entry(block)?.references == 1);
+                    }
+                }
+            }
+        }
+        Ok(counts)
+    }
+
+    /// Sizes of the store.
+    pub fn counts(&self) -> StoreCounts {
+        let meta = self.meta.lock();
+        StoreCounts {
+            data: meta.data.counts(),
+            map: meta.map.counts(),
+            reserved: meta.catalog.reserved(),
+            held: meta.held,
+            pages_cached: meta.pages.cached() as u64,
+            pages_dirty: meta.pages.dirty() as u64,
+        }
+    }
+
+    /// Bytes that all files of the store take in the file system.
+    pub fn allocated_bytes(&self) -> Result<u64> {
+        use crate::IoContext;
+        let mut sum = self.files.allocated()? + self.ring + 2 * backend::BLOCK_SIZE as u64;
+        let files = {
+            let meta = self.meta.lock();
+            crate::pages::PageFile::ALL.map(|file| Arc::clone(meta.pages.file(file)))
+        };
+        for file in files {
+            sum += file.allocated().during(|| "measuring a metadata file".into())?;
+        }
+        Ok(sum)
+    }
+}
+
+impl Meta {
+    /// The first mapped block at or after `from`, found by walking nodes, not by looking block by block.
+    fn next_mapped(&mut self, root: NodeId, from: u64, end: u64) -> Result<Option<u64>> {
+        let mut width = STRIDE;
+        let mut at = from;
+        while at < end {
+            let mut extents = Vec::new();
+            let mut freed = Vec::new();
+            let until = end.min(at.saturating_add(width));
+            tree::lookup(&mut self.nodes(&mut freed), root, at..until, &mut extents)?;
+            if let Some(extent) = extents.first() {
+                return Ok(Some(extent.logical));
+            }
+            at = until;
+            width = width.saturating_mul(2);
+        }
+        Ok(None)
+    }
+}

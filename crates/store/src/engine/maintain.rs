@@ -1,0 +1,298 @@
+//! What goes on by itself: write-back, commits that nobody asked for, checkpoints, dropping deleted trees, and giving
+//! space back to the file system.
+
+use super::Engine;
+use super::checkpoint::LOGGED_ROUND;
+use crate::journal::{Operation, RUN_MAX};
+use crate::{IoContext, Result};
+use backend::{BLOCK_SIZE, IoMode};
+use parking_lot::MutexGuard;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How often maintenance looks round when nobody asks.
+const TICK: Duration = Duration::from_millis(100);
+/// Without a write for this long the datastore counts as idle: space is given back down to the last run.
+const IDLE: Duration = Duration::from_millis(700);
+/// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
+const LONG_IDLE: Duration = Duration::from_secs(4);
+/// Freed blocks that are worth a commit of their own (64 MiB).
+const FREEING_MAX: u64 = 16_384;
+/// Nodes of a deleted tree dropped under one hold of the lock.
+const DROP_STEPS: u32 = 4;
+/// Holds between two looks at other work.
+const DROP_ROUNDS: usize = 64;
+/// The shortest run given back at once, in blocks (64 KiB).
+const PUNCH_RUN: u64 = 16;
+/// Blocks given back per round.
+const PUNCH_BLOCKS: u64 = 1 << 18;
+/// Free backed blocks kept for the writes to come while the datastore is busy: one part in so many of what is used ...
+const SLACK_SHARE: u64 = 32;
+/// ... within these bounds.
+const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
+/// What is kept even when idle, in blocks (1 MiB).
+const SLACK_IDLE: u64 = 256;
+
+/// What maintenance remembers from round to round.
+struct Watch {
+    clock: u64,
+    last_write: Instant,
+    last_commit: Instant,
+    region: u64,
+    singles_done: bool,
+}
+
+impl Engine {
+    pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {
+        let mut threads = self.threads.lock();
+        for (name, body) in [
+            ("lamina-writeback", Self::write_back_loop as fn(&Self)),
+            ("lamina-maintain", Self::maintain_loop as fn(&Self)),
+        ] {
+            let engine = Arc::clone(self);
+            let thread = std::thread::Builder::new()
+                .name(name.into())
+                .spawn(move || body(&engine))
+                .during(|| format!("starting thread {name}"))?;
+            threads.push(thread);
+        }
+        Ok(())
+    }
+
+    fn running(&self) -> bool {
+        !self.closing.load(Ordering::Acquire) && !self.stopped.load(Ordering::Acquire)
+    }
+
+    fn write_back_loop(&self) {
+        let low = (self.options.write_buffer / BLOCK_SIZE) as u64 / 8;
+        let mut clock = 0;
+        let mut last_write = Instant::now();
+        while self.running() {
+            {
+                let mut work = self.work.lock();
+                if !work.write_back {
+                    self.work_ready.wait_for(&mut work, TICK);
+                }
+                work.write_back = false;
+            }
+            let now = self.clock.load(Ordering::Acquire);
+            if now != clock {
+                (clock, last_write) = (now, Instant::now());
+            }
+            let idle = last_write.elapsed() > IDLE / 2;
+            while self.running() && (idle || self.buffered.load(Ordering::Acquire) > low || self.sealing()) {
+                match self.write_back_once() {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(error) => {
+                        tracing::warn!(%error, "write-back has to wait");
+                        std::thread::sleep(TICK);
+                        break;
+                    }
+                }
+                if self.flushes_waiting.load(Ordering::Acquire) > 0 {
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+
+    /// True while a snapshot waits for buffered writes.
+    fn sealing(&self) -> bool {
+        self.unsealed.load(Ordering::Acquire) > 0
+    }
+
+    fn maintain_loop(&self) {
+        let mut watch =
+            Watch { clock: 0, last_write: Instant::now(), last_commit: Instant::now(), region: 0, singles_done: false };
+        while self.running() {
+            {
+                let mut work = self.work.lock();
+                if !(work.commit || work.checkpoint) {
+                    self.work_ready.wait_for(&mut work, TICK);
+                }
+            }
+            if let Err(error) = self.maintain(&mut watch) {
+                tracing::warn!(%error, "maintenance has to wait");
+                std::thread::sleep(TICK);
+            }
+        }
+    }
+
+    fn maintain(&self, watch: &mut Watch) -> Result<()> {
+        let clock = self.clock.load(Ordering::Acquire);
+        let writes = clock - watch.clock;
+        if writes > 0 {
+            (watch.clock, watch.last_write, watch.singles_done) = (clock, Instant::now(), false);
+        }
+        let idle = watch.last_write.elapsed();
+        let (commit_wanted, checkpoint_wanted) = {
+            let mut work = self.work.lock();
+            work.reclaim = false;
+            (std::mem::take(&mut work.commit), std::mem::take(&mut work.checkpoint))
+        };
+        let (logged, pending, freeing, dirty) = {
+            let meta = self.meta.lock();
+            (meta.logged.len(), meta.pending.len(), meta.freeing, meta.pages.dirty())
+        };
+        let logged_limit = (self.ring / 8 / BLOCK_SIZE as u64).min(4096) as usize;
+        if logged > 0 && (logged > logged_limit || idle > IDLE) {
+            let mut left = logged - if idle > IDLE { 0 } else { logged_limit / 2 };
+            while left > 0 && self.running() {
+                let written = self.write_logged(LOGGED_ROUND)?;
+                left = if written == 0 { 0 } else { left.saturating_sub(written) };
+            }
+        }
+        if checkpoint_wanted || dirty > self.dirty_limit() || (idle > LONG_IDLE && self.journal_used() > 1 << 20) {
+            self.checkpoint_if_needed()?;
+            watch.last_commit = Instant::now();
+        }
+        // Commits flush data, which in buffered mode costs whoever writes now: not more often than of use.
+        let undurable = pending > 0 || self.durable.load(Ordering::Acquire) < clock;
+        let since = watch.last_commit.elapsed();
+        let interval = match self.options.mode {
+            IoMode::Buffered => self.options.commit_interval * 3,
+            IoMode::Direct => self.options.commit_interval,
+        };
+        let quiet = writes < 64 || idle > TICK;
+        if commit_wanted
+            || undurable && (since > interval || idle > IDLE / 2)
+            || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
+        {
+            self.commit_all()?;
+            watch.last_commit = Instant::now();
+        }
+        if self.drop_trash(DROP_ROUNDS)? {
+            self.request(|work| work.commit |= work.reclaim);
+        }
+        self.meta.lock().release_limbo();
+        self.give_space_back(watch, idle)
+    }
+
+    fn journal_used(&self) -> u64 {
+        self.journal_head.load(Ordering::Acquire) - self.journal_tail.load(Ordering::Acquire)
+    }
+
+    /// Drops parts of deleted trees; true while something is left.
+    fn drop_trash(&self, rounds: usize) -> Result<bool> {
+        for _ in 0..rounds {
+            let mut meta = self.meta.lock();
+            let Some(object) = meta.catalog.first_trash() else { return Ok(false) };
+            self.carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0, None)?;
+            let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
+            MutexGuard::unlock_fair(meta);
+            if full {
+                self.commit_all()?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Drops what is deleted, to the end.
+    pub(super) fn drop_all_trash(&self) -> Result<bool> {
+        self.make_journal_room()?;
+        let more = self.drop_trash(DROP_ROUNDS)?;
+        self.commit_all()?;
+        Ok(more)
+    }
+
+    /// Punches free runs: long ones soon, single blocks when nothing else goes on.
+    fn give_space_back(&self, watch: &mut Watch, idle: Duration) -> Result<()> {
+        let least = if idle > LONG_IDLE && !watch.singles_done { 1 } else { PUNCH_RUN };
+        let keep = if idle > IDLE {
+            SLACK_IDLE
+        } else {
+            let meta = self.meta.lock();
+            (meta.data.counts().used / SLACK_SHARE).clamp(*SLACK.start(), *SLACK.end())
+        };
+        let given = self.punch_free(&mut watch.region, least, keep)?;
+        if given == 0 && least == 1 && watch.region == 0 {
+            watch.singles_done = true;
+        }
+        Ok(())
+    }
+
+    /// Gives free runs of at least `least` blocks back, keeping `keep` blocks free; the number given back.
+    fn punch_free(&self, region: &mut u64, least: u64, keep: u64) -> Result<u64> {
+        let runs = {
+            let mut guard = self.meta.lock();
+            let meta = &mut *guard;
+            let spare = meta
+                .data
+                .counts()
+                .free
+                .saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::Acquire));
+            if spare < least {
+                *region = 0;
+                return Ok(0);
+            }
+            if *region >= meta.data.regions() {
+                *region = 0;
+            }
+            let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(PUNCH_BLOCKS))?;
+            self.update_headroom(meta);
+            for run in &runs {
+                for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
+                    self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0, None)?;
+                }
+            }
+            if *region >= meta.data.regions() {
+                *region = 0;
+            }
+            runs
+        };
+        if runs.is_empty() {
+            return Ok(0);
+        }
+        // The medium must not lose the space while the journal could still call it ours.
+        self.commit_all()?;
+        let mut given = 0;
+        for run in &runs {
+            let (file, offset) = self.files.locate(*run)?;
+            let length = run.blocks * BLOCK_SIZE as u64;
+            file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
+            self.files.touch(*run);
+            given += run.blocks;
+        }
+        let mut meta = self.meta.lock();
+        for run in runs {
+            meta.data.release(run);
+        }
+        self.update_headroom(&meta);
+        Ok(given)
+    }
+
+    /// One round of everything the threads do, in the caller: for stores opened without threads. True while there may
+    /// be more to do.
+    pub fn pump(&self) -> Result<bool> {
+        let mut more = self.write_back_once()?;
+        more |= self.write_logged(LOGGED_ROUND)? > 0;
+        more |= self.drop_trash(8)?;
+        let dirty = self.meta.lock().pages.dirty();
+        if dirty > self.dirty_limit() {
+            self.checkpoint()?;
+        }
+        self.meta.lock().release_limbo();
+        Ok(more)
+    }
+
+    /// Gives everything back that can be: for stores opened without threads, and before measuring.
+    pub fn reclaim(&self) -> Result<u64> {
+        self.commit_all()?;
+        while self.drop_trash(DROP_ROUNDS)? {}
+        self.commit_all()?;
+        let mut given = 0;
+        for least in [PUNCH_RUN, 1] {
+            let mut region = 0;
+            loop {
+                let now = self.punch_free(&mut region, least, 0)?;
+                given += now;
+                if now == 0 {
+                    break;
+                }
+            }
+        }
+        Ok(given)
+    }
+}

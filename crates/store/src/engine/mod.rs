@@ -1,0 +1,359 @@
+//! The engine: what ties buffer, map, space, journal and pages together.
+//!
+//! # The way of a write
+//!
+//! A write is put into the [`crate::buffer`] of its disk and acknowledged. From there it goes one of two ways:
+//!
+//! * **Write-back** ([`writeback`]): blocks that belong to the head alone are overwritten in place, after the journal
+//!   has durably announced which (so that recovery knows whose checksum it must not trust); all others get new places
+//!   next to each other. Then the map changes in memory and the change waits in the pending list.
+//! * **Flush** ([`commit`]): what little is still buffered goes into the journal with its payload, behind all pending
+//!   changes, in one durable append that every waiting flush shares. The payload goes home later.
+//!
+//! A pending change is appended to the journal only after the data it points at is durable, so that replay never maps
+//! a block to something that was not written there.
+//!
+//! # What must hold
+//!
+//! 1. All changes of metadata go through [`apply`], at run time and in replay, in the order of the journal. Its effect
+//!    depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed snapshots
+//!    may be appended ahead of pending changes: they commute with them, see [`commit`].)
+//! 2. The journal position of a checkpoint and the pages it captures are the same state: nothing pending, nothing
+//!    being overwritten, no payload that is not home.
+//! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
+//!    before is under way.
+//! 4. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
+//!
+//! # Locks
+//!
+//! `control` (one change of the catalog at a time) > `gate` (no write-back under way) > `commit` (the journal) >
+//! `Head::buffer` (ascending by id) > `meta`. Data I/O happens under `gate` at most, journal I/O under `commit`,
+//! metadata page reads under `meta`.
+
+mod apply;
+mod bulk;
+mod check;
+mod checkpoint;
+mod commit;
+mod control;
+mod files;
+mod inspect;
+mod maintain;
+mod read;
+mod recover;
+mod superblock;
+mod write;
+mod writeback;
+
+pub use bulk::BulkWriter;
+pub use check::{CheckOptions, Finding, Report};
+pub use control::{NewDisk, NewSnapshot};
+pub use files::JOURNAL_FILE;
+pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
+pub use read::{Media, Planned, Segment, Verdict};
+pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
+pub use superblock::FORMAT_VERSION;
+
+use crate::buffer::Layers;
+use crate::catalog::Catalog;
+use crate::journal::{Journal, Operation, Place};
+use crate::pages::{PageFile, Pages};
+use crate::space::{Run, Space};
+use crate::{Error, ErrorKind, Result};
+use backend::{Directory, File, IoMode, SharedSlice};
+use files::DataFiles;
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+use superblock::Superblock;
+
+/// How an engine behaves.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineOptions {
+    /// Page cache or O_DIRECT for data.
+    pub mode: IoMode,
+    /// Bound of the metadata cache in bytes.
+    pub metadata_cache: usize,
+    /// Bound of the write buffer in bytes.
+    pub write_buffer: usize,
+    /// Longest time that an acknowledged write stays undurable while nobody flushes.
+    pub commit_interval: Duration,
+    /// Run write-back and maintenance on threads of their own. Without, the caller drives them with [`Engine::pump`]
+    /// (simulations: everything happens on one thread, in an order that the seed decides).
+    pub threads: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self {
+            mode: IoMode::Buffered,
+            metadata_cache: 128 << 20,
+            write_buffer: 64 << 20,
+            commit_interval: Duration::from_secs(10),
+            threads: true,
+        }
+    }
+}
+
+/// A change that is in memory and not in the journal yet.
+struct Pending {
+    operation: Operation,
+    /// The data it points at is durable once [`Engine::synced`] has reached this.
+    gate: u64,
+    /// Blocks that it freed.
+    freed: Vec<Run>,
+    /// Blocks that must not be overwritten in place before it is durable.
+    fresh: Option<Run>,
+}
+
+/// Everything behind the metadata lock.
+struct Meta {
+    pages: Pages,
+    map: Space,
+    data: Space,
+    catalog: Catalog,
+    /// Payload in the journal that is not home yet, by physical block.
+    logged: BTreeMap<u64, SharedSlice>,
+    /// The part of `logged` that is being written home: not to be overwritten in place meanwhile.
+    logged_in_flight: std::ops::Range<u64>,
+    pending: VecDeque<Pending>,
+    pending_bytes: usize,
+    /// Held by reads that may name blocks mapped now; replaced at each commit.
+    epoch: Arc<()>,
+    /// Blocks whose freeing is durable, waiting for the reads of their epoch.
+    limbo: VecDeque<(Arc<()>, Vec<Run>)>,
+    /// Blocks of data in `limbo` and `pending`.
+    held: u64,
+    /// Of these, blocks whose freeing is not durable yet.
+    freeing: u64,
+}
+
+/// The writable state of an open disk.
+pub struct Head {
+    /// Object id of the disk.
+    pub id: u64,
+    buffer: Mutex<Buffer>,
+}
+
+#[derive(Default)]
+struct Buffer {
+    layers: Layers,
+    /// Set when the disk was deleted or reverted under it.
+    gone: bool,
+    /// Where write-back goes on: an elevator over logical addresses.
+    cursor: u64,
+}
+
+struct Committer {
+    journal: Journal,
+    superblock: Superblock,
+}
+
+/// Counters for people and tests.
+#[derive(Default)]
+pub struct Counters {
+    /// Blocks that failed their checksum.
+    pub checksum_errors: AtomicU64,
+    /// Torn blocks accepted after a crash.
+    pub torn_blocks: AtomicU64,
+    /// Durable appends to the journal.
+    pub journal_appends: AtomicU64,
+    /// Flushes of the data files.
+    pub data_syncs: AtomicU64,
+    /// Checkpoints.
+    pub checkpoints: AtomicU64,
+    /// Blocks written home.
+    pub blocks_written: AtomicU64,
+}
+
+/// An open native store. All methods may be called from any thread.
+pub struct Engine {
+    directory: Arc<dyn Directory>,
+    options: EngineOptions,
+    uuid: [u8; 16],
+    files: DataFiles,
+    superblock_file: Arc<dyn File>,
+    /// Size of the journal ring in bytes.
+    ring: u64,
+    /// Bytes reserved in each metadata file.
+    metadata_reserved: [AtomicU64; PageFile::COUNT],
+    control: Mutex<()>,
+    gate: Mutex<writeback::Lane>,
+    logged_lane: Mutex<writeback::LoggedLane>,
+    commit: Mutex<Committer>,
+    sync: Mutex<()>,
+    checkpoint: Mutex<()>,
+    meta: Mutex<Meta>,
+    heads: RwLock<FxHashMap<u64, Arc<Head>>>,
+    /// Writes acknowledged; flush tickets are points of this clock.
+    clock: AtomicU64,
+    /// Writes up to here are durable.
+    durable: AtomicU64,
+    /// Home writes finished that a flush has to make durable.
+    written: AtomicU64,
+    /// Home writes up to here are durable.
+    synced: AtomicU64,
+    /// Journal position of announced overwrites still under way.
+    announced: AtomicU64,
+    /// Journal head, for readers without the commit lock.
+    journal_head: AtomicU64,
+    journal_tail: AtomicU64,
+    /// Overwrites announced before this journal position are durable; journalled lazily.
+    settled: AtomicU64,
+    settled_logged: AtomicU64,
+    /// Blocks of data in all buffers.
+    buffered: AtomicU64,
+    /// Blocks for which buffered writes may need new places.
+    claims: AtomicU64,
+    /// Free blocks that writes may count on.
+    headroom: AtomicU64,
+    /// Flushes waiting for the gate: write-back steps aside.
+    flushes_waiting: AtomicU64,
+    stopped: AtomicBool,
+    stop_reason: Mutex<Option<String>>,
+    closing: AtomicBool,
+    work: Mutex<Work>,
+    work_ready: Condvar,
+    room: Mutex<()>,
+    room_ready: Condvar,
+    /// Snapshots that wait for buffered writes.
+    unsealed: AtomicU64,
+    sealed: Mutex<()>,
+    sealed_ready: Condvar,
+    threads: Mutex<Vec<std::thread::JoinHandle<()>>>,
+    /// Counters.
+    pub counters: Counters,
+}
+
+/// What the background threads are asked for.
+#[derive(Default)]
+struct Work {
+    write_back: bool,
+    commit: bool,
+    checkpoint: bool,
+    reclaim: bool,
+}
+
+impl Engine {
+    /// Identity of the datastore.
+    pub fn uuid(&self) -> [u8; 16] {
+        self.uuid
+    }
+
+    /// The directory it lives in.
+    pub fn directory(&self) -> &Arc<dyn Directory> {
+        &self.directory
+    }
+
+    /// Its options.
+    pub fn options(&self) -> &EngineOptions {
+        &self.options
+    }
+
+    fn check_running(&self) -> Result<()> {
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(self.stop_error());
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn stop_error(&self) -> Error {
+        let reason = self.stop_reason.lock().clone().unwrap_or_default();
+        Error::new(
+            ErrorKind::Stopped,
+            format!("the datastore takes no writes since a failure ({reason}); mend the cause and open it again"),
+        )
+    }
+
+    /// Stops all writes: from here on nobody knows what the medium holds.
+    #[cold]
+    fn stop(&self, error: Error) -> Error {
+        if !self.stopped.swap(true, Ordering::AcqRel) {
+            tracing::error!(%error, "the datastore stops taking writes");
+            *self.stop_reason.lock() = Some(error.to_string());
+        }
+        self.room_ready.notify_all();
+        self.sealed_ready.notify_all();
+        self.work_ready.notify_all();
+        error
+    }
+
+    /// The writable state of a disk.
+    pub fn head(&self, disk: u64) -> Arc<Head> {
+        if let Some(head) = self.heads.read().get(&disk) {
+            return Arc::clone(head);
+        }
+        let mut heads = self.heads.write();
+        Arc::clone(heads.entry(disk).or_insert_with(|| Arc::new(Head { id: disk, buffer: Mutex::default() })))
+    }
+
+    fn existing_heads(&self) -> Vec<Arc<Head>> {
+        let mut heads: Vec<_> = self.heads.read().values().cloned().collect();
+        heads.sort_unstable_by_key(|head| head.id);
+        heads
+    }
+
+    /// Tells writers how much they may count on. Called whenever free space changed, before claims are given back.
+    fn update_headroom(&self, meta: &Meta) {
+        let free = meta.data.counts().free;
+        self.headroom.store(free.saturating_sub(meta.catalog.reserved()), Ordering::Release);
+    }
+
+    fn request(&self, ask: impl FnOnce(&mut Work)) {
+        if self.options.threads {
+            ask(&mut self.work.lock());
+            self.work_ready.notify_all();
+        }
+    }
+}
+
+impl Meta {
+    /// Queues an operation that has just been applied.
+    fn push(&mut self, operation: Operation, gate: u64, freed: Vec<Run>, fresh: Option<Run>) {
+        let size = match &operation {
+            Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
+                run.blocks as usize * backend::BLOCK_SIZE + 32
+            }
+            Operation::Map { run, .. } | Operation::Written { run, .. } => 32 + 4 * run.blocks as usize,
+            Operation::Put { record } | Operation::Clone { record, .. } => 16 + record.len(),
+            _ => 32,
+        };
+        self.pending_bytes += size;
+        self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
+        self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
+        self.pending.push_back(Pending { operation, gate, freed, fresh });
+    }
+
+    /// Makes blocks allocatable whose freeing is durable and which no read names any more.
+    fn release_limbo(&mut self) -> bool {
+        let mut any = false;
+        while self.limbo.front().is_some_and(|(epoch, _)| Arc::strong_count(epoch) == 1) {
+            let Some((_, runs)) = self.limbo.pop_front() else { break };
+            for run in runs {
+                self.held -= run.blocks;
+                self.data.release(run);
+                any = true;
+            }
+        }
+        any
+    }
+}
+
+fn now() -> u64 {
+    std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Where replay has to start, as a checkpoint batch says it.
+fn encode_place(place: Place) -> [u8; 16] {
+    let mut out = [0; 16];
+    out[..8].copy_from_slice(&place.position.to_le_bytes());
+    out[8..].copy_from_slice(&place.sequence.to_le_bytes());
+    out
+}
+
+#[cfg(test)]
+mod tests;

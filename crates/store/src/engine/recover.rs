@@ -1,0 +1,482 @@
+//! Making, opening and closing a store.
+//!
+//! Opening reads the superblock and follows the journal from its tail. If a checkpoint ended there after the
+//! superblock was written, its pages go home first and replay starts at its place; then every operation is carried out
+//! again, payload is put where it belongs, snapshots that were waiting for their last writes are completed with what
+//! there is, and a checkpoint makes the result the new starting point. The work is bounded by the size of the journal.
+
+use super::checkpoint::{CheckpointRecord, write_home};
+use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::superblock::Superblock;
+use super::writeback::{LANE_DEPTH, Lane, LoggedLane};
+use super::{Committer, Counters, Engine, EngineOptions, Meta};
+use crate::catalog::{Catalog, Provisioning, State};
+use crate::journal::{Batch, BatchKind, Journal, Operation, Place, Reader};
+use crate::pages::{PageFile, PageKey, Pages, verify};
+use crate::space::{Run, Space, SpaceKind};
+use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// The smallest journal: 4 MiB.
+pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
+/// The largest journal: 4 GiB.
+pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
+/// The journal of a datastore made without a word about it: 64 MiB.
+pub const JOURNAL_SIZE_DEFAULT: u64 = 64 << 20;
+/// Blocks of the map reserved from the start.
+const MAP_RESERVE: u64 = 256;
+
+/// How a store is made.
+#[derive(Clone, Copy, Debug)]
+pub struct InitParameters {
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// Size of the journal ring in bytes.
+    pub journal_size: u64,
+}
+
+impl Engine {
+    /// Makes a store in an empty directory. The superblock comes last: before it there is nothing to open.
+    pub fn init(directory: &Arc<dyn Directory>, parameters: InitParameters) -> Result<()> {
+        let size = parameters.journal_size;
+        if !(JOURNAL_SIZE_MIN..=JOURNAL_SIZE_MAX).contains(&size) || !size.is_multiple_of(BLOCK_SIZE as u64) {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("a journal of {size} bytes: it must be a multiple of 4 KiB from 4 MiB to 4 GiB"),
+            ));
+        }
+        let _lock = directory.lock(LOCK_FILE).during(|| "taking the lock of the new datastore".into())?;
+        let names = directory.list().during(|| "listing the new datastore".into())?;
+        if names.iter().any(|name| name == SUPERBLOCK_FILE) {
+            return Err(Error::new(ErrorKind::Exists, "there is a datastore already"));
+        }
+        let known = |name: &String| {
+            name == JOURNAL_FILE || name == LOCK_FILE || PageFile::ALL.iter().any(|file| file.name() == name)
+        };
+        if let Some(foreign) = names.iter().find(|name| !known(name)) {
+            return Err(Error::new(
+                ErrorKind::Exists,
+                format!("the folder is not empty (it holds {foreign}); a datastore wants a folder of its own"),
+            ));
+        }
+        // Left behind by an init that was interrupted.
+        for name in names.iter().filter(|name| *name != LOCK_FILE) {
+            directory.remove(name).during(|| format!("removing {name}"))?;
+        }
+        let create = |name: &str| directory.create(name, IoMode::Buffered).during(|| format!("creating {name}"));
+        let journal = create(JOURNAL_FILE)?;
+        // Written, not only reserved: appends into it never change the file system's own metadata.
+        let zeros = Buffer::zeroed(1 << 20 >> 12);
+        journal.reserve(0, size).during(|| "reserving the journal".into())?;
+        let mut at = 0;
+        while at < size {
+            let length = (size - at).min(zeros.len() as u64) as usize;
+            journal.write_at(&[&zeros[..length]], at, false).during(|| "writing the journal".into())?;
+            at += length as u64;
+        }
+        journal.sync().during(|| "flushing the journal".into())?;
+        for file in PageFile::ALL {
+            let pages = create(file.name())?;
+            if file == PageFile::Map {
+                pages.reserve(0, MAP_RESERVE * BLOCK_SIZE as u64).during(|| "reserving the map".into())?;
+            }
+            pages.sync().during(|| format!("flushing {}", file.name()))?;
+        }
+        directory.sync().during(|| "flushing the new datastore".into())?;
+        let start = Place { position: 0, sequence: 1 };
+        let mut superblock = Superblock {
+            uuid: parameters.uuid,
+            sequence: 0,
+            journal_size: size,
+            tail: start,
+            data_regions: 0,
+            map_regions: 0,
+            map_length: MAP_RESERVE,
+            catalog_slots: 0,
+            next_id: 1,
+            created: super::now(),
+            clean: true,
+            incarnation: 0,
+        };
+        let file = create(SUPERBLOCK_FILE)?;
+        file.reserve(0, 2 * BLOCK_SIZE as u64).during(|| "reserving the superblock".into())?;
+        superblock.write(&*file)?;
+        file.sync().during(|| "flushing the superblock".into())?;
+        directory.sync().during(|| "flushing the new datastore".into())
+    }
+
+    /// Opens a store: recovers it if it was not closed, and starts its threads if the options say so. The caller
+    /// holds the lock of the datastore.
+    pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
+        let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
+        let mut superblock = Superblock::read(&*superblock_file)?;
+        // The journal goes past the page cache where the file system allows: it is never read again but in recovery.
+        let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
+            Ok(file) => file,
+            Err(_) => open(JOURNAL_FILE, IoMode::Buffered)?,
+        };
+        if journal_file.len().during(|| "measuring the journal".into())? < superblock.journal_size {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                "the journal is shorter than the superblock says: it was truncated; restore the file from a backup",
+            ));
+        }
+        let mut page_files: Vec<Arc<dyn File>> = Vec::new();
+        for file in PageFile::ALL {
+            page_files.push(open(file.name(), IoMode::Buffered)?);
+        }
+        let page_files: [Arc<dyn File>; PageFile::COUNT] =
+            page_files.try_into().map_err(|_| Error::new(ErrorKind::Invalid, "page files"))?;
+        let salt = u64::from_le_bytes(superblock.uuid[..8].try_into().expect("eight bytes"));
+        let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
+
+        let found = survey(&journal, superblock.incarnation)?;
+        let mut replay_from = superblock.tail;
+        if let Some(checkpoint) = &found.checkpoint {
+            let mut images = Vec::new();
+            collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
+            write_home(&page_files, &images)?;
+            superblock.data_regions = checkpoint.record.data_regions;
+            superblock.map_regions = checkpoint.record.map_regions;
+            superblock.map_length = checkpoint.record.map_length;
+            superblock.catalog_slots = checkpoint.record.catalog_slots;
+            superblock.next_id = checkpoint.record.next_id;
+            replay_from = checkpoint.record.place;
+        }
+        check_lengths(&page_files, &superblock)?;
+        let mut pages = Pages::new(page_files, options.metadata_cache);
+        let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
+        let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
+        let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
+        let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
+        let lane = Lane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
+        let logged_lane = LoggedLane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
+        journal.resume(found.end, found.incarnation + 1);
+        let meta = Meta {
+            pages,
+            map,
+            data,
+            catalog,
+            logged: BTreeMap::new(),
+            logged_in_flight: 0..0,
+            pending: VecDeque::new(),
+            pending_bytes: 0,
+            epoch: Arc::new(()),
+            limbo: VecDeque::new(),
+            held: 0,
+            freeing: 0,
+        };
+        let engine = Arc::new(Self {
+            directory,
+            options,
+            uuid: superblock.uuid,
+            files,
+            superblock_file,
+            ring: superblock.journal_size,
+            metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
+            control: Mutex::new(()),
+            gate: Mutex::new(lane),
+            logged_lane: Mutex::new(logged_lane),
+            journal_head: AtomicU64::new(journal.head().position),
+            journal_tail: AtomicU64::new(journal.tail().position),
+            commit: Mutex::new(Committer { journal, superblock }),
+            sync: Mutex::new(()),
+            checkpoint: Mutex::new(()),
+            meta: Mutex::new(meta),
+            heads: RwLock::new(FxHashMap::default()),
+            clock: AtomicU64::new(0),
+            durable: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+            synced: AtomicU64::new(0),
+            announced: AtomicU64::new(u64::MAX),
+            settled: AtomicU64::new(0),
+            settled_logged: AtomicU64::new(0),
+            buffered: AtomicU64::new(0),
+            claims: AtomicU64::new(0),
+            headroom: AtomicU64::new(0),
+            flushes_waiting: AtomicU64::new(0),
+            stopped: AtomicBool::new(false),
+            stop_reason: Mutex::new(None),
+            closing: AtomicBool::new(false),
+            work: Mutex::default(),
+            work_ready: Condvar::new(),
+            room: Mutex::new(()),
+            room_ready: Condvar::new(),
+            unsealed: AtomicU64::new(0),
+            sealed: Mutex::new(()),
+            sealed_ready: Condvar::new(),
+            threads: Mutex::default(),
+            counters: Counters::default(),
+        });
+        let crashed = !superblock.clean || found.end != superblock.tail;
+        if crashed {
+            let operations = engine.replay(replay_from, found.end)?;
+            tracing::info!(operations, "recovered the datastore from its journal");
+        }
+        engine.update_headroom(&engine.meta.lock());
+        engine.start(crashed)?;
+        Ok(engine)
+    }
+
+    /// Carries out the operations from `from` to `end` again.
+    fn replay(&self, from: Place, end: Place) -> Result<u64> {
+        let mut replay = Replay::default();
+        let mut count = 0;
+        let mut place = from;
+        while place != end {
+            let batch = {
+                let commit = self.commit.lock();
+                commit.journal.read(place, 0)?
+            };
+            let Some(Batch { kind, body, next, .. }) = batch else {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!("the journal could be read a moment ago and cannot now, at {}", place.position),
+                ));
+            };
+            if kind == BatchKind::Operations {
+                let mut reader = Reader::new(&body);
+                while let Some(operation) = reader.next()? {
+                    self.replay_one(&mut replay, &operation, place.position).map_err(|error| {
+                        error.context(format!("replaying the journal at {} failed", place.position))
+                    })?;
+                    count += 1;
+                }
+            }
+            place = next;
+        }
+        self.put_payload_home(&replay)?;
+        Ok(count)
+    }
+
+    fn replay_one(&self, replay: &mut Replay, operation: &Operation, position: u64) -> Result<()> {
+        let mut guard = self.meta.lock();
+        let meta = &mut *guard;
+        self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        match operation {
+            Operation::Overwrite { run, checksums } => {
+                for (block, sum) in (run.start..).zip(checksums) {
+                    replay.announced.insert(block, (position, *sum));
+                }
+            }
+            Operation::Synced { position: settled } => {
+                let done: Vec<u64> =
+                    replay.announced.iter().filter(|(_, (at, _))| at < settled).map(|(block, _)| *block).collect();
+                for block in done {
+                    replay.announced.remove(&block);
+                    // What was announced is durable at home: older payload must not come over it.
+                    meta.forget_logged(Run { start: block, blocks: 1 });
+                    let Meta { data, pages, .. } = meta;
+                    data.annotate(pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = false)?;
+                }
+            }
+            Operation::OverwriteData { run, .. } | Operation::MapData { run, .. } => {
+                for block in run.start..run.start + run.blocks {
+                    replay.announced.remove(&block);
+                }
+            }
+            _ => {}
+        }
+        let mut freed = Vec::new();
+        meta.apply(operation, false, &mut freed)?;
+        for run in freed {
+            for block in run.start..run.start + run.blocks {
+                replay.announced.remove(&block);
+            }
+            meta.data.release(run);
+        }
+        if let Operation::Map { run, .. } | Operation::Written { run, .. } = operation {
+            for block in run.start..run.start + run.blocks {
+                replay.announced.remove(&block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes journalled payload to its place, unless a later announced overwrite is found whole there.
+    fn put_payload_home(&self, replay: &Replay) -> Result<()> {
+        let logged = std::mem::take(&mut self.meta.lock().logged);
+        for (block, slice) in logged {
+            let run = Run { start: block, blocks: 1 };
+            let (file, offset) = self.files.locate(run)?;
+            if let Some((_, announced)) = replay.announced.get(&block) {
+                let mut found = Buffer::zeroed(1);
+                file.read_at(&mut found, offset).during(|| format!("reading block {block}"))?;
+                if checksum(&found) == *announced {
+                    continue;
+                }
+            }
+            file.write_at(&[&slice], offset, false).during(|| format!("writing journalled block {block} home"))?;
+            self.files.touch(run);
+            let mut guard = self.meta.lock();
+            let Meta { data, pages, .. } = &mut *guard;
+            let sum = checksum(&slice);
+            data.annotate(pages, run, |_, entry| {
+                entry.checksum = sum;
+                entry.suspect = false;
+            })?;
+        }
+        self.files.sync()
+    }
+
+    /// The last steps of opening: completes what a crash interrupted and starts the threads.
+    fn start(self: &Arc<Self>, crashed: bool) -> Result<()> {
+        if crashed {
+            let mut meta = self.meta.lock();
+            let mut unsealed: Vec<u64> = meta
+                .catalog
+                .objects()
+                .filter(|object| object.state == State::Unsealed)
+                .map(|object| object.id)
+                .collect();
+            unsealed.sort_unstable();
+            for snapshot in unsealed {
+                self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
+            }
+            let mut incomplete: Vec<u64> = meta
+                .catalog
+                .objects()
+                .filter(|object| object.incomplete && object.state != State::Trash)
+                .map(|object| object.id)
+                .collect();
+            incomplete.sort_unstable();
+            for object in incomplete {
+                self.carry_out(&mut meta, Operation::Trash { object }, 0, None)?;
+            }
+            self.restore_reserves(&mut meta)?;
+            drop(meta);
+            self.checkpoint()?;
+        }
+        if self.options.threads {
+            self.start_threads()?;
+        }
+        Ok(())
+    }
+
+    /// What is set aside for a thick disk with snapshots is counted down by writes that a crash may have counted
+    /// twice: start again from the safe side.
+    fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
+        let thick: Vec<u64> = meta
+            .catalog
+            .disks()
+            .filter(|disk| disk.provisioning != Provisioning::Thin && disk.reserved > 0)
+            .map(|disk| disk.id)
+            .collect();
+        for id in thick {
+            let mut object = meta.catalog.get(id)?.clone();
+            object.reserved = object.capacity.div_ceil(BLOCK_SIZE as u64);
+            self.carry_out(meta, Operation::Put { record: object.encode() }, 0, None)?;
+        }
+        Ok(())
+    }
+
+    /// Writes everything home and ends the threads. The store can only be dropped afterwards.
+    pub fn close(&self) -> Result<()> {
+        if self.closing.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        self.work_ready.notify_all();
+        let threads = std::mem::take(&mut *self.threads.lock());
+        for thread in threads {
+            let _ = thread.join();
+        }
+        self.flush()?;
+        let _guard = self.checkpoint.lock();
+        self.checkpoint_locked(true)?;
+        // Nothing but the checkpoint itself lies behind its place: let go of that too.
+        let commit = self.commit.lock();
+        let mut superblock = commit.superblock;
+        superblock.tail = commit.journal.head();
+        superblock.clean = true;
+        superblock.write(&*self.superblock_file).map_err(|error| self.stop(error))?;
+        self.stopped.store(true, Ordering::Release);
+        *self.stop_reason.lock() = Some("it was closed".into());
+        Ok(())
+    }
+}
+
+#[derive(Default)]
+struct Replay {
+    /// Announced overwrites of which nobody said that they reached the medium: block to (position, checksum).
+    announced: FxHashMap<u64, (u64, u32)>,
+}
+
+struct FoundCheckpoint {
+    record: CheckpointRecord,
+    end: Place,
+}
+
+struct Survey {
+    end: Place,
+    incarnation: u64,
+    checkpoint: Option<FoundCheckpoint>,
+}
+
+/// Follows the journal to its end.
+fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
+    let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None };
+    let mut lowest = 0;
+    while let Some(batch) = journal.read(found.end, lowest)? {
+        if batch.next.position - journal.tail().position > journal.size() {
+            break;
+        }
+        if batch.kind == BatchKind::Checkpoint
+            && let Some(record) = CheckpointRecord::decode(&batch.body)
+            && record.place >= journal.tail()
+        {
+            found.checkpoint = Some(FoundCheckpoint { record, end: batch.place });
+        }
+        lowest = batch.incarnation;
+        found.incarnation = found.incarnation.max(batch.incarnation);
+        found.end = batch.next;
+    }
+    Ok(found)
+}
+
+/// The pages of a finished checkpoint: those appended between its place and its end.
+fn collect_images(
+    journal: &Journal,
+    tail: Place,
+    checkpoint: &FoundCheckpoint,
+    images: &mut Vec<(PageKey, Arc<Block>)>,
+) -> Result<()> {
+    let damaged = || Error::new(ErrorKind::Corrupt, "a checkpoint in the journal holds an impossible page");
+    let mut place = checkpoint.record.place.max(tail);
+    while place != checkpoint.end {
+        let batch = journal.read(place, 0)?.ok_or_else(damaged)?;
+        if batch.kind == BatchKind::Pages {
+            for image in batch.body.chunks(BLOCK_SIZE + 8) {
+                let (raw, bytes) = image.split_at_checked(8).ok_or_else(damaged)?;
+                let raw = u64::from_le_bytes(raw.try_into().map_err(|_| damaged())?);
+                let key = PageKey::from_raw(raw).ok_or_else(damaged)?;
+                let mut page = Block(bytes.try_into().map_err(|_| damaged())?);
+                verify(&mut page, key)?;
+                images.push((key, Arc::new(page)));
+            }
+        }
+        place = batch.next;
+    }
+    images.sort_by_key(|(key, _)| *key);
+    Ok(())
+}
+
+/// A truncated metadata file is noticed here, not at some later read.
+fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], superblock: &Superblock) -> Result<()> {
+    let length = files[PageFile::Map as usize].len().during(|| "measuring the map".into())?;
+    if length < superblock.map_length * BLOCK_SIZE as u64 {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "the map has {length} bytes and should have {}: it was truncated; restore the file from a backup",
+                superblock.map_length * BLOCK_SIZE as u64
+            ),
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,152 @@
+//! The superblock: two copies of 4 KiB, written in turn, the one with the higher sequence number counts.
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 8 | magic `LAMINADS` |
+//! | 8 | 4 | format version, 1 |
+//! | 12 | 4 | CRC32C of the copy with this field zero |
+//! | 16 | 16 | UUID of the datastore |
+//! | 32 | 8 | sequence number of the copy |
+//! | 40 | 8 | size of the journal ring in bytes |
+//! | 48 | 8 | position of the oldest journal batch needed |
+//! | 56 | 8 | its sequence number |
+//! | 64 | 8 | regions of the data |
+//! | 72 | 8 | regions of the map |
+//! | 80 | 8 | reserved length of the map file in blocks |
+//! | 88 | 8 | slots of the catalog |
+//! | 96 | 8 | next object id |
+//! | 104 | 8 | creation time, seconds since 1970 |
+//! | 112 | 1 | 1: closed cleanly, the journal is empty |
+//! | 120 | 8 | incarnation: the last opening that appended to the journal |
+
+use crate::journal::Place;
+use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use backend::{BLOCK_SIZE, Buffer, File};
+
+const MAGIC: &[u8; 8] = b"LAMINADS";
+/// The version written and read.
+pub const FORMAT_VERSION: u32 = 1;
+
+/// What opening needs before anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Superblock {
+    pub uuid: [u8; 16],
+    pub sequence: u64,
+    pub journal_size: u64,
+    pub tail: Place,
+    pub data_regions: u64,
+    pub map_regions: u64,
+    pub map_length: u64,
+    pub catalog_slots: u64,
+    pub next_id: u64,
+    pub created: u64,
+    pub clean: bool,
+    pub incarnation: u64,
+}
+
+impl Superblock {
+    fn encode(&self) -> Buffer {
+        let mut out = Buffer::zeroed(1);
+        out[0..8].copy_from_slice(MAGIC);
+        out[8..12].copy_from_slice(&FORMAT_VERSION.to_le_bytes());
+        out[16..32].copy_from_slice(&self.uuid);
+        let words = [
+            self.sequence,
+            self.journal_size,
+            self.tail.position,
+            self.tail.sequence,
+            self.data_regions,
+            self.map_regions,
+            self.map_length,
+            self.catalog_slots,
+            self.next_id,
+            self.created,
+        ];
+        for (i, word) in words.into_iter().enumerate() {
+            out[32 + 8 * i..40 + 8 * i].copy_from_slice(&word.to_le_bytes());
+        }
+        out[112] = u8::from(self.clean);
+        out[120..128].copy_from_slice(&self.incarnation.to_le_bytes());
+        let sum = checksum(&out);
+        out[12..16].copy_from_slice(&sum.to_le_bytes());
+        out
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Option<Self>> {
+        if bytes[0..8] != *MAGIC {
+            return Ok(None);
+        }
+        let mut zeroed = bytes.to_vec();
+        zeroed[12..16].fill(0);
+        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        if bytes[12..16] != checksum(&zeroed).to_le_bytes() {
+            return Ok(None);
+        }
+        let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
+        if version != FORMAT_VERSION {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("the datastore has format version {version}; this lamina reads version {FORMAT_VERSION}"),
+            ));
+        }
+        let superblock = Self {
+            uuid: bytes[16..32].try_into().expect("sixteen bytes"),
+            sequence: word(32),
+            journal_size: word(40),
+            tail: Place { position: word(48), sequence: word(56) },
+            data_regions: word(64),
+            map_regions: word(72),
+            map_length: word(80),
+            catalog_slots: word(88),
+            next_id: word(96),
+            created: word(104),
+            clean: bytes[112] != 0,
+            incarnation: word(120),
+        };
+        let sane = superblock.journal_size >= super::JOURNAL_SIZE_MIN
+            && superblock.journal_size <= super::JOURNAL_SIZE_MAX
+            && superblock.journal_size.is_multiple_of(BLOCK_SIZE as u64)
+            && superblock.tail.position.is_multiple_of(BLOCK_SIZE as u64)
+            && superblock.data_regions < 1 << 32
+            && superblock.map_regions < 1 << 32
+            && superblock.map_length < 1 << 48
+            && superblock.catalog_slots < 1 << 32;
+        if !sane {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                "the superblock passes its checksum but holds impossible sizes",
+            ));
+        }
+        Ok(Some(superblock))
+    }
+
+    /// Reads the newer of the two copies.
+    pub fn read(file: &dyn File) -> Result<Self> {
+        let mut newest: Option<Self> = None;
+        let mut refused = None;
+        for copy in 0..2 {
+            let mut bytes = Buffer::zeroed(1);
+            file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).during(|| "reading the superblock".into())?;
+            match Self::decode(&bytes) {
+                Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
+                Ok(_) => {}
+                Err(error) => refused = Some(error),
+            }
+        }
+        match (newest, refused) {
+            (Some(found), None) => Ok(found),
+            (_, Some(error)) => Err(error),
+            (None, None) => Err(Error::new(
+                ErrorKind::Corrupt,
+                "neither copy of the superblock can be read: this is not a datastore, or both copies are damaged",
+            )),
+        }
+    }
+
+    /// Writes the next copy durably.
+    pub fn write(&mut self, file: &dyn File) -> Result<()> {
+        self.sequence += 1;
+        file.write_at(&[&self.encode()], self.sequence % 2 * BLOCK_SIZE as u64, true)
+            .during(|| "writing the superblock".into())
+    }
+}

@@ -1,0 +1,333 @@
+//! Writing: into the buffer, with room set aside for what may need a new place.
+
+use super::read::gone;
+use super::{Engine, Head, Meta};
+use crate::buffer::{Checksums, Content, Entry};
+use crate::journal::Operation;
+use crate::pages::PageFile;
+use crate::space::{REGION_PAGES, Run};
+use crate::tree;
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, SharedSlice};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Reservations from the file system are made in pieces of at least this many blocks (1 MiB) ...
+const EXTENSION_MIN: u64 = 256;
+/// ... and at most this many (32 MiB).
+const EXTENSION_MAX: u64 = 8192;
+/// One part in so many of what is used is reserved ahead.
+const EXTENSION_SHARE: u64 = 32;
+/// The smallest reservation tried when the file system is nearly full, in blocks.
+const EXTENSION_LEAST: u64 = 16;
+
+/// Blocks zeroed with one entry (256 MiB): an entry is brought into the map in one go.
+const ZERO_MAX: u64 = 1 << 16;
+
+impl Engine {
+    /// Writes whole blocks. Byte 0 of `data` belongs to block `logical`.
+    pub fn write_blocks(&self, head: &Head, logical: u64, data: SharedSlice) -> Result<()> {
+        let blocks = (data.len() / BLOCK_SIZE) as u64;
+        let checksums = Checksums::of(&data);
+        self.put(head, logical, blocks, Content::Data(data, checksums), None).map(|_| ())
+    }
+
+    /// Gives blocks back: they read as zeros afterwards.
+    pub fn discard_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
+        self.put(head, range.start, range.end - range.start, Content::Unmapped, None).map(|_| ())
+    }
+
+    /// Makes blocks read as zeros and keep, or take, space.
+    pub fn zero_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
+        for part in chunks(range, ZERO_MAX) {
+            self.put(head, part.start, part.blocks, Content::Zero, None)?;
+        }
+        Ok(())
+    }
+
+    /// Changes part of a block: reads it, lets `change` edit it, and writes it unless somebody else wrote it meanwhile;
+    /// then starts over.
+    pub fn modify_block(&self, head: &Head, name: &str, block: u64, change: &dyn Fn(&mut [u8])) -> Result<()> {
+        loop {
+            {
+                let mut buffer = head.buffer.lock();
+                if buffer.gone {
+                    return Err(gone());
+                }
+                if !buffer.layers.begin_partial(block) {
+                    drop(buffer);
+                    std::thread::yield_now();
+                    continue;
+                }
+            }
+            let read = self.read_blocks(name, block..block + 1, &|range| self.plan_head(head, range));
+            let mut bytes = match read {
+                Ok(bytes) => bytes,
+                Err(error) => {
+                    head.buffer.lock().layers.end_partial(block);
+                    return Err(error);
+                }
+            };
+            change(&mut bytes);
+            let checksums = Checksums::of(&bytes);
+            let data = SharedSlice::new(Arc::new(bytes), 0..BLOCK_SIZE);
+            if self.put(head, block, 1, Content::Data(data, checksums), Some(block))? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Puts an entry into the buffer. With `partial`, only if that block was not written since it was announced:
+    /// `Ok(false)` otherwise.
+    fn put(&self, head: &Head, logical: u64, blocks: u64, content: Content, partial: Option<u64>) -> Result<bool> {
+        let prepared = self.prepare(head, logical, blocks, &content);
+        let (claimed, data) = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                if let Some(block) = partial {
+                    head.buffer.lock().layers.end_partial(block);
+                }
+                return Err(error);
+            }
+        };
+        let mut buffer = head.buffer.lock();
+        let refused = if buffer.gone {
+            Some(Err(gone()))
+        } else if partial.is_some_and(|block| !buffer.layers.end_partial(block)) {
+            Some(Ok(false))
+        } else {
+            None
+        };
+        if let Some(refused) = refused {
+            drop(buffer);
+            self.give_back((claimed, data));
+            return refused;
+        }
+        let stamp = self.clock.fetch_add(1, Ordering::AcqRel) + 1;
+        let entry = Entry { blocks, content, stamp, claimed: claimed > 0 };
+        let replaced = buffer.layers.insert(logical, entry);
+        drop(buffer);
+        self.give_back(replaced);
+        Ok(true)
+    }
+
+    /// Waits for room in the buffer and sets room aside in the file system; returns (claimed blocks, data blocks).
+    fn prepare(&self, head: &Head, logical: u64, blocks: u64, content: &Content) -> Result<(u64, u64)> {
+        self.check_running()?;
+        let data = if matches!(content, Content::Data(..)) { blocks } else { 0 };
+        if data > 0 {
+            self.wait_for_room(data)?;
+        }
+        let claimed = if matches!(content, Content::Unmapped) {
+            0
+        } else {
+            match self.claim(head, logical, blocks) {
+                Ok(claimed) => claimed,
+                Err(error) => {
+                    self.give_back((0, data));
+                    return Err(error);
+                }
+            }
+        };
+        Ok((claimed, data))
+    }
+
+    /// Takes back what an entry had: (claimed blocks, data blocks).
+    pub(super) fn give_back(&self, (claimed, data): (u64, u64)) {
+        if claimed > 0 {
+            self.claims.fetch_sub(claimed, Ordering::AcqRel);
+        }
+        if data > 0 {
+            let before = self.buffered.fetch_sub(data, Ordering::AcqRel);
+            let limit = (self.options.write_buffer / BLOCK_SIZE) as u64;
+            if before >= limit || before.saturating_sub(data) < limit && before + 128 >= limit {
+                let _guard = self.room.lock();
+                self.room_ready.notify_all();
+            }
+        }
+    }
+
+    fn wait_for_room(&self, blocks: u64) -> Result<()> {
+        let limit = (self.options.write_buffer / BLOCK_SIZE) as u64;
+        let before = self.buffered.fetch_add(blocks, Ordering::AcqRel);
+        if before + blocks > limit / 8 && before / 64 != (before + blocks) / 64 {
+            self.request(|work| work.write_back = true);
+        }
+        if before + blocks <= limit || before == 0 {
+            return Ok(());
+        }
+        self.buffered.fetch_sub(blocks, Ordering::AcqRel);
+        loop {
+            if !self.options.threads {
+                self.write_back_once()?;
+            } else {
+                self.request(|work| work.write_back = true);
+                let mut room = self.room.lock();
+                if self.buffered.load(Ordering::Acquire) + blocks > limit {
+                    self.room_ready.wait_for(&mut room, Duration::from_millis(50));
+                }
+            }
+            self.check_running()?;
+            let before = self.buffered.fetch_add(blocks, Ordering::AcqRel);
+            if before + blocks <= limit || before == 0 {
+                return Ok(());
+            }
+            self.buffered.fetch_sub(blocks, Ordering::AcqRel);
+        }
+    }
+
+    /// Sets aside free blocks for a write of `blocks`; 0 when all of it fits where it is mapped.
+    fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
+        let claims = self.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
+        if claims <= self.headroom.load(Ordering::Acquire) {
+            return Ok(blocks);
+        }
+        let mut meta = self.meta.lock();
+        meta.release_limbo();
+        self.update_headroom(&meta);
+        if claims <= self.headroom.load(Ordering::Acquire) {
+            return Ok(blocks);
+        }
+        match self.extend(&mut meta, claims) {
+            Ok(()) => return Ok(blocks),
+            Err(error) if error.kind() == ErrorKind::NoSpace => {}
+            Err(error) => {
+                self.claims.fetch_sub(blocks, Ordering::AcqRel);
+                return Err(error);
+            }
+        }
+        // The file system is full. What only overwrites its own blocks still fits.
+        self.claims.fetch_sub(blocks, Ordering::AcqRel);
+        let own = meta.own_blocks(head.id, logical..logical + blocks)?;
+        let object = meta.catalog.get(head.id)?;
+        if own == blocks || object.reserved >= blocks - own {
+            return Ok(0);
+        }
+        let name = object.name.clone();
+        drop(meta);
+        // What was freed a moment ago helps once its freeing is durable.
+        self.request(|work| work.reclaim = true);
+        Err(Error::new(
+            ErrorKind::NoSpace,
+            format!(
+                "{name}: no space left in the file system of the datastore; free some, or delete disks, snapshots or data \
+                 in guests and discard it"
+            ),
+        ))
+    }
+
+    /// Reserves more space until `claims` fit into what is free.
+    pub(super) fn extend(&self, meta: &mut Meta, claims: u64) -> Result<()> {
+        loop {
+            let free = self.headroom.load(Ordering::Acquire);
+            if claims <= free {
+                return Ok(());
+            }
+            let share = (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX);
+            let mut want = share.max((claims - free).min(EXTENSION_MAX));
+            loop {
+                match self.extend_by(meta, want) {
+                    Ok(()) => break,
+                    Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
+                        want = (want / 2).max(EXTENSION_LEAST);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            self.update_headroom(meta);
+        }
+    }
+
+    fn extend_by(&self, meta: &mut Meta, want: u64) -> Result<()> {
+        let run = meta.data.plan_extension(&mut meta.pages, want)?;
+        self.files.ensure(run)?;
+        let (file, offset) = self.files.locate(run)?;
+        self.reserve_metadata(meta)?;
+        let length = run.blocks * BLOCK_SIZE as u64;
+        file.reserve(offset, length).during(|| format!("reserving {length} bytes for data"))?;
+        self.files.touch(run);
+        // The reservation itself must be durable before the journal says so.
+        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let operation = Operation::Backed { run, backed: true };
+        let mut freed = Vec::new();
+        meta.apply(&operation, false, &mut freed)?;
+        meta.push(operation, gate, freed, None);
+        Ok(())
+    }
+
+    /// Makes sure that the next operation finds enough nodes.
+    pub(super) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
+        while meta.map.counts().free < nodes {
+            let counts = meta.map.counts();
+            let more = (counts.used / 16).clamp(256, 4096).max(nodes - counts.free);
+            let length = counts.backed + more;
+            let bytes = length * BLOCK_SIZE as u64;
+            meta.pages
+                .file(PageFile::Map)
+                .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
+                .during(|| format!("reserving {bytes} bytes for metadata"))?;
+            meta.map.set_backed_length(length);
+            self.reserve_metadata(meta)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the room that the tables, summaries and the catalog will need from the file system: a checkpoint must not
+    /// find it full.
+    pub(super) fn reserve_metadata(&self, meta: &Meta) -> Result<()> {
+        let table = |regions: u64| regions * REGION_PAGES;
+        let summary = |regions: u64| regions / 1016 + 1;
+        let needed = [
+            (PageFile::MapTable, table(meta.map.regions())),
+            (PageFile::MapSummary, summary(meta.map.regions())),
+            (PageFile::DataTable, table(meta.data.regions())),
+            (PageFile::DataSummary, summary(meta.data.regions())),
+            (PageFile::Catalog, meta.catalog.slots() / 8 + 64),
+        ];
+        for (file, pages) in needed {
+            let bytes = pages * BLOCK_SIZE as u64;
+            let known = &self.metadata_reserved[file as usize];
+            let from = known.load(Ordering::Acquire);
+            if bytes > from {
+                meta.pages
+                    .file(file)
+                    .reserve(from, bytes - from)
+                    .during(|| format!("reserving {bytes} bytes for {}", file.name()))?;
+                known.store(bytes, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Meta {
+    /// How many blocks of a range a disk could overwrite in place.
+    fn own_blocks(&mut self, disk: u64, range: Range<u64>) -> Result<u64> {
+        let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
+        let mut extents = Vec::new();
+        let mut freed = Vec::new();
+        tree::lookup_exclusive(&mut self.nodes(&mut freed), root, range, &mut extents)?;
+        let mut own = 0;
+        for extent in extents.iter().filter(|extent| !extent.shared_path) {
+            for block in extent.physical..extent.physical + extent.blocks {
+                let entry = self.entry(block)?;
+                own += u64::from(entry.references == 1 && !entry.fresh);
+            }
+        }
+        Ok(own)
+    }
+}
+
+/// A run cut at `most` blocks.
+pub(super) fn chunks(range: Range<u64>, most: u64) -> impl Iterator<Item = Run> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        (at < range.end).then(|| {
+            let blocks = most.min(range.end - at);
+            at += blocks;
+            Run { start: at - blocks, blocks }
+        })
+    })
+}

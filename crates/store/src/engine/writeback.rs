@@ -1,0 +1,548 @@
+//! Write-back: buffered entries to their places on the medium, in order of address.
+//!
+//! A batch runs under the gate: plan (which blocks may be overwritten in place, which need new places), announce the
+//! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
+//! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
+
+use super::write::chunks;
+use super::{Engine, Head, Meta};
+use crate::buffer::{Content, Piece};
+use crate::journal::{BatchKind, Journal, Operation, Writer};
+use crate::space::Run;
+use crate::tree::{self, Extent};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Completion, IoMode, Queue, SharedSlice};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Blocks of data per batch (1 MiB): short enough that a flush does not wait long for the gate.
+const BATCH_BLOCKS: u64 = 256;
+/// Slices per write: the kernel takes no more (`IOV_MAX`).
+const SLICES_MAX: usize = 1000;
+/// Operations in flight of one lane.
+pub(super) const LANE_DEPTH: u32 = 64;
+/// Longest range of one unmap operation, in blocks (4 GiB).
+const UNMAP_MAX: u64 = 1 << 20;
+
+/// What write-back keeps between batches.
+pub struct Lane {
+    pub(super) queue: Box<dyn Queue>,
+    /// Disk served last.
+    last: u64,
+}
+
+impl Lane {
+    pub(super) fn new(queue: Box<dyn Queue>) -> Self {
+        Self { queue, last: 0 }
+    }
+}
+
+/// What taking journalled payload home keeps between rounds.
+pub struct LoggedLane {
+    pub(super) queue: Box<dyn Queue>,
+    cursor: u64,
+}
+
+impl LoggedLane {
+    pub(super) fn new(queue: Box<dyn Queue>) -> Self {
+        Self { queue, cursor: 0 }
+    }
+}
+
+/// How a run of a piece goes home.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    /// Over its own old content.
+    InPlace,
+    /// Into blocks that are mapped and were never written.
+    Fill,
+    /// Into newly allocated blocks.
+    New,
+}
+
+/// A run of one piece with its place.
+struct Home {
+    way: Way,
+    logical: u64,
+    run: Run,
+    data: SharedSlice,
+    checksums: Vec<u32>,
+    stamp: u64,
+}
+
+impl Engine {
+    /// Writes back one batch, of the disk that has waited longest. False when no buffer holds anything.
+    pub(super) fn write_back_once(&self) -> Result<bool> {
+        self.check_running()?;
+        self.make_journal_room()?;
+        let mut lane = self.gate.lock();
+        let mut heads = self.existing_heads();
+        let after = heads.partition_point(|head| head.id <= lane.last);
+        heads.rotate_left(after);
+        for head in heads {
+            if self.write_back(&mut lane, &head)? {
+                lane.last = head.id;
+                parking_lot::MutexGuard::unlock_fair(lane);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Writes back everything that is buffered for a disk now.
+    pub fn settle(&self, head: &Head) -> Result<()> {
+        loop {
+            self.check_running()?;
+            self.make_journal_room()?;
+            let mut lane = self.gate.lock();
+            if !self.write_back(&mut lane, head)? {
+                return Ok(());
+            }
+            parking_lot::MutexGuard::unlock_fair(lane);
+        }
+    }
+
+    /// One batch of one disk. False when its buffer is empty.
+    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<bool> {
+        let commit = self.commit.lock();
+        let pieces = {
+            let mut buffer = head.buffer.lock();
+            loop {
+                let cursor = buffer.cursor;
+                let (layer, closed) = buffer.layers.oldest();
+                if layer.is_empty() {
+                    if !closed {
+                        return Ok(false);
+                    }
+                    self.seal_oldest(&mut buffer)?;
+                    continue;
+                }
+                let mut pieces = layer.take(cursor, BATCH_BLOCKS);
+                if pieces.is_empty() {
+                    pieces = layer.take(0, BATCH_BLOCKS);
+                }
+                buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
+                break pieces;
+            }
+        };
+        let mut homes = Vec::new();
+        let mut others = Vec::new();
+        let mut meta = self.meta.lock();
+        let planned = self.plan_homes(&mut meta, head, pieces, &mut homes, &mut others);
+        if let Err(error) = planned {
+            for home in homes.iter().filter(|home| home.way == Way::New) {
+                meta.data.release(home.run);
+            }
+            self.update_headroom(&meta);
+            return Err(error);
+        }
+        drop(meta);
+        self.announce(commit, &homes)?;
+        self.write_homes(lane, head, &mut homes)?;
+        self.announced.store(u64::MAX, Ordering::Release);
+        self.finish_others(head, others)?;
+        let mut buffer = head.buffer.lock();
+        let (layer, closed) = buffer.layers.oldest();
+        if closed && layer.is_empty() {
+            self.seal_oldest(&mut buffer)?;
+        }
+        Ok(true)
+    }
+
+    /// Splits pieces into runs and finds their places.
+    fn plan_homes(
+        &self,
+        meta: &mut Meta,
+        head: &Head,
+        pieces: Vec<Piece>,
+        homes: &mut Vec<Home>,
+        others: &mut Vec<Piece>,
+    ) -> Result<()> {
+        let root = meta.catalog.get(head.id)?.root;
+        let mut ways: Vec<(Range<u64>, Way, u64)> = Vec::new();
+        let mut new_blocks = 0;
+        let mut data = Vec::new();
+        for piece in pieces {
+            match &piece.entry.content {
+                Content::Data(slice, sums) => data.push((slice.clone(), sums.clone(), piece)),
+                Content::Unmapped | Content::Zero => others.push(piece),
+            }
+        }
+        let mut plans = Vec::with_capacity(data.len());
+        for (_, _, piece) in &data {
+            ways.clear();
+            let range = piece.logical..piece.logical + piece.entry.blocks;
+            meta.ways(root, range, &mut ways)?;
+            new_blocks +=
+                ways.iter().filter(|(_, way, _)| *way == Way::New).map(|(r, _, _)| r.end - r.start).sum::<u64>();
+            plans.push(ways.clone());
+        }
+        let mut spare = Run { start: 0, blocks: 0 };
+        for ((slice, sums, piece), plan) in data.into_iter().zip(plans) {
+            for (range, way, physical) in plan {
+                let mut at = range.start;
+                while at < range.end {
+                    let mut run = Run { start: physical + (at - range.start), blocks: range.end - at };
+                    if way == Way::New {
+                        if spare.blocks == 0 {
+                            spare = self.allocate(meta, new_blocks)?;
+                        }
+                        run = Run { start: spare.start, blocks: run.blocks.min(spare.blocks) };
+                        spare = Run { start: spare.start + run.blocks, blocks: spare.blocks - run.blocks };
+                        new_blocks -= run.blocks;
+                    }
+                    let (from, to) = ((at - piece.logical) as usize, (at - piece.logical + run.blocks) as usize);
+                    homes.push(Home {
+                        way,
+                        logical: at,
+                        run,
+                        data: slice.slice(from * BLOCK_SIZE..to * BLOCK_SIZE),
+                        checksums: sums.as_slice()[from..to].to_vec(),
+                        stamp: piece.entry.stamp,
+                    });
+                    at += run.blocks;
+                }
+            }
+        }
+        debug_assert_eq!((spare.blocks, new_blocks), (0, 0));
+        Ok(())
+    }
+
+    /// Takes up to `want` free blocks, reserving more from the file system if need be.
+    pub(super) fn allocate(&self, meta: &mut Meta, want: u64) -> Result<Run> {
+        for attempt in 0..3 {
+            if let Some(run) = meta.data.allocate(&mut meta.pages, want)? {
+                return Ok(run);
+            }
+            if attempt == 0 && meta.release_limbo() {
+                continue;
+            }
+            let free = meta.data.counts().free;
+            self.headroom.store(free, Ordering::Release);
+            self.extend(meta, free + want.min(256))?;
+        }
+        Err(Error::new(ErrorKind::NoSpace, "no free blocks although the file system gave some; run 'lamina check'"))
+    }
+
+    /// Makes durable which blocks are about to be overwritten in place.
+    fn announce(&self, mut commit: parking_lot::MutexGuard<'_, super::Committer>, homes: &[Home]) -> Result<()> {
+        let mut writer = Writer::default();
+        for home in homes.iter().filter(|home| home.way == Way::InPlace) {
+            writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
+        }
+        if writer.is_empty() {
+            return Ok(());
+        }
+        self.announced.store(commit.journal.head().position, Ordering::Release);
+        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())
+    }
+
+    /// Appends a batch; a failure stops the datastore.
+    pub(super) fn append(&self, journal: &mut Journal, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        journal.append(kind, parts).map_err(|error| self.stop(error))?;
+        self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
+        self.journal_head.store(journal.head().position, Ordering::Release);
+        Ok(())
+    }
+
+    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut Vec<Home>) -> Result<()> {
+        // Physical order: the medium likes it, and neighbours become one write.
+        homes.sort_unstable_by_key(|home| home.run.start);
+        let mut groups: Vec<Range<usize>> = Vec::new();
+        for (i, home) in homes.iter().enumerate() {
+            let joins = groups.last().is_some_and(|group| {
+                let before = homes[i - 1].run;
+                group.len() < SLICES_MAX
+                    && before.start + before.blocks == home.run.start
+                    && super::files::data_file_name(before.start / crate::space::FILE_BLOCKS)
+                        == super::files::data_file_name(home.run.start / crate::space::FILE_BLOCKS)
+            });
+            match groups.last_mut() {
+                Some(group) if joins => group.end = i + 1,
+                _ => groups.push(i..i + 1),
+            }
+        }
+        let buffered = self.options.mode == IoMode::Buffered;
+        let mut completions: Vec<Completion> = Vec::new();
+        let mut next = 0;
+        while next < groups.len() || lane.queue.in_flight() > 0 {
+            while next < groups.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
+                let group = &homes[groups[next].clone()];
+                let (file, offset) = self.files.locate(group[0].run)?;
+                if buffered {
+                    let slices: Vec<&[u8]> = group.iter().map(|home| &*home.data).collect();
+                    file.write_at(&slices, offset, false)
+                        .during(|| format!("writing block {} home", group[0].run.start))
+                        .map_err(|error| self.stop(error))?;
+                    completions.push(Completion { token: next as u64, result: Ok(()), buffer: None });
+                    next += 1;
+                    if completions.len() >= 32 {
+                        break;
+                    }
+                    continue;
+                }
+                let slices = group.iter().map(|home| home.data.clone()).collect();
+                lane.queue.write(&file, offset, slices, false, next as u64);
+                next += 1;
+            }
+            if !buffered {
+                lane.queue
+                    .wait(&mut completions, None)
+                    .during(|| "waiting for write-back".into())
+                    .map_err(|error| self.stop(error))?;
+            }
+            let mut finished = Vec::with_capacity(completions.len());
+            for completion in completions.drain(..) {
+                completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
+                finished.push(groups[completion.token as usize].clone());
+            }
+            self.finish_homes(head, homes, &finished)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the map name what has been written, and the buffer forget it.
+    fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+        let done = || groups.iter().flat_map(|group| &homes[group.clone()]);
+        // After the writes and before the clock says so: a flush in between may have cleared the mark.
+        done().for_each(|home| self.files.touch(home.run));
+        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let mut gone = (0, 0);
+        let mut buffer = head.buffer.lock();
+        let mut meta = self.meta.lock();
+        for home in done() {
+            let checksums = home.checksums.clone();
+            let operation = match home.way {
+                Way::InPlace => {
+                    meta.forget_logged(home.run);
+                    meta.note_overwritten(home.run, &checksums)?;
+                    None
+                }
+                Way::Fill => {
+                    Some(Operation::Written { disk: head.id, logical: home.logical, run: home.run, checksums })
+                }
+                Way::New => Some(Operation::Map { disk: head.id, logical: home.logical, run: home.run, checksums }),
+            };
+            if let Some(operation) = operation {
+                self.carry_out(&mut meta, operation, gate, Some(home.run))?;
+            }
+            let (layer, _) = buffer.layers.oldest();
+            let (claimed, data) = layer.remove(home.logical, home.run.blocks, home.stamp);
+            gone = (gone.0 + claimed, gone.1 + data);
+            self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
+        }
+        self.update_headroom(&meta);
+        let commit_wanted = meta.pending_bytes > self.pending_limit();
+        drop(meta);
+        drop(buffer);
+        self.give_back(gone);
+        if commit_wanted {
+            self.request(|work| work.commit = true);
+        }
+        Ok(())
+    }
+
+    /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
+    /// journal would no longer agree.
+    pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64, fresh: Option<Run>) -> Result<()> {
+        self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        let mut freed = Vec::new();
+        meta.apply(&operation, fresh.is_some(), &mut freed).map_err(|error| self.stop(error))?;
+        meta.push(operation, gate, freed, fresh);
+        Ok(())
+    }
+
+    /// Discards and zeroes of a batch: no data, only the map.
+    fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<()> {
+        for piece in pieces {
+            let mut buffer = head.buffer.lock();
+            let mut meta = self.meta.lock();
+            self.apply_other(&mut meta, head.id, &piece)?;
+            self.update_headroom(&meta);
+            let (layer, _) = buffer.layers.oldest();
+            let gone = layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
+            drop(meta);
+            drop(buffer);
+            self.give_back(gone);
+        }
+        Ok(())
+    }
+
+    /// Brings a discard or zero entry into the map.
+    pub(super) fn apply_other(&self, meta: &mut Meta, disk: u64, piece: &Piece) -> Result<()> {
+        let range = piece.logical..piece.logical + piece.entry.blocks;
+        if matches!(piece.entry.content, Content::Unmapped) {
+            for part in chunks(range, UNMAP_MAX) {
+                let operation = Operation::Unmap { disk, logical: part.start, blocks: part.blocks };
+                self.carry_out(meta, operation, 0, None)?;
+            }
+            return Ok(());
+        }
+        let root = meta.catalog.get(disk)?.root;
+        let mut ways = Vec::new();
+        meta.ways(root, range, &mut ways)?;
+        for (range, way, physical) in ways {
+            match way {
+                Way::Fill => {}
+                Way::InPlace => {
+                    for part in chunks(physical..physical + (range.end - range.start), crate::journal::RUN_MAX) {
+                        let logical = range.start + (part.start - physical);
+                        let operation = Operation::Unwritten { disk, logical, run: part, fresh: false };
+                        self.carry_out(meta, operation, 0, None)?;
+                    }
+                }
+                Way::New => {
+                    let mut at = range.start;
+                    while at < range.end {
+                        let run = self.allocate(meta, (range.end - at).min(crate::journal::RUN_MAX))?;
+                        let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
+                        self.carry_out(meta, operation, 0, None)?;
+                        at += run.blocks;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
+    pub(super) fn seal_oldest(&self, buffer: &mut super::Buffer) -> Result<()> {
+        let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
+        buffer.cursor = 0;
+        let mut meta = self.meta.lock();
+        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
+        drop(meta);
+        self.unsealed.fetch_sub(1, Ordering::AcqRel);
+        let _guard = self.sealed.lock();
+        self.sealed_ready.notify_all();
+        Ok(())
+    }
+
+    /// Takes journalled payload home, up to `most` blocks; the number written. The journal still protects it until
+    /// the next checkpoint, so nothing has to be announced or flushed here.
+    pub(super) fn write_logged(&self, most: usize) -> Result<usize> {
+        let mut lane = self.logged_lane.lock();
+        let (blocks, guard) = {
+            let mut meta = self.meta.lock();
+            let mut blocks: Vec<(u64, SharedSlice)> =
+                meta.logged.range(lane.cursor..).take(most).map(|(block, slice)| (*block, slice.clone())).collect();
+            if blocks.is_empty() {
+                blocks = meta.logged.iter().take(most).map(|(block, slice)| (*block, slice.clone())).collect();
+            }
+            let (Some((first, _)), Some((last, _))) = (blocks.first(), blocks.last()) else { return Ok(0) };
+            meta.logged_in_flight = *first..*last + 1;
+            lane.cursor = *last + 1;
+            (blocks, Arc::clone(&meta.epoch))
+        };
+        let result = self.write_logged_blocks(&mut lane, &blocks);
+        let mut meta = self.meta.lock();
+        meta.logged_in_flight = 0..0;
+        if result.is_ok() {
+            for (block, slice) in &blocks {
+                // Newer payload may have come meanwhile.
+                if meta.logged.get(block).is_some_and(|now| std::ptr::eq(now.as_ptr(), slice.as_ptr())) {
+                    meta.logged.remove(block);
+                }
+            }
+        }
+        drop(meta);
+        drop(guard);
+        result.map(|()| blocks.len())
+    }
+
+    fn write_logged_blocks(&self, lane: &mut LoggedLane, blocks: &[(u64, SharedSlice)]) -> Result<()> {
+        let mut completions = Vec::new();
+        let mut at = 0;
+        while at < blocks.len() || lane.queue.in_flight() > 0 {
+            while at < blocks.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
+                let mut end = at + 1;
+                while end < blocks.len() && blocks[end].0 == blocks[end - 1].0 + 1 && end - at < SLICES_MAX {
+                    end += 1;
+                }
+                let mut run = Run { start: blocks[at].0, blocks: (end - at) as u64 };
+                // A run never crosses from one data file into the next.
+                let room = crate::space::FILE_BLOCKS - run.start % crate::space::FILE_BLOCKS;
+                run.blocks = run.blocks.min(room);
+                end = at + run.blocks as usize;
+                let (file, offset) = self.files.locate(run)?;
+                let slices = blocks[at..end].iter().map(|(_, slice)| slice.clone()).collect();
+                lane.queue.write(&file, offset, slices, false, at as u64);
+                at = end;
+            }
+            lane.queue.wait(&mut completions, None).during(|| "taking journalled blocks home".into())?;
+            for completion in completions.drain(..) {
+                completion
+                    .result
+                    .during(|| "taking journalled blocks home".into())
+                    .map_err(|error| self.stop(error))?;
+            }
+        }
+        blocks.iter().for_each(|(block, _)| self.files.touch(Run { start: *block, blocks: 1 }));
+        Ok(())
+    }
+}
+
+impl Meta {
+    fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
+        self.data.annotate(&mut self.pages, run, |block, entry| {
+            entry.checksum = checksums[(block - run.start) as usize];
+            entry.suspect = false;
+        })
+    }
+
+    /// Cuts a logical range by how its parts can be written: (range, way, physical block for in place and fill).
+    fn ways(
+        &mut self,
+        root: Option<tree::NodeId>,
+        range: Range<u64>,
+        out: &mut Vec<(Range<u64>, Way, u64)>,
+    ) -> Result<()> {
+        let mut extents: Vec<Extent> = Vec::new();
+        if let Some(root) = root {
+            let mut freed = Vec::new();
+            tree::lookup_exclusive(&mut self.nodes(&mut freed), root, range.clone(), &mut extents)?;
+        }
+        let mut at = range.start;
+        for extent in extents {
+            if at < extent.logical {
+                push_way(out, at..extent.logical, Way::New, 0);
+            }
+            at = extent.logical + extent.blocks;
+            if extent.shared_path {
+                push_way(out, extent.logical..at, Way::New, 0);
+                continue;
+            }
+            for i in 0..extent.blocks {
+                let block = extent.physical + i;
+                let entry = self.entry(block)?;
+                let busy = self.logged_in_flight.contains(&block);
+                let way = if entry.references != 1 || entry.fresh || busy {
+                    Way::New
+                } else if extent.unwritten {
+                    Way::Fill
+                } else {
+                    Way::InPlace
+                };
+                let logical = extent.logical + i;
+                push_way(out, logical..logical + 1, way, block);
+            }
+        }
+        if at < range.end {
+            push_way(out, at..range.end, Way::New, 0);
+        }
+        Ok(())
+    }
+}
+
+fn push_way(out: &mut Vec<(Range<u64>, Way, u64)>, range: Range<u64>, way: Way, physical: u64) {
+    if let Some((last, last_way, start)) = out.last_mut()
+        && last.end == range.start
+        && *last_way == way
+        && (way == Way::New || *start + (last.end - last.start) == physical)
+    {
+        last.end = range.end;
+        return;
+    }
+    out.push((range, way, physical));
+}

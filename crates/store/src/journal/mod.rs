@@ -1,0 +1,295 @@
+//! The journal: a ring of batches that makes what happened since the last checkpoint durable, one append at a time.
+//!
+//! A batch is a head of 64 bytes and a body, padded to 4 KiB, written with one durable write. Positions are byte
+//! offsets that only grow; a position's place in the file is `position % size`, and a batch may wrap round the end.
+//!
+//! What must hold:
+//!
+//! 1. A batch counts only if its head and body pass their checksum, it names its own position, its sequence number is
+//!    the next one and its incarnation is not lower than that of the batch before it. The first that fails ends the
+//!    journal: it was never acknowledged, nor was anything after it.
+//! 2. Every opening that appends does so under a higher incarnation than any batch found, so that remains of a log cut
+//!    off by a crash can never be taken for its continuation.
+//! 3. The head never overtakes the tail. The tail moves only after a checkpoint has made everything before it
+//!    unnecessary and the superblock says so.
+
+mod record;
+
+pub use record::{Operation, RUN_MAX, Reader, Writer};
+
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer, File};
+use std::sync::Arc;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"LMJB");
+const VERSION: u16 = 1;
+const HEAD_SIZE: usize = 64;
+/// The largest body of one batch.
+pub const BODY_MAX: usize = 32 << 20;
+
+/// What the body of a batch is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BatchKind {
+    /// Operations, in order.
+    Operations,
+    /// Page images of a checkpoint under way.
+    Pages,
+    /// The end of a checkpoint: its pages are all in the journal. Body: sequence number from which to replay.
+    Checkpoint,
+}
+
+impl BatchKind {
+    fn code(self) -> u16 {
+        match self {
+            Self::Operations => 1,
+            Self::Pages => 2,
+            Self::Checkpoint => 3,
+        }
+    }
+
+    fn from_code(code: u16) -> Option<Self> {
+        [Self::Operations, Self::Pages, Self::Checkpoint].into_iter().find(|kind| kind.code() == code)
+    }
+}
+
+/// Where in the journal: the position and sequence number of a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Place {
+    /// Byte position, growing for ever.
+    pub position: u64,
+    /// Sequence number.
+    pub sequence: u64,
+}
+
+/// A batch as found.
+pub struct Batch {
+    /// Its place.
+    pub place: Place,
+    /// Where the next batch would be.
+    pub next: Place,
+    /// What its body is.
+    pub kind: BatchKind,
+    /// Under which opening it was written.
+    pub incarnation: u64,
+    /// The body.
+    pub body: Vec<u8>,
+}
+
+/// The ring, open for appending at its head.
+pub struct Journal {
+    file: Arc<dyn File>,
+    size: u64,
+    salt: u64,
+    incarnation: u64,
+    tail: Place,
+    head: Place,
+    staging: Buffer,
+}
+
+impl Journal {
+    /// A ring of `size` bytes whose oldest needed batch is at `tail`; `salt` keeps rings of other datastores apart.
+    pub fn new(file: Arc<dyn File>, size: u64, salt: u64, tail: Place) -> Self {
+        Self { file, size, salt, incarnation: 0, tail, head: tail, staging: Buffer::default() }
+    }
+
+    /// Reads the batch at `place`; `None` where the journal ends. A failing medium is an error, not an end.
+    pub fn read(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
+        let mut first = Buffer::zeroed(1);
+        self.read_ring(&mut first, place.position)?;
+        let Some(head) = Head::decode(&first) else { return Ok(None) };
+        if head.salt != self.salt
+            || head.position != place.position
+            || head.sequence != place.sequence
+            || head.incarnation < incarnation
+        {
+            return Ok(None);
+        }
+        let padded = padded(head.length);
+        if padded as u64 > self.size {
+            return Ok(None);
+        }
+        let mut bytes = Buffer::with_bytes(padded);
+        self.read_ring(&mut bytes, place.position)?;
+        if Head::checksum(&bytes[..HEAD_SIZE + head.length]) != head.checksum {
+            return Ok(None);
+        }
+        Ok(Some(Batch {
+            place,
+            next: Place { position: place.position + padded as u64, sequence: place.sequence + 1 },
+            kind: head.kind,
+            incarnation: head.incarnation,
+            body: bytes[HEAD_SIZE..HEAD_SIZE + head.length].to_vec(),
+        }))
+    }
+
+    fn read_ring(&self, buffer: &mut Buffer, position: u64) -> Result<()> {
+        let at = position % self.size;
+        let until_wrap = ((self.size - at) as usize).min(buffer.len());
+        let (before, after) = buffer.split_at_mut(until_wrap);
+        self.file.read_at(before, at).during(|| format!("reading the journal at {at}"))?;
+        if !after.is_empty() {
+            self.file.read_at(after, 0).during(|| "reading the journal at 0".into())?;
+        }
+        Ok(())
+    }
+
+    /// Sets the head behind the last batch found, to append under `incarnation` from now on.
+    pub fn resume(&mut self, head: Place, incarnation: u64) {
+        self.head = head;
+        self.incarnation = incarnation;
+    }
+
+    /// Where the next batch goes.
+    pub fn head(&self) -> Place {
+        self.head
+    }
+
+    /// The oldest batch still needed.
+    pub fn tail(&self) -> Place {
+        self.tail
+    }
+
+    /// The opening under which batches are appended.
+    pub fn incarnation(&self) -> u64 {
+        self.incarnation
+    }
+
+    /// Bytes between tail and head.
+    pub fn used(&self) -> u64 {
+        self.head.position - self.tail.position
+    }
+
+    /// Size of the ring in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Lets go of everything before `tail`.
+    pub fn release(&mut self, tail: Place) {
+        debug_assert!(tail >= self.tail && tail <= self.head);
+        self.tail = tail;
+    }
+
+    /// Bytes of ring that a body takes.
+    pub fn footprint(body: usize) -> u64 {
+        padded(body) as u64
+    }
+
+    /// Appends one durable batch made of `parts`. After an error the journal must not be appended to again: nobody
+    /// knows what the medium holds.
+    pub fn append(&mut self, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        let length = parts.iter().map(|part| part.len()).sum::<usize>();
+        let padded = padded(length);
+        if length > BODY_MAX || self.used() + padded as u64 > self.size {
+            return Err(Error::new(ErrorKind::NoSpace, format!("the journal has no room for {length} bytes")));
+        }
+        if self.staging.len() < padded {
+            self.staging = Buffer::with_bytes(padded.next_power_of_two());
+        }
+        let mut at = HEAD_SIZE;
+        for part in parts {
+            self.staging[at..at + part.len()].copy_from_slice(part);
+            at += part.len();
+        }
+        self.staging[at..padded].fill(0);
+        let head = Head {
+            kind,
+            salt: self.salt,
+            incarnation: self.incarnation,
+            sequence: self.head.sequence,
+            position: self.head.position,
+            length,
+            checksum: 0,
+        };
+        head.encode(&mut self.staging[..HEAD_SIZE]);
+        let sum = Head::checksum(&self.staging[..at]);
+        self.staging[60..64].copy_from_slice(&sum.to_le_bytes());
+
+        let offset = self.head.position % self.size;
+        let until_wrap = ((self.size - offset) as usize).min(padded);
+        let doing = || format!("appending {padded} bytes to the journal");
+        self.file.write_at(&[&self.staging[..until_wrap]], offset, true).during(doing)?;
+        if until_wrap < padded {
+            self.file.write_at(&[&self.staging[until_wrap..padded]], 0, true).during(doing)?;
+        }
+        self.head = Place { position: self.head.position + padded as u64, sequence: self.head.sequence + 1 };
+        if self.staging.len() > 4 << 20 {
+            self.staging = Buffer::default();
+        }
+        Ok(())
+    }
+}
+
+fn padded(body: usize) -> usize {
+    (HEAD_SIZE + body).next_multiple_of(BLOCK_SIZE)
+}
+
+/// The head of a batch.
+///
+/// | offset | size | field |
+/// |---|---|---|
+/// | 0 | 4 | magic `LMJB` |
+/// | 4 | 2 | version, 1 |
+/// | 6 | 2 | kind: 1 operations, 2 pages, 3 checkpoint |
+/// | 8 | 8 | salt: first half of the datastore's UUID |
+/// | 16 | 8 | incarnation |
+/// | 24 | 8 | sequence number |
+/// | 32 | 8 | position |
+/// | 40 | 4 | length of the body in bytes |
+/// | 44 | 16 | zero |
+/// | 60 | 4 | CRC32C of head and body with this field zero |
+struct Head {
+    kind: BatchKind,
+    salt: u64,
+    incarnation: u64,
+    sequence: u64,
+    position: u64,
+    length: usize,
+    checksum: u32,
+}
+
+impl Head {
+    fn encode(&self, out: &mut [u8]) {
+        out.fill(0);
+        out[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        out[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        out[6..8].copy_from_slice(&self.kind.code().to_le_bytes());
+        out[8..16].copy_from_slice(&self.salt.to_le_bytes());
+        out[16..24].copy_from_slice(&self.incarnation.to_le_bytes());
+        out[24..32].copy_from_slice(&self.sequence.to_le_bytes());
+        out[32..40].copy_from_slice(&self.position.to_le_bytes());
+        out[40..44].copy_from_slice(&(self.length as u32).to_le_bytes());
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let u16_at = |at: usize| u16::from_le_bytes(bytes[at..at + 2].try_into().expect("two bytes"));
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        if u32_at(0) != MAGIC || u16_at(4) != VERSION {
+            return None;
+        }
+        let length = u32_at(40) as usize;
+        (length <= BODY_MAX).then_some(())?;
+        Some(Self {
+            kind: BatchKind::from_code(u16_at(6))?,
+            salt: u64_at(8),
+            incarnation: u64_at(16),
+            sequence: u64_at(24),
+            position: u64_at(32),
+            length,
+            checksum: u32_at(60),
+        })
+    }
+
+    /// The checksum over head and body, the field itself taken as zero.
+    fn checksum(bytes: &[u8]) -> u32 {
+        let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+        digest.update(&bytes[..60]);
+        digest.update(&[0; 4]);
+        digest.update(&bytes[HEAD_SIZE..]);
+        digest.finalize() as u32
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,332 @@
+//! Operations: what the journal holds and what replay carries out again.
+//!
+//! Each is one code byte and little-endian fields. Data of a block follows its operation raw. Decoding checks every
+//! count against what is left of the body, so that a damaged record is an error and never a wild allocation.
+
+use crate::space::Run;
+use crate::{Error, ErrorKind, Result};
+use backend::{BLOCK_SIZE, SharedSlice};
+
+/// The longest run one operation names, in blocks (64 MiB).
+pub const RUN_MAX: u64 = 16_384;
+
+/// A change of the datastore. Replay applies operations in the order of the journal.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "the sentence over each operation names its fields")]
+pub enum Operation {
+    /// Blocks `logical..` of a disk are at `run`, freshly allocated, with these checksums; their content is durable.
+    Map { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
+    /// As [`Operation::Map`], the content being here and not at home yet.
+    MapData { disk: u64, logical: u64, run: Run, data: Vec<SharedSlice> },
+    /// An overwrite in place is about to begin: from here on the blocks hold old or new content or a mixture.
+    Overwrite { run: Run, checksums: Vec<u32> },
+    /// As [`Operation::Overwrite`], the new content being here: replay puts it in place.
+    OverwriteData { run: Run, data: Vec<SharedSlice> },
+    /// Overwrites announced before this journal position have all reached the medium.
+    Synced { position: u64 },
+    /// Blocks of a disk are no longer mapped.
+    Unmap { disk: u64, logical: u64, blocks: u64 },
+    /// Blocks of a disk are at `run`, allocated but never written: they read as zeros. Blocks of `run` that the range
+    /// maps already stay; the others are freshly allocated.
+    Unwritten { disk: u64, logical: u64, run: Run, fresh: bool },
+    /// Unwritten blocks of a disk got content, in place, with these checksums.
+    Written { disk: u64, logical: u64, run: Run, checksums: Vec<u32> },
+    /// What a suspect block was found to hold.
+    Resolve { block: u64, checksum: u32 },
+    /// The file system gave blocks, or is about to get them back.
+    Backed { run: Run, backed: bool },
+    /// A new or changed object of the catalog, encoded as there.
+    Put { record: Vec<u8> },
+    /// A snapshot's content is complete: it takes a reference on the root of its disk.
+    Seal { snapshot: u64 },
+    /// A new disk starts as the content of a snapshot.
+    Clone { snapshot: u64, record: Vec<u8> },
+    /// The head of a disk becomes the content of a snapshot; what it was goes to the trash object.
+    Revert { disk: u64, snapshot: u64, trash: u64 },
+    /// A disk or snapshot loses its name; its tree is dropped piece by piece.
+    Trash { object: u64 },
+    /// `steps` nodes of a trashed tree are visited and dropped.
+    Drop { object: u64, steps: u32 },
+}
+
+/// Collects the body of a batch: metadata in one piece, payload by reference.
+#[derive(Default)]
+pub struct Writer {
+    parts: Vec<Part>,
+    current: Vec<u8>,
+    length: usize,
+}
+
+enum Part {
+    Bytes(Vec<u8>),
+    Data(SharedSlice),
+}
+
+impl Writer {
+    /// Bytes collected.
+    pub fn len(&self) -> usize {
+        self.length
+    }
+
+    /// True before the first operation.
+    pub fn is_empty(&self) -> bool {
+        self.length == 0
+    }
+
+    /// The body, in pieces.
+    pub fn finish(&mut self) -> Vec<&[u8]> {
+        if !self.current.is_empty() {
+            self.parts.push(Part::Bytes(std::mem::take(&mut self.current)));
+        }
+        self.parts
+            .iter()
+            .map(|part| match part {
+                Part::Bytes(bytes) => bytes.as_slice(),
+                Part::Data(slice) => slice,
+            })
+            .collect()
+    }
+
+    fn bytes(&mut self, bytes: &[u8]) {
+        self.current.extend_from_slice(bytes);
+        self.length += bytes.len();
+    }
+
+    fn u8(&mut self, value: u8) {
+        self.bytes(&[value]);
+    }
+
+    fn u32(&mut self, value: u32) {
+        self.bytes(&value.to_le_bytes());
+    }
+
+    fn u64(&mut self, value: u64) {
+        self.bytes(&value.to_le_bytes());
+    }
+
+    fn run(&mut self, run: Run) {
+        debug_assert!(run.blocks <= RUN_MAX);
+        self.u64(run.start);
+        self.u32(run.blocks as u32);
+    }
+
+    fn checksums(&mut self, checksums: &[u32]) {
+        for sum in checksums {
+            self.u32(*sum);
+        }
+    }
+
+    fn record(&mut self, record: &[u8]) {
+        self.u32(record.len() as u32);
+        self.bytes(record);
+    }
+
+    fn data(&mut self, data: &[SharedSlice]) {
+        if !self.current.is_empty() {
+            self.parts.push(Part::Bytes(std::mem::take(&mut self.current)));
+        }
+        for slice in data {
+            self.length += slice.len();
+            self.parts.push(Part::Data(slice.clone()));
+        }
+    }
+
+    /// Appends an operation.
+    pub fn push(&mut self, operation: &Operation) {
+        match operation {
+            Operation::Map { disk, logical, run, checksums } => {
+                self.u8(1);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+            }
+            Operation::MapData { disk, logical, run, data } => {
+                self.u8(2);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.data(data);
+            }
+            Operation::Overwrite { run, checksums } => {
+                self.u8(3);
+                self.run(*run);
+                self.checksums(checksums);
+            }
+            Operation::OverwriteData { run, data } => {
+                self.u8(4);
+                self.run(*run);
+                self.data(data);
+            }
+            Operation::Synced { position } => {
+                self.u8(5);
+                self.u64(*position);
+            }
+            Operation::Unmap { disk, logical, blocks } => {
+                self.u8(6);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.u64(*blocks);
+            }
+            Operation::Unwritten { disk, logical, run, fresh } => {
+                self.u8(7);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.u8(u8::from(*fresh));
+            }
+            Operation::Written { disk, logical, run, checksums } => {
+                self.u8(8);
+                self.u64(*disk);
+                self.u64(*logical);
+                self.run(*run);
+                self.checksums(checksums);
+            }
+            Operation::Resolve { block, checksum } => {
+                self.u8(9);
+                self.u64(*block);
+                self.u32(*checksum);
+            }
+            Operation::Backed { run, backed } => {
+                self.u8(10);
+                self.run(*run);
+                self.u8(u8::from(*backed));
+            }
+            Operation::Put { record } => {
+                self.u8(11);
+                self.record(record);
+            }
+            Operation::Seal { snapshot } => {
+                self.u8(12);
+                self.u64(*snapshot);
+            }
+            Operation::Clone { snapshot, record } => {
+                self.u8(13);
+                self.u64(*snapshot);
+                self.record(record);
+            }
+            Operation::Revert { disk, snapshot, trash } => {
+                self.u8(14);
+                self.u64(*disk);
+                self.u64(*snapshot);
+                self.u64(*trash);
+            }
+            Operation::Trash { object } => {
+                self.u8(15);
+                self.u64(*object);
+            }
+            Operation::Drop { object, steps } => {
+                self.u8(16);
+                self.u64(*object);
+                self.u32(*steps);
+            }
+        }
+    }
+}
+
+/// Reads operations back.
+pub struct Reader<'a> {
+    left: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// Over the body of a batch.
+    pub fn new(body: &'a [u8]) -> Self {
+        Self { left: body }
+    }
+
+    fn take(&mut self, count: usize) -> Result<&'a [u8]> {
+        let (taken, left) = self.left.split_at_checked(count).ok_or_else(damaged)?;
+        self.left = left;
+        Ok(taken)
+    }
+
+    fn u8(&mut self) -> Result<u8> {
+        Ok(self.take(1)?[0])
+    }
+
+    fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.take(4)?.try_into().map_err(|_| damaged())?))
+    }
+
+    fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.take(8)?.try_into().map_err(|_| damaged())?))
+    }
+
+    fn run(&mut self) -> Result<Run> {
+        let run = Run { start: self.u64()?, blocks: u64::from(self.u32()?) };
+        if run.blocks > RUN_MAX || run.start > 1 << 48 {
+            return Err(damaged());
+        }
+        Ok(run)
+    }
+
+    fn checksums(&mut self, run: Run) -> Result<Vec<u32>> {
+        (0..run.blocks).map(|_| self.u32()).collect()
+    }
+
+    fn data(&mut self, run: Run) -> Result<Vec<SharedSlice>> {
+        let bytes = self.take(run.blocks as usize * BLOCK_SIZE)?;
+        let buffer = backend::Buffer::copy_of(bytes);
+        let length = buffer.len();
+        Ok(vec![SharedSlice::new(buffer.into(), 0..length)])
+    }
+
+    fn record(&mut self) -> Result<Vec<u8>> {
+        let length = self.u32()? as usize;
+        Ok(self.take(length)?.to_vec())
+    }
+
+    /// The next operation; `None` at the end.
+    pub fn next(&mut self) -> Result<Option<Operation>> {
+        if self.left.is_empty() {
+            return Ok(None);
+        }
+        Ok(Some(match self.u8()? {
+            1 => {
+                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                Operation::Map { disk, logical, run, checksums: self.checksums(run)? }
+            }
+            2 => {
+                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                Operation::MapData { disk, logical, run, data: self.data(run)? }
+            }
+            3 => {
+                let run = self.run()?;
+                Operation::Overwrite { run, checksums: self.checksums(run)? }
+            }
+            4 => {
+                let run = self.run()?;
+                Operation::OverwriteData { run, data: self.data(run)? }
+            }
+            5 => Operation::Synced { position: self.u64()? },
+            6 => Operation::Unmap { disk: self.u64()?, logical: self.u64()?, blocks: self.u64()? },
+            7 => Operation::Unwritten {
+                disk: self.u64()?,
+                logical: self.u64()?,
+                run: self.run()?,
+                fresh: self.u8()? != 0,
+            },
+            8 => {
+                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                Operation::Written { disk, logical, run, checksums: self.checksums(run)? }
+            }
+            9 => Operation::Resolve { block: self.u64()?, checksum: self.u32()? },
+            10 => Operation::Backed { run: self.run()?, backed: self.u8()? != 0 },
+            11 => Operation::Put { record: self.record()? },
+            12 => Operation::Seal { snapshot: self.u64()? },
+            13 => Operation::Clone { snapshot: self.u64()?, record: self.record()? },
+            14 => Operation::Revert { disk: self.u64()?, snapshot: self.u64()?, trash: self.u64()? },
+            15 => Operation::Trash { object: self.u64()? },
+            16 => Operation::Drop { object: self.u64()?, steps: self.u32()? },
+            _ => return Err(damaged()),
+        }))
+    }
+}
+
+fn damaged() -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        "a journal record passes its checksum but makes no sense; nothing was replayed from there on",
+    )
+}

@@ -1,0 +1,196 @@
+//! Metadata pages: 4 KiB each, in a few files, cached in memory under a bound.
+//!
+//! What must hold:
+//!
+//! 1. A page in its file only changes while a checkpoint writes home what the journal already holds whole; between
+//!    checkpoints the files are exactly the state at the last one. So a page may be changed in memory, freed and used
+//!    again at any time without ordering of any kind.
+//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before anyone sees it; a
+//!    page of zeros was never written and reads as blank, except in the map, where it is corruption.
+//! 3. A dirty page stays in memory until a checkpoint has captured it: the bound of the cache holds because a
+//!    checkpoint is asked for before dirty pages fill it.
+
+mod layout;
+
+pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, seal, verify};
+
+use crate::{IoContext, Result};
+use backend::{BLOCK_SIZE, Block, File};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+struct Slot {
+    page: Arc<Block>,
+    /// Second chance for the clock hand.
+    referenced: bool,
+    dirty: bool,
+}
+
+/// Counters of the cache.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PageStatistics {
+    /// Look-ups answered from memory.
+    pub hits: u64,
+    /// Look-ups that read the medium.
+    pub misses: u64,
+    /// Clean pages given up.
+    pub evictions: u64,
+}
+
+/// The page cache.
+pub struct Pages {
+    files: [Arc<dyn File>; PageFile::COUNT],
+    slots: FxHashMap<PageKey, Slot>,
+    /// Keys in the order in which the clock hand meets them; may name keys that are gone.
+    clock: VecDeque<PageKey>,
+    dirty: FxHashSet<PageKey>,
+    limit: usize,
+    statistics: PageStatistics,
+}
+
+impl Pages {
+    /// A cache of at most `limit` bytes over `files`, in the order of [`PageFile`].
+    pub fn new(files: [Arc<dyn File>; PageFile::COUNT], limit: usize) -> Self {
+        Self {
+            files,
+            slots: FxHashMap::default(),
+            clock: VecDeque::new(),
+            dirty: FxHashSet::default(),
+            limit: (limit / BLOCK_SIZE).max(64),
+            statistics: PageStatistics::default(),
+        }
+    }
+
+    /// The file behind a kind of page.
+    pub fn file(&self, file: PageFile) -> &Arc<dyn File> {
+        &self.files[file as usize]
+    }
+
+    /// Counters.
+    pub fn statistics(&self) -> PageStatistics {
+        self.statistics
+    }
+
+    /// Pages in memory.
+    pub fn cached(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Pages that the next checkpoint has to write.
+    pub fn dirty(&self) -> usize {
+        self.dirty.len()
+    }
+
+    /// The page, read from its file if need be.
+    #[inline]
+    pub fn get(&mut self, key: PageKey) -> Result<&Block> {
+        if !self.slots.contains_key(&key) {
+            self.load(key)?;
+        } else {
+            self.statistics.hits += 1;
+        }
+        let slot = self.slots.get_mut(&key).expect("loaded above");
+        slot.referenced = true;
+        Ok(&slot.page)
+    }
+
+    /// The page for changing; it is dirty from now on.
+    #[inline]
+    pub fn get_mut(&mut self, key: PageKey) -> Result<&mut Block> {
+        if !self.slots.contains_key(&key) {
+            self.load(key)?;
+        }
+        let slot = self.slots.get_mut(&key).expect("loaded above");
+        slot.referenced = true;
+        if !slot.dirty {
+            slot.dirty = true;
+            self.dirty.insert(key);
+        }
+        Ok(Arc::make_mut(&mut slot.page))
+    }
+
+    /// A page that starts blank whatever its file holds.
+    pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
+        self.make_room();
+        if self.slots.insert(key, Slot { page: Arc::new(blank(key)), referenced: true, dirty: true }).is_none() {
+            self.clock.push_back(key);
+        }
+        self.dirty.insert(key);
+        self.get_mut(key)
+    }
+
+    /// Forgets a page that is free: there is no need to write what nobody will read.
+    pub fn forget(&mut self, key: PageKey) {
+        self.slots.remove(&key);
+        self.dirty.remove(&key);
+    }
+
+    fn load(&mut self, key: PageKey) -> Result<()> {
+        self.make_room();
+        self.statistics.misses += 1;
+        let page = self.read_home(key)?;
+        if self.slots.insert(key, Slot { page: Arc::new(page), referenced: false, dirty: false }).is_none() {
+            self.clock.push_back(key);
+        }
+        Ok(())
+    }
+
+    /// Reads a page from its file, past the cache, and verifies it.
+    pub fn read_home(&self, key: PageKey) -> Result<Block> {
+        let mut page = Block([0; BLOCK_SIZE]);
+        self.file(key.file())
+            .read_at(&mut page.0, key.offset())
+            .during(|| format!("reading {key} of the datastore's metadata"))?;
+        verify(&mut page, key)?;
+        Ok(page)
+    }
+
+    fn make_room(&mut self) {
+        let mut tries = self.clock.len().min(64);
+        while self.slots.len() >= self.limit && tries > 0 {
+            tries -= 1;
+            let Some(key) = self.clock.pop_front() else { return };
+            match self.slots.get_mut(&key) {
+                None => {}
+                Some(slot) if slot.dirty => self.clock.push_back(key),
+                Some(slot) if slot.referenced => {
+                    slot.referenced = false;
+                    self.clock.push_back(key);
+                }
+                Some(_) => {
+                    self.slots.remove(&key);
+                    self.statistics.evictions += 1;
+                }
+            }
+        }
+        // Keys of forgotten pages must not pile up behind the hand.
+        if self.clock.len() > 2 * self.slots.len() + 1024 {
+            let slots = &self.slots;
+            let mut seen = FxHashSet::default();
+            self.clock.retain(|key| slots.contains_key(key) && seen.insert(*key));
+        }
+    }
+
+    /// Takes all dirty pages as they are now, in file order, and calls them clean: what is changed from now on belongs
+    /// to the next checkpoint. The caller makes them durable before it lets go of the journal behind them.
+    pub fn capture(&mut self) -> Vec<(PageKey, Arc<Block>)> {
+        let mut keys: Vec<PageKey> = self.dirty.drain().collect();
+        keys.sort_unstable();
+        keys.into_iter()
+            .map(|key| {
+                let slot = self.slots.get_mut(&key).expect("a dirty page is in memory");
+                slot.dirty = false;
+                let page = Arc::make_mut(&mut slot.page);
+                seal(page);
+                (key, Arc::clone(&slot.page))
+            })
+            .collect()
+    }
+
+    /// Drops every clean page: `check` wants to see the medium, not the memory.
+    pub fn drop_clean(&mut self) {
+        self.slots.retain(|_, slot| slot.dirty);
+        self.clock = self.slots.keys().copied().collect();
+    }
+}

@@ -1,0 +1,82 @@
+//! One table page: 508 entries of 8 bytes behind the common head.
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 4 | CRC32C of the block |
+//! | 4 | 4 | bits 0-27 reference count; bit 29 fresh; bit 30 suspect; bit 31 backed |
+
+use crate::pages::HEADER_SIZE;
+use backend::{BLOCK_SIZE, Block};
+
+const ENTRY_SIZE: usize = 8;
+/// Entries per page.
+pub const TABLE_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / ENTRY_SIZE) as u64;
+const _: () = assert!(TABLE_ENTRIES == 508);
+
+const FRESH: u32 = 1 << 29;
+const SUSPECT: u32 = 1 << 30;
+const BACKED: u32 = 1 << 31;
+
+/// What is known of one block.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Entry {
+    /// CRC32C of its content.
+    pub checksum: u32,
+    /// How many nodes (for a data block) or nodes and roots (for a node) point at it.
+    pub references: u32,
+    /// The file system has given its space.
+    pub backed: bool,
+    /// An overwrite was under way when the machine stopped: whatever it holds now is what was left of it.
+    pub suspect: bool,
+    /// Mapped by an operation that is not durable yet. Never set on the medium.
+    pub fresh: bool,
+}
+
+impl Entry {
+    /// The highest reference count.
+    pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
+
+    /// Forgets what was noted of a block that is free now.
+    pub fn clear_notes(&mut self) {
+        self.checksum = 0;
+        self.suspect = false;
+        self.fresh = false;
+    }
+}
+
+fn offset(index: usize) -> usize {
+    HEADER_SIZE + index * ENTRY_SIZE
+}
+
+/// Entry `index` of a page.
+#[inline]
+pub fn read(page: &Block, index: usize) -> Entry {
+    let at = offset(index);
+    let raw = u64::from_le_bytes(page.0[at..at + ENTRY_SIZE].try_into().expect("eight bytes"));
+    let word = (raw >> 32) as u32;
+    Entry {
+        checksum: raw as u32,
+        references: word & Entry::REFERENCES_MAX,
+        backed: word & BACKED != 0,
+        suspect: word & SUSPECT != 0,
+        fresh: word & FRESH != 0,
+    }
+}
+
+/// Replaces entry `index` of a page.
+#[inline]
+pub fn write(page: &mut Block, index: usize, entry: Entry) {
+    let mut word = entry.references;
+    if entry.backed {
+        word |= BACKED;
+    }
+    if entry.suspect {
+        word |= SUSPECT;
+    }
+    if entry.fresh {
+        word |= FRESH;
+    }
+    let raw = u64::from(word) << 32 | u64::from(entry.checksum);
+    let at = offset(index);
+    page.0[at..at + ENTRY_SIZE].copy_from_slice(&raw.to_le_bytes());
+}

@@ -1,0 +1,157 @@
+//! Keeping nodes neither too full nor too empty.
+//!
+//! Both directions work on a path that is exclusive (invariant 3) and change one place of it at a time:
+//!
+//! - [`make_room`] does one split, at the highest node that has to be split, and the operation starts again. Full paths
+//!   are rare enough (a leaf one time in 127, a node above it one in 127 of those) that walking down again is
+//!   cheaper than code that carries a split upwards. Where a sequential stream writes, the split leaves it a node to
+//!   fill and packs the one behind it.
+//! - [`settle`] goes up from a node that lost entries: an empty one goes away, one no more than half full is merged
+//!   with a neighbour if both fit in [`MERGED_ENTRIES`]. A quarter of the page stays free then, so that the next
+//!   insertion does not split it again. Shared neighbours are left alone: merging would copy them to save the same
+//!   space.
+
+use super::page::{self, ENTRIES_MAX, EXTENT_BLOCKS_MAX};
+use super::path::{Path, Step};
+use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
+use crate::{Error, ErrorKind, Result};
+use backend::Block;
+
+/// The most entries that two nodes merged into one may have.
+pub(super) const MERGED_ENTRIES: usize = ENTRIES_MAX * 3 / 4;
+
+/// A node with more entries than this is not looked at for merging: most lie here, and cost no look at a neighbour.
+const SMALL_ENTRIES: usize = ENTRIES_MAX / 2;
+
+/// Brings the full leaf at the end of `path` one split closer to having room for an extent at `position`. The path is
+/// void afterwards.
+pub(super) fn make_room<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: &mut NodeId,
+    path: &Path,
+    position: u64,
+) -> Result<()> {
+    for depth in (1..=path.depth).rev() {
+        if page::count(store.node(path.steps[depth - 1].id)?) < ENTRIES_MAX {
+            return split(store, path, depth, position);
+        }
+    }
+    grow(store, root)
+}
+
+/// Puts a new root, with the old one as its only child, on top of the tree.
+fn grow<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
+    let level = page::level(store.node(*root)?) + 1;
+    if usize::from(level) >= LEVELS_MAX {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("the map under node {root} has {LEVELS_MAX} levels and cannot grow: copy the disk in full"),
+        ));
+    }
+    let top = store.allocate()?;
+    let node = store.node_mut(top)?;
+    page::initialise(node, top, level);
+    page::insert_child(node, 0, 0, *root);
+    *root = top;
+    Ok(())
+}
+
+/// Splits the full node at `depth`, whose parent has room.
+fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, position: u64) -> Result<()> {
+    let Step { id, index } = path.steps[depth];
+    let mut left = *store.node(id)?;
+    let (level, count) = (page::level(&left), page::count(&left));
+    let at = match level {
+        0 => leaf_split(&left, position),
+        // An internal node is never empty: the right one of an append gets the child that is about to be split.
+        _ if index + 1 == count => count - 1,
+        _ => count / 2,
+    };
+    let right_id = store.allocate()?;
+    let right = store.node_mut(right_id)?;
+    page::initialise(right, right_id, level);
+    let first = page::move_tail(&mut left, at, right);
+    let key = if at == count { position } else { first };
+    *store.node_mut(id)? = left;
+    let parent = path.steps[depth - 1];
+    page::insert_child(store.node_mut(parent.id)?, parent.index + 1, key, right_id);
+    Ok(())
+}
+
+/// Where to split a full leaf that has no room at `position`: in the middle, or, when a sequential stream seems to
+/// write there, just before what follows the stream. It has the left leaf to fill then, or an empty right one if
+/// nothing follows.
+fn leaf_split(leaf: &Block, position: u64) -> usize {
+    let index = page::first_ending_after(leaf, position);
+    let Some(next) = page::mapping(leaf, index) else { return page::count(leaf) };
+    let before = index.checked_sub(1).and_then(|before| page::mapping(leaf, before));
+    let continues = before.is_some_and(|before| before.end() == position);
+    // Far from what follows, or else each gap closed in a random fill would look like a stream.
+    let has_space_ahead = next.logical.saturating_sub(position) > EXTENT_BLOCKS_MAX;
+    if continues && has_space_ahead { index } else { page::count(leaf) / 2 }
+}
+
+/// Restores invariant 6 after the node at `depth` lost entries, and merges what became small. The path is void
+/// afterwards.
+pub(super) fn settle<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: &mut NodeId,
+    path: &Path,
+    mut depth: usize,
+) -> Result<()> {
+    while depth > 0 {
+        let node = path.steps[depth].id;
+        let parent = path.steps[depth - 1];
+        let count = page::count(store.node(node)?);
+        if count == 0 {
+            page::remove_children(store.node_mut(parent.id)?, parent.index..parent.index + 1);
+            store.drop_reference(node)?;
+        } else if count > SMALL_ENTRIES || !merge_with_neighbour(store, parent, count)? {
+            return Ok(());
+        }
+        depth -= 1;
+    }
+    settle_root(store, root)
+}
+
+/// Merges the child that `parent` points at, of `count` entries, with the one before or after it; false if neither can
+/// be.
+fn merge_with_neighbour<S: NodeStore + ?Sized>(store: &mut S, parent: Step, count: usize) -> Result<bool> {
+    for (left, right) in [(parent.index.wrapping_sub(1), parent.index), (parent.index, parent.index + 1)] {
+        let node = store.node(parent.id)?;
+        let (Some(left), Some(right)) = (page::slot(node, left), page::slot(node, right)) else { continue };
+        let neighbour = if left.index == parent.index { right.child } else { left.child };
+        // The count is asked for first: it says no without loading the page.
+        if store.references(neighbour)? > 1 || page::count(store.node(neighbour)?) + count > MERGED_ENTRIES {
+            continue;
+        }
+        let key = right.lower.ok_or_else(|| corrupt(parent.id, "a right neighbour without a key"))?;
+        let tail = *store.node(right.child)?;
+        page::append(store.node_mut(left.child)?, &tail, key);
+        page::remove_children(store.node_mut(parent.id)?, right.index..right.index + 1);
+        store.drop_reference(right.child)?;
+        return Ok(true);
+    }
+    Ok(false)
+}
+
+/// A root without children becomes an empty leaf; a root with one child gives way to it, shared or not.
+fn settle_root<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
+    loop {
+        let node = store.node(*root)?;
+        if page::level(node) == 0 || page::count(node) > 1 {
+            return Ok(());
+        }
+        let Some(only) = page::slot(node, 0) else {
+            page::initialise(store.node_mut(*root)?, *root, 0);
+            return Ok(());
+        };
+        // A shared node can only be met after the first turn: the tree's own root was exclusive. It keeps its child.
+        let old = *root;
+        if store.references(old)? > 1 {
+            return Ok(());
+        }
+        *root = only.child;
+        store.drop_reference(old)?;
+    }
+}

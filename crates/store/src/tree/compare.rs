@@ -1,0 +1,229 @@
+//! What differs between two trees: changed-block tracking, and the increments of a backup.
+//!
+//! Two cursors move through the trees in step, each over a sequence of extents in which subtrees are not opened until
+//! they have to be. Two cursors that stand before the same node both skip it: node numbers are equal only if the bytes
+//! are. So the cost follows the nodes that are *not* shared, and it does not matter that the trees differ in height or
+//! in where nodes begin:
+//!
+//! - Before a cursor stands an extent, an unopened subtree with a lower bound, or the end. All before it is compared.
+//! - An extent (or its part) before everything that the other side can still bring is a difference.
+//! - Otherwise the higher of two subtrees is opened, so that nodes of one level meet; at one level, the one that begins
+//!   first. An extent makes the other side open the subtree that may hold something before or under it.
+
+use super::page::{self, LOGICAL_LIMIT};
+use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
+use crate::Result;
+use std::ops::Range;
+
+/// A range whose mapping differs between two trees.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DiffExtent {
+    /// First logical block.
+    pub logical: u64,
+    /// Length in blocks.
+    pub blocks: u64,
+    /// The second tree maps written data there; otherwise the range reads as zeros in it.
+    pub in_b: bool,
+}
+
+/// Calls `each` with the ranges within `range` whose mapping differs between trees `a` and `b`, in order: another
+/// physical block, another flag, or mapped in one of them only. `None` is the empty tree.
+pub fn diff<S: NodeStore + ?Sized>(
+    store: &mut S,
+    a: Option<NodeId>,
+    b: Option<NodeId>,
+    range: Range<u64>,
+    each: &mut dyn FnMut(DiffExtent) -> Result<()>,
+) -> Result<()> {
+    let range = range.start..range.end.min(LOGICAL_LIMIT);
+    if range.is_empty() || a == b {
+        return Ok(());
+    }
+    let mut report = Report { pending: None, each };
+    let mut a = Cursor::new(store, a, range.clone())?;
+    let mut b = Cursor::new(store, b, range)?;
+    loop {
+        match (a.head, b.head) {
+            (Head::End, Head::End) => return report.flush(),
+            (Head::Subtree(left), Head::Subtree(right)) => {
+                if left.id == right.id {
+                    a.advance(store)?;
+                    b.advance(store)?;
+                    continue;
+                }
+                if (right.level, left.lower) <= (left.level, right.lower) {
+                    a.open(store, left)?;
+                } else {
+                    b.open(store, right)?;
+                }
+            }
+            (Head::Extent(left), Head::Extent(right)) if left.logical == right.logical => {
+                let blocks = left.blocks.min(right.blocks);
+                if left.physical != right.physical || left.unwritten != right.unwritten {
+                    report.add(left.logical, blocks, !right.unwritten)?;
+                }
+                a.pass(store, left, blocks)?;
+                b.pass(store, right, blocks)?;
+            }
+            (Head::Extent(left), other) if left.logical < other.lower() => {
+                let blocks = left.blocks.min(other.lower() - left.logical);
+                report.add(left.logical, blocks, false)?;
+                a.pass(store, left, blocks)?;
+            }
+            (other, Head::Extent(right)) if right.logical < other.lower() => {
+                let blocks = right.blocks.min(other.lower() - right.logical);
+                report.add(right.logical, blocks, !right.unwritten)?;
+                b.pass(store, right, blocks)?;
+            }
+            (Head::Subtree(left), _) => a.open(store, left)?,
+            (_, Head::Subtree(right)) => b.open(store, right)?,
+            // An extent stands before the end or before another extent in one of the cases above.
+            (Head::Extent(_), _) | (_, Head::Extent(_)) => return report.flush(),
+        }
+    }
+}
+
+/// Joins differences that follow each other.
+struct Report<'a> {
+    pending: Option<DiffExtent>,
+    each: &'a mut dyn FnMut(DiffExtent) -> Result<()>,
+}
+
+impl Report<'_> {
+    fn add(&mut self, logical: u64, blocks: u64, in_b: bool) -> Result<()> {
+        if let Some(last) = &mut self.pending
+            && last.logical + last.blocks == logical
+            && last.in_b == in_b
+        {
+            last.blocks += blocks;
+            return Ok(());
+        }
+        self.flush()?;
+        self.pending = Some(DiffExtent { logical, blocks, in_b });
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        self.pending.take().map_or(Ok(()), |last| (self.each)(last))
+    }
+}
+
+/// A subtree that is not opened.
+#[derive(Clone, Copy)]
+struct Subtree {
+    id: NodeId,
+    level: u8,
+    /// Nothing below lies before this.
+    lower: u64,
+}
+
+/// What stands before a cursor.
+#[derive(Clone, Copy)]
+enum Head {
+    Extent(Mapping),
+    Subtree(Subtree),
+    End,
+}
+
+impl Head {
+    /// Nothing before this is still to come.
+    fn lower(&self) -> u64 {
+        match self {
+            Head::Extent(mapping) => mapping.logical,
+            Head::Subtree(subtree) => subtree.lower,
+            Head::End => u64::MAX,
+        }
+    }
+}
+
+/// An opened node.
+#[derive(Clone, Copy)]
+struct Frame {
+    node: Subtree,
+    /// The entry to come next.
+    next: usize,
+}
+
+struct Cursor {
+    head: Head,
+    frames: [Option<Frame>; LEVELS_MAX],
+    depth: usize,
+    range: Range<u64>,
+}
+
+impl Cursor {
+    fn new<S: NodeStore + ?Sized>(store: &mut S, root: Option<NodeId>, range: Range<u64>) -> Result<Self> {
+        let head = match root {
+            Some(id) => {
+                let level = page::level(store.node(id)?);
+                if usize::from(level) >= LEVELS_MAX {
+                    return Err(corrupt(id, "a root of impossible level"));
+                }
+                Head::Subtree(Subtree { id, level, lower: 0 })
+            }
+            None => Head::End,
+        };
+        Ok(Self { head, frames: [None; LEVELS_MAX], depth: 0, range })
+    }
+
+    /// Goes into the subtree that stands before the cursor, to the first entry that matters to the range.
+    fn open<S: NodeStore + ?Sized>(&mut self, store: &mut S, node: Subtree) -> Result<()> {
+        let page = store.node(node.id)?;
+        let found = page::level(page);
+        if found != node.level {
+            return Err(corrupt(node.id, format_args!("level {found} instead of {}", node.level)));
+        }
+        let start = self.range.start;
+        let next = match node.level {
+            0 => page::first_ending_after(page, start),
+            _ => page::slot_for(page, start).ok_or_else(|| corrupt(node.id, "no children"))?.index,
+        };
+        // A child is one level below its parent, and roots have a level below LEVELS_MAX: there is always a frame.
+        self.frames[self.depth] = Some(Frame { node, next });
+        self.depth += 1;
+        self.advance(store)
+    }
+
+    /// Leaves what stands before the cursor behind.
+    fn advance<S: NodeStore + ?Sized>(&mut self, store: &mut S) -> Result<()> {
+        self.head = Head::End;
+        while let Some(above) = self.depth.checked_sub(1) {
+            let Some(frame) = &mut self.frames[above] else { break };
+            let page = store.node(frame.node.id)?;
+            let head = match frame.node.level {
+                0 => page::mapping(page, frame.next).map(Head::Extent),
+                level => page::slot(page, frame.next).map(|slot| {
+                    let lower = slot.lower.unwrap_or(frame.node.lower);
+                    Head::Subtree(Subtree { id: slot.child, level: level - 1, lower })
+                }),
+            };
+            frame.next += 1;
+            if let Some(head) = head {
+                if head.lower() < self.range.end {
+                    self.head = self.clipped(head);
+                }
+                return Ok(());
+            }
+            self.depth = above;
+        }
+        Ok(())
+    }
+
+    fn clipped(&self, head: Head) -> Head {
+        match head {
+            Head::Extent(mapping) if mapping.end() > self.range.start => {
+                Head::Extent(mapping.clipped(self.range.start, self.range.end))
+            }
+            other => other,
+        }
+    }
+
+    /// Leaves the first `blocks` blocks of the extent before the cursor behind.
+    fn pass<S: NodeStore + ?Sized>(&mut self, store: &mut S, extent: Mapping, blocks: u64) -> Result<()> {
+        if blocks < extent.blocks {
+            self.head = Head::Extent(extent.clipped(extent.logical + blocks, extent.end()));
+            return Ok(());
+        }
+        self.advance(store)
+    }
+}

@@ -1,0 +1,408 @@
+//! One node of the tree as the 4096 bytes it is on the medium.
+//!
+//! All numbers are little-endian.
+//!
+//! | offset | size | field |
+//! |---:|---:|---|
+//! | 0 | 4 | magic `LMND` |
+//! | 4 | 2 | version, 1 |
+//! | 6 | 1 | level, 0 = leaf |
+//! | 7 | 1 | zero |
+//! | 8 | 2 | count of entries, at most 254 |
+//! | 10 | 2 | zero |
+//! | 12 | 4 | CRC32C, filled at write and verified at load by the page cache; this module leaves it alone |
+//! | 16 | 8 | number of the node's own page |
+//! | 24 | 8 | zero |
+//! | 32 | 254 x 16 | entries; those past the count are zero |
+//!
+//! | entry | word | bits | field |
+//! |---|---|---|---|
+//! | leaf | 0 | 0-39 | first logical block |
+//! | | | 40-47 | length in blocks, less 1 |
+//! | | | 48-63 | zero |
+//! | | 1 | 0-47 | first physical block |
+//! | | | 48-62 | zero |
+//! | | | 63 | unwritten: allocated, reads as zeros |
+//! | internal | 0 | 0-39 | first logical block below the child; 0 in entry 0, whose bound is the node's own |
+//! | | 1 | 0-63 | node number of the child |
+//!
+//! [`validate`] is the one gate: it is total over all byte patterns, and a page that passed it keeps invariants 4 and 6
+//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. What only
+//! several pages together show, bounds and levels, is checked on the way down by those who go there.
+
+use super::{LEVELS_MAX, Mapping, NodeId, corrupt};
+use crate::{Error, ErrorKind, Result};
+use backend::{BLOCK_SIZE, Block};
+use std::ops::Range;
+
+/// Entries of a full node.
+pub const ENTRIES_MAX: usize = (BLOCK_SIZE - HEADER_BYTES) / ENTRY_BYTES;
+
+/// The longest extent of one entry, in blocks.
+pub const EXTENT_BLOCKS_MAX: u64 = 256;
+
+/// Logical blocks are smaller than this: 4 PiB of disk.
+pub const LOGICAL_LIMIT: u64 = 1 << 40;
+
+/// Physical blocks are smaller than this.
+pub const PHYSICAL_LIMIT: u64 = 1 << 48;
+
+const HEADER_BYTES: usize = 32;
+const ENTRY_BYTES: usize = 16;
+const HEADER_PAIRS: usize = HEADER_BYTES / ENTRY_BYTES;
+const MAGIC: [u8; 4] = *b"LMND";
+const VERSION: u16 = 1;
+const LENGTH_SHIFT: u32 = 40;
+const UNWRITTEN: u64 = 1 << 63;
+
+const _: () = assert!(ENTRIES_MAX == 254);
+const _: () = assert!(1 << LENGTH_SHIFT == LOGICAL_LIMIT && EXTENT_BLOCKS_MAX == 1 << 8);
+
+/// An entry as stored: two little-endian words.
+type Entry = [u64; 2];
+
+/// Consecutive physical blocks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Run {
+    pub physical: u64,
+    pub blocks: u64,
+}
+
+/// Appends physical blocks to a list, to its last run where they follow it.
+pub(super) fn push_run(runs: &mut Vec<Run>, physical: u64, blocks: u64) {
+    match runs.last_mut() {
+        Some(last) if last.physical + last.blocks == physical => last.blocks += blocks,
+        _ => runs.push(Run { physical, blocks }),
+    }
+}
+
+/// The child of an internal node in whose bounds a logical block lies.
+#[derive(Clone, Copy)]
+pub(super) struct Slot {
+    pub index: usize,
+    pub child: NodeId,
+    /// Lower bound of the child, unless it is the node's own.
+    pub lower: Option<u64>,
+    /// Upper bound of the child, unless it is the node's own.
+    pub upper: Option<u64>,
+}
+
+/// What [`replace_in_leaf`] did.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Edit {
+    /// The change is made; `shrank` when the leaf has fewer entries than before.
+    Done { shrank: bool },
+    /// The entries would not fit; nothing is changed.
+    Full,
+}
+
+fn pairs(page: &Block) -> &[Entry; BLOCK_SIZE / ENTRY_BYTES] {
+    bytemuck::cast_ref(page)
+}
+
+fn pairs_mut(page: &mut Block) -> &mut [Entry; BLOCK_SIZE / ENTRY_BYTES] {
+    bytemuck::cast_mut(page)
+}
+
+fn entries(page: &Block) -> &[Entry] {
+    &pairs(page)[HEADER_PAIRS..HEADER_PAIRS + count(page)]
+}
+
+fn key_of(entry: &Entry) -> u64 {
+    u64::from_le(entry[0]) & (LOGICAL_LIMIT - 1)
+}
+
+fn decode(entry: &Entry) -> Mapping {
+    let (place, target) = (u64::from_le(entry[0]), u64::from_le(entry[1]));
+    Mapping {
+        logical: place & (LOGICAL_LIMIT - 1),
+        physical: target & (PHYSICAL_LIMIT - 1),
+        blocks: (place >> LENGTH_SHIFT) % EXTENT_BLOCKS_MAX + 1,
+        unwritten: target & UNWRITTEN != 0,
+    }
+}
+
+fn encode(mapping: &Mapping) -> Entry {
+    debug_assert!(mapping.blocks >= 1 && mapping.blocks <= EXTENT_BLOCKS_MAX);
+    debug_assert!(mapping.end() <= LOGICAL_LIMIT && mapping.physical + mapping.blocks <= PHYSICAL_LIMIT);
+    let flags = if mapping.unwritten { UNWRITTEN } else { 0 };
+    [(mapping.logical | (mapping.blocks - 1) << LENGTH_SHIFT).to_le(), (mapping.physical | flags).to_le()]
+}
+
+/// The level of a node; 0 is a leaf.
+pub fn level(page: &Block) -> u8 {
+    page.0[6]
+}
+
+/// Number of entries of a node.
+pub fn count(page: &Block) -> usize {
+    usize::from(u16::from_le_bytes([page.0[8], page.0[9]])).min(ENTRIES_MAX)
+}
+
+/// The page number that a node says it has.
+pub fn id(page: &Block) -> NodeId {
+    NodeId(u64::from_le(pairs(page)[1][0]))
+}
+
+/// Checks that a page just loaded can be the node `id`: everything one page can show, except the checksum.
+pub fn validate(page: &Block, expected: NodeId) -> Result<()> {
+    if page.0[..4] != MAGIC {
+        return Err(corrupt(expected, "it does not begin as a map node"));
+    }
+    let version = u16::from_le_bytes([page.0[4], page.0[5]]);
+    if version != VERSION {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("map node {expected} has version {version}, this program knows version {VERSION}: use a newer one"),
+        ));
+    }
+    if id(page) != expected {
+        return Err(corrupt(expected, format_args!("it is node {}, written to the wrong place", id(page))));
+    }
+    if usize::from(level(page)) >= LEVELS_MAX {
+        return Err(corrupt(expected, format_args!("level {} of at most {}", level(page), LEVELS_MAX - 1)));
+    }
+    let stored = usize::from(u16::from_le_bytes([page.0[8], page.0[9]]));
+    if stored > ENTRIES_MAX {
+        return Err(corrupt(expected, format_args!("{stored} entries of at most {ENTRIES_MAX}")));
+    }
+    let unused = &pairs(page)[HEADER_PAIRS + stored..];
+    if page.0[7] != 0 || page.0[10..12] != [0; 2] || page.0[24..32] != [0; 8] || unused.iter().any(|e| *e != [0; 2]) {
+        return Err(corrupt(expected, "reserved bytes are not zero"));
+    }
+    if level(page) == 0 { validate_leaf(page, expected) } else { validate_internal(page, expected) }
+}
+
+fn validate_leaf(page: &Block, id: NodeId) -> Result<()> {
+    let mut free_from = 0;
+    for (index, entry) in entries(page).iter().enumerate() {
+        let mapping = decode(entry);
+        if u64::from_le(entry[0]) >> (LENGTH_SHIFT + 8) != 0 || u64::from_le(entry[1]) & !UNWRITTEN >= PHYSICAL_LIMIT {
+            return Err(corrupt(id, format_args!("unknown flags in entry {index}")));
+        }
+        if mapping.logical < free_from {
+            return Err(corrupt(id, format_args!("entry {index} overlaps or precedes the one before")));
+        }
+        if mapping.end() > LOGICAL_LIMIT || mapping.physical + mapping.blocks > PHYSICAL_LIMIT {
+            return Err(corrupt(id, format_args!("entry {index} reaches past the end of the address space")));
+        }
+        free_from = mapping.end();
+    }
+    Ok(())
+}
+
+fn validate_internal(page: &Block, id: NodeId) -> Result<()> {
+    if entries(page).is_empty() {
+        return Err(corrupt(id, "an internal node without children"));
+    }
+    let mut previous = None;
+    for (index, entry) in entries(page).iter().enumerate() {
+        let key = u64::from_le(entry[0]);
+        if key >= LOGICAL_LIMIT || (index == 0) != (key == 0) || previous.is_some_and(|p| p >= key) {
+            return Err(corrupt(id, format_args!("the key of entry {index} is out of order")));
+        }
+        if u64::from_le(entry[1]) == id.0 {
+            return Err(corrupt(id, format_args!("entry {index} names the node itself")));
+        }
+        previous = Some(key);
+    }
+    Ok(())
+}
+
+/// Makes a page an empty node.
+pub(super) fn initialise(page: &mut Block, id: NodeId, level: u8) {
+    page.0.fill(0);
+    page.0[..4].copy_from_slice(&MAGIC);
+    page.0[4..6].copy_from_slice(&VERSION.to_le_bytes());
+    page.0[6] = level;
+    set_id(page, id);
+}
+
+/// Changes the page number that a node says it has.
+pub(super) fn set_id(page: &mut Block, id: NodeId) {
+    pairs_mut(page)[1][0] = id.0.to_le();
+}
+
+fn set_count(page: &mut Block, count: usize) {
+    debug_assert!(count <= ENTRIES_MAX);
+    page.0[8..10].copy_from_slice(&(count as u16).to_le_bytes());
+}
+
+/// The extent of entry `index` of a leaf.
+pub(super) fn mapping(page: &Block, index: usize) -> Option<Mapping> {
+    entries(page).get(index).map(decode)
+}
+
+/// The extents of a leaf that end after `position`, in order.
+pub(super) fn mappings_from(page: &Block, position: u64) -> impl Iterator<Item = Mapping> + '_ {
+    entries(page)[first_ending_after(page, position)..].iter().map(decode)
+}
+
+/// Index of the first entry of a leaf that ends after `position`.
+pub(super) fn first_ending_after(page: &Block, position: u64) -> usize {
+    entries(page).partition_point(|entry| decode(entry).end() <= position)
+}
+
+/// The physical blocks of a leaf, runs that follow each other joined.
+pub(super) fn data_runs(page: &Block) -> Vec<Run> {
+    let mut runs = Vec::new();
+    for mapping in entries(page).iter().map(decode) {
+        push_run(&mut runs, mapping.physical, mapping.blocks);
+    }
+    runs
+}
+
+/// The children of an internal node.
+pub(super) fn children(page: &Block) -> impl Iterator<Item = NodeId> + '_ {
+    entries(page).iter().map(|entry| NodeId(u64::from_le(entry[1])))
+}
+
+/// Child `index` of an internal node with its bounds.
+pub(super) fn slot(page: &Block, index: usize) -> Option<Slot> {
+    let entries = entries(page);
+    let entry = entries.get(index)?;
+    Some(Slot {
+        index,
+        child: NodeId(u64::from_le(entry[1])),
+        lower: (index > 0).then(|| key_of(entry)),
+        upper: entries.get(index + 1).map(key_of),
+    })
+}
+
+/// The child of an internal node whose bounds hold `position`; `None` only for a node without children.
+pub(super) fn slot_for(page: &Block, position: u64) -> Option<Slot> {
+    let entries = entries(page);
+    slot(page, entries.get(1..)?.partition_point(|entry| key_of(entry) <= position))
+}
+
+/// Names another child in entry `index` of an internal node.
+pub(super) fn set_child(page: &mut Block, index: usize, child: NodeId) {
+    debug_assert!(index < count(page));
+    if let Some(entry) = pairs_mut(page).get_mut(HEADER_PAIRS + index) {
+        entry[1] = child.0.to_le();
+    }
+}
+
+/// Adds a child at `index` of an internal node that is not full; `key` is dropped at index 0.
+pub(super) fn insert_child(page: &mut Block, index: usize, key: u64, child: NodeId) {
+    splice(page, index..index, &[[key.to_le(), child.0.to_le()]]);
+    clear_first_key(page);
+}
+
+/// Takes the children `range` out of an internal node.
+pub(super) fn remove_children(page: &mut Block, range: Range<usize>) {
+    splice(page, range, &[]);
+    clear_first_key(page);
+}
+
+fn clear_first_key(page: &mut Block) {
+    if count(page) > 0 {
+        pairs_mut(page)[HEADER_PAIRS][0] = 0;
+    }
+}
+
+/// Moves the entries from `index` on to `right`, an empty node of the same level, and returns the first one's key.
+pub(super) fn move_tail(page: &mut Block, index: usize, right: &mut Block) -> u64 {
+    let tail = &entries(page)[index.min(count(page))..];
+    let key = tail.first().map_or(0, key_of);
+    splice(right, 0..0, tail);
+    if level(page) > 0 {
+        clear_first_key(right);
+    }
+    let end = count(page);
+    splice(page, index.min(end)..end, &[]);
+    key
+}
+
+/// Appends all entries of `right`, whose lower bound is `key`, to its left neighbour. They must fit.
+pub(super) fn append(page: &mut Block, right: &Block, key: u64) {
+    let at = count(page);
+    splice(page, at..at, entries(right));
+    if level(page) > 0 && count(page) > at {
+        pairs_mut(page)[HEADER_PAIRS + at][0] = key.to_le();
+    }
+}
+
+/// Puts `new` in the place of the entries `range`. What does not fit a page is our bug: it is left out.
+fn splice(page: &mut Block, range: Range<usize>, new: &[Entry]) {
+    let old_count = count(page);
+    debug_assert!(range.start <= range.end && range.end <= old_count);
+    debug_assert!(old_count - range.len() + new.len() <= ENTRIES_MAX);
+    let (start, end) = (range.start.min(old_count), range.end.min(old_count));
+    let tail = old_count - end;
+    let new = &new[..new.len().min(ENTRIES_MAX - start - tail)];
+    let new_count = start + new.len() + tail;
+    let slots = &mut pairs_mut(page)[HEADER_PAIRS..];
+    if new_count != old_count {
+        slots.copy_within(end..old_count, start + new.len());
+        if new_count < old_count {
+            slots[new_count..old_count].fill([0; 2]);
+        }
+    }
+    slots[start..start + new.len()].copy_from_slice(new);
+    set_count(page, new_count);
+}
+
+/// Two extents as one, if the second continues the first on both sides of the map and one entry can hold them.
+fn joined(left: &Mapping, right: &Mapping) -> Option<Mapping> {
+    let follows = left.end() == right.logical
+        && left.physical + left.blocks == right.physical
+        && left.unwritten == right.unwritten
+        && left.blocks + right.blocks <= EXTENT_BLOCKS_MAX;
+    follows.then(|| Mapping { blocks: left.blocks + right.blocks, ..*left })
+}
+
+/// Unmaps `range` in a leaf, maps it to `with` (which covers exactly that range) if given, and adds the physical blocks
+/// that this leaf no longer maps to `removed`.
+pub(super) fn replace_in_leaf(
+    page: &mut Block,
+    range: Range<u64>,
+    with: Option<Mapping>,
+    removed: &mut Vec<Run>,
+) -> Edit {
+    let entries = entries(page);
+    let mut first = first_ending_after(page, range.start);
+    let overlapping = entries[first..].iter().take_while(|entry| key_of(entry) < range.end).count();
+    let mut last = first + overlapping;
+    let overlapped = first..last;
+
+    // What stays of the extents at both ends, or, when nothing is cut, the neighbours that a new extent may continue.
+    let cut_left = entries[overlapped.clone()].first().map(decode).filter(|m| m.logical < range.start);
+    let cut_right = entries[overlapped.clone()].last().map(decode).filter(|m| m.end() > range.end);
+    let mut left = cut_left.map(|m| m.clipped(m.logical, range.start));
+    let mut right = cut_right.map(|m| m.clipped(range.end, m.end()));
+    let mut middle = with;
+    if let Some(mut new) = with {
+        let before = left.or_else(|| first.checked_sub(1).and_then(|i| mapping(page, i)));
+        if let Some(whole) = before.and_then(|before| joined(&before, &new)) {
+            if left.take().is_none() {
+                first -= 1;
+            }
+            new = whole;
+        }
+        let after = right.or_else(|| mapping(page, last));
+        if let Some(whole) = after.and_then(|after| joined(&new, &after)) {
+            if right.take().is_none() {
+                last += 1;
+            }
+            new = whole;
+        }
+        middle = Some(new);
+    }
+
+    let mut new = [[0; 2]; 3];
+    let mut new_count = 0;
+    for mapping in [left, middle, right].into_iter().flatten() {
+        new[new_count] = encode(&mapping);
+        new_count += 1;
+    }
+    if entries.len() - (last - first) + new_count > ENTRIES_MAX {
+        return Edit::Full;
+    }
+    for mapping in entries[overlapped].iter().map(decode) {
+        let gone = mapping.clipped(range.start, range.end);
+        push_run(removed, gone.physical, gone.blocks);
+    }
+    splice(page, first..last, &new[..new_count]);
+    Edit::Done { shrank: new_count < last - first }
+}

@@ -1,0 +1,114 @@
+//! Giving up a tree, or a part of one.
+//!
+//! A tree of a large disk has more nodes than may be visited under one lock, so [`drop_step`] takes it down from the
+//! right end in portions. What is left after each portion is a valid tree, and is all that the next one needs to know:
+//! work can stop at any step, be checkpointed, and go on after a crash from the root alone.
+
+use super::page;
+use super::{LEVELS_MAX, NodeId, NodeStore, corrupt};
+use crate::Result;
+
+/// Drops the caller's reference on a tree, as far as letting go of `budget` leaves and shared subtrees (at least one)
+/// takes it. `root` becomes `None` when nothing is left to do.
+///
+/// In between, the tree under `root` maps ever less and must not be handed to anyone.
+pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>, budget: usize) -> Result<()> {
+    let Some(top) = *root else { return Ok(()) };
+    if store.references(top)? > 1 {
+        *root = None;
+        store.drop_reference(top)?;
+        return Ok(());
+    }
+    if usize::from(page::level(store.node(top)?)) >= LEVELS_MAX {
+        return Err(corrupt(top, "a root of impossible level"));
+    }
+    // Exclusive nodes from the root down to the one being emptied; each is the last child of the one before.
+    let mut path = [top; LEVELS_MAX];
+    let mut depth = 0;
+    let mut left = budget.max(1);
+    while left > 0 && root.is_some() {
+        let id = path[depth];
+        let node = store.node(id)?;
+        let (level, count) = (page::level(node), page::count(node));
+        if level == 0 {
+            depth = unlink(store, root, &path, depth)?;
+            left -= 1;
+            continue;
+        }
+        let last = page::slot(node, count.saturating_sub(1)).ok_or_else(|| corrupt(id, "no children"))?.child;
+        if store.references(last)? == 1 {
+            let found = page::level(store.node(last)?);
+            if found != level - 1 {
+                return Err(corrupt(last, format_args!("level {found} under a node of level {level}")));
+            }
+            depth += 1;
+            path[depth] = last;
+            continue;
+        }
+        page::remove_children(store.node_mut(id)?, count - 1..count);
+        store.drop_reference(last)?;
+        left -= 1;
+        if count == 1 {
+            depth = unlink(store, root, &path, depth)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes the exclusive node at `depth` out of the tree and frees it, and the parents that it leaves empty: an internal
+/// node without children is no valid state to stop in. Returns the depth of the node that remains; `root` is `None` if
+/// none does.
+fn unlink<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: &mut Option<NodeId>,
+    path: &[NodeId; LEVELS_MAX],
+    mut depth: usize,
+) -> Result<usize> {
+    loop {
+        let id = path[depth];
+        let node = store.node(id)?;
+        let runs = if page::level(node) == 0 { page::data_runs(node) } else { Vec::new() };
+        let mut parent_is_empty = false;
+        match depth.checked_sub(1) {
+            Some(above) => {
+                let parent = store.node_mut(path[above])?;
+                let count = page::count(parent);
+                page::remove_children(parent, count.saturating_sub(1)..count);
+                parent_is_empty = count <= 1;
+            }
+            None => *root = None,
+        }
+        for run in runs {
+            store.drop_data_references(run.physical, run.blocks)?;
+        }
+        store.drop_reference(id)?;
+        depth = depth.saturating_sub(1);
+        if !parent_is_empty {
+            return Ok(depth);
+        }
+    }
+}
+
+/// Drops one reference on a subtree that is already unlinked, whose root must have the given level, all in one go.
+pub(super) fn drop_subtree<S: NodeStore + ?Sized>(store: &mut S, id: NodeId, level: u8) -> Result<()> {
+    if store.references(id)? > 1 {
+        store.drop_reference(id)?;
+        return Ok(());
+    }
+    let node = store.node(id)?;
+    if page::level(node) != level {
+        return Err(corrupt(id, format_args!("level {} instead of {level}", page::level(node))));
+    }
+    if level == 0 {
+        for run in page::data_runs(node) {
+            store.drop_data_references(run.physical, run.blocks)?;
+        }
+    } else {
+        let children: Vec<NodeId> = page::children(node).collect();
+        for child in children {
+            drop_subtree(store, child, level - 1)?;
+        }
+    }
+    store.drop_reference(id)?;
+    Ok(())
+}

@@ -1,0 +1,131 @@
+//! Changing the map: a range is unmapped and, usually, mapped to new blocks.
+//!
+//! The range is worked off from the left in steps. A step takes a path, makes it exclusive, and edits one leaf, or cuts
+//! whole subtrees out of one internal node; then it brings the nodes around back into shape. The common case, one block
+//! of an exclusive tree moved to another place, is one descent and one entry overwritten.
+//!
+//! References on data are dropped after the entry is gone: a failure between the two leaks a block, and never frees
+//! one that is still mapped.
+
+use super::page::{self, EXTENT_BLOCKS_MAX, Edit, LOGICAL_LIMIT, PHYSICAL_LIMIT};
+use super::path::Path;
+use super::{Mapping, NodeId, NodeStore, balance, lookup, remove};
+use crate::{Error, ErrorKind, Result};
+use std::ops::Range;
+
+/// Unmaps `range`, and then maps it to consecutive physical blocks from `with.0`, unwritten if `with.1`. Returns the
+/// root, which takes the place of the one given: the caller's reference has moved to it.
+///
+/// Each data block loses the reference that an entry gone had on it. The new blocks come with a reference already
+/// counted for the new entry. So to keep blocks and change only their flag, add a reference to them first and pass them
+/// as new.
+///
+/// Unmapping what is not mapped changes nothing. Unmapping a long range drops whole subtrees: those shared with other
+/// trees by one count, exclusive ones node by node, so the caller bounds the range to bound the time.
+pub fn replace<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: NodeId,
+    range: Range<u64>,
+    with: Option<(u64, bool)>,
+) -> Result<NodeId> {
+    if range.is_empty() {
+        return Ok(root);
+    }
+    if range.end > LOGICAL_LIMIT {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("blocks {} to {} lie past the largest disk of {LOGICAL_LIMIT} blocks", range.start, range.end - 1),
+        ));
+    }
+    let Some((physical, unwritten)) = with else { return unmap(store, root, range) };
+    if physical >= PHYSICAL_LIMIT || PHYSICAL_LIMIT - physical < range.end - range.start {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("a run from physical block {physical} passes the end of the address space"),
+        ));
+    }
+    map(store, root, range, physical, unwritten)
+}
+
+fn map<S: NodeStore + ?Sized>(
+    store: &mut S,
+    mut root: NodeId,
+    range: Range<u64>,
+    physical: u64,
+    unwritten: bool,
+) -> Result<NodeId> {
+    let mut position = range.start;
+    while position < range.end {
+        let mut path = Path::to_leaf(store, root, position)?;
+        path.make_exclusive(store, &mut root)?;
+        let stop = range.end.min(path.upper).min(position + EXTENT_BLOCKS_MAX);
+        let piece = Mapping {
+            logical: position,
+            physical: physical + (position - range.start),
+            blocks: stop - position,
+            unwritten,
+        };
+        if edit_leaf(store, &mut root, &path, position..stop, Some(piece))? {
+            position = stop;
+        }
+    }
+    Ok(root)
+}
+
+fn unmap<S: NodeStore + ?Sized>(store: &mut S, mut root: NodeId, range: Range<u64>) -> Result<NodeId> {
+    let mut position = range.start;
+    // Looking first keeps a discard of empty space from copying shared nodes for nothing.
+    while let Some(mapped) = lookup::first_mapped(store, root, position..range.end)? {
+        let mut path = Path::to_covered(store, root, mapped, range.clone())?;
+        path.make_exclusive(store, &mut root)?;
+        if path.covered.is_empty() {
+            let stop = range.end.min(path.upper);
+            if !edit_leaf(store, &mut root, &path, mapped..stop, None)? {
+                continue;
+            }
+            position = stop;
+        } else {
+            cut_children(store, &mut root, &path)?;
+            position = path.upper;
+        }
+    }
+    Ok(root)
+}
+
+/// Replaces `range` in the leaf at the end of an exclusive path. False when there was no room: the tree has been split,
+/// and the step has to start again.
+fn edit_leaf<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: &mut NodeId,
+    path: &Path,
+    range: Range<u64>,
+    with: Option<Mapping>,
+) -> Result<bool> {
+    let position = range.start;
+    let mut removed = Vec::new();
+    match page::replace_in_leaf(store.node_mut(path.last())?, range, with, &mut removed) {
+        Edit::Full => {
+            balance::make_room(store, root, path, position)?;
+            return Ok(false);
+        }
+        Edit::Done { shrank: true } => balance::settle(store, root, path, path.depth)?,
+        Edit::Done { shrank: false } => {}
+    }
+    for run in removed {
+        store.drop_data_references(run.physical, run.blocks)?;
+    }
+    Ok(true)
+}
+
+/// Drops the subtrees that the path found to be covered.
+fn cut_children<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId, path: &Path) -> Result<()> {
+    let node = store.node_mut(path.last())?;
+    let children: Vec<NodeId> = page::children(node).skip(path.covered.start).take(path.covered.len()).collect();
+    let level = page::level(node);
+    page::remove_children(node, path.covered.clone());
+    balance::settle(store, root, path, path.depth)?;
+    for child in children {
+        remove::drop_subtree(store, child, level - 1)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,72 @@
+//! Every node and extent of a tree, shown to a visitor: what counting, checking and dumping have in common.
+//!
+//! The walk also verifies what [`validate`](super::validate) cannot see on one page: that children lie within the
+//! bounds and one level below their parents.
+
+use super::page::{self, LOGICAL_LIMIT};
+use super::{LEVELS_MAX, Mapping, NodeId, NodeStore, corrupt};
+use crate::Result;
+use std::ops::Range;
+
+/// What a walk meets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Visit {
+    /// A node, before it is read; the visitor says whether to go into it. A checker of many trees goes into each shared
+    /// node once.
+    Node {
+        /// Its page.
+        id: NodeId,
+        /// Its level, 0 for a leaf.
+        level: u8,
+    },
+    /// An extent of the leaf visited last; the answer does not matter.
+    Extent(Mapping),
+}
+
+/// Visits the nodes of a tree, parents before their children, and the extents of each leaf, all in logical order.
+pub fn walk<S: NodeStore + ?Sized>(
+    store: &mut S,
+    root: NodeId,
+    visit: &mut dyn FnMut(Visit) -> Result<bool>,
+) -> Result<()> {
+    let level = page::level(store.node(root)?);
+    if usize::from(level) >= LEVELS_MAX {
+        return Err(corrupt(root, "a root of impossible level"));
+    }
+    walk_node(store, root, level, 0..LOGICAL_LIMIT, visit)
+}
+
+/// One level of recursion per level of the tree, so at most [`LEVELS_MAX`].
+fn walk_node<S: NodeStore + ?Sized>(
+    store: &mut S,
+    id: NodeId,
+    level: u8,
+    bounds: Range<u64>,
+    visit: &mut dyn FnMut(Visit) -> Result<bool>,
+) -> Result<()> {
+    if !visit(Visit::Node { id, level })? {
+        return Ok(());
+    }
+    let node = store.node(id)?;
+    if page::level(node) != level {
+        return Err(corrupt(id, format_args!("level {} instead of {level}", page::level(node))));
+    }
+    if level == 0 {
+        for mapping in page::mappings_from(node, 0) {
+            if mapping.logical < bounds.start || mapping.end() > bounds.end {
+                return Err(corrupt(id, format_args!("an extent outside its bounds {bounds:?}")));
+            }
+            visit(Visit::Extent(mapping))?;
+        }
+        return Ok(());
+    }
+    for index in 0..page::count(node) {
+        let Some(slot) = page::slot(store.node(id)?, index) else { break };
+        let child = slot.lower.unwrap_or(bounds.start)..slot.upper.unwrap_or(bounds.end);
+        if child.is_empty() || child.start < bounds.start || child.end > bounds.end {
+            return Err(corrupt(id, format_args!("the key of entry {index} lies outside its bounds {bounds:?}")));
+        }
+        walk_node(store, slot.child, level - 1, child, visit)?;
+    }
+    Ok(())
+}

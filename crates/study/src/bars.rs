@@ -1,0 +1,79 @@
+//! One module per bar: each builds its disks, measures, and brings findings and raw samples home.
+
+pub mod clones;
+pub mod depth;
+pub mod reclaim;
+pub mod snapshots;
+pub mod speed;
+pub mod thin;
+pub mod wide;
+
+use crate::error::Result;
+use crate::fio::{Endpoint, Job, Length, Pattern};
+use crate::nbd::{Client, Request};
+use crate::plan::{Plan, Study};
+use crate::report::Outcome;
+use crate::scratch::Scratch;
+use std::path::PathBuf;
+
+/// Bytes of a block: the unit of mapping and of all random requests.
+pub const BLOCK: u64 = 4096;
+/// Requests in flight while a layout is written.
+const LAYOUT_DEPTH: usize = 16;
+
+/// What every bar needs.
+#[derive(Debug)]
+pub struct Setting {
+    /// Sizes and counts.
+    pub plan: Plan,
+    /// Work folder.
+    pub scratch: Scratch,
+    /// The product.
+    pub lamina: PathBuf,
+}
+
+impl Setting {
+    /// A timed job of 4 KiB requests over a whole disk of the planned size.
+    fn job(&self, pattern: Pattern, depth: u32, seed: u64) -> Job {
+        let length = Length::Time { seconds: self.plan.seconds, ramp: self.plan.ramp };
+        let block = BLOCK as u32;
+        Job { pattern, block, depth, flush_each: false, length, size: self.plan.disk_size, seed }
+    }
+}
+
+/// Measures one bar.
+pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
+    match study {
+        Study::Speed => speed::measure(setting),
+        Study::Thin => thin::measure(setting),
+        Study::Depth => depth::measure(setting),
+        Study::Snapshots => snapshots::measure(setting),
+        Study::Clones => clones::measure(setting),
+        Study::Wide => wide::measure(setting),
+        Study::Reclaim => reclaim::measure(setting),
+        Study::All => Ok(Outcome::default()),
+    }
+}
+
+/// Says what is going on, to people only.
+fn say(what: &str) {
+    eprintln!("  {what}");
+}
+
+/// Writes every byte of a disk in order, and makes it durable.
+fn fill(endpoint: &Endpoint, size: u64) -> Result<()> {
+    const STEP: u64 = 1 << 20;
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let requests =
+        (0..size.div_ceil(STEP)).map(|i| Request::Write { offset: i * STEP, length: STEP.min(size - i * STEP) as u32 });
+    client.run(4, requests, |_| ())?;
+    client.flush()
+}
+
+/// Writes blocks at these indices, each `bytes` long, and makes them durable.
+fn write_blocks(endpoint: &Endpoint, indices: impl IntoIterator<Item = u64>, bytes: u64) -> Result<()> {
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let requests = indices.into_iter().map(|i| Request::Write { offset: i * bytes, length: bytes as u32 });
+    client.run(LAYOUT_DEPTH, requests, |_| ())?;
+    client.flush()
+}

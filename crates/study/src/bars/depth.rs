@@ -1,0 +1,150 @@
+//! Bar 5: 4 KiB requests at snapshot depths up to 1,000 against depth 0, warm and right after reopening.
+//!
+//! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every part
+//! but the last: its data lies spread over all levels. Disks of depth 0 are written in the same random order, so that
+//! only the depth differs; there are two of them, and how far they differ from each other is the noise of the machine. A write run ends with a revert to the newest snapshot and the last part written again, so
+//! that the next one finds the same sharing.
+
+use super::{BLOCK, Setting, say, write_blocks};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::fio::{self, Pattern};
+use crate::process;
+use crate::random::Random;
+use crate::report::{Finding, Outcome};
+use crate::statistics::{median, ratio};
+use serde_json::{Value, json};
+
+/// Least share of the rate at depth 0.
+const SHARE_MIN: f64 = 0.97;
+/// All these disks together would be large: each is this part of the planned size.
+const DISK_PART: u64 = 4;
+
+const CELLS: [(&str, Pattern, u32); 4] = [
+    ("randread-4k-qd1", Pattern::RandomRead, 1),
+    ("randread-4k-qd16", Pattern::RandomRead, 16),
+    ("randwrite-4k-qd1", Pattern::RandomWrite, 1),
+    ("randwrite-4k-qd16", Pattern::RandomWrite, 16),
+];
+
+/// A disk of one depth.
+struct Disk {
+    name: String,
+    depth: u32,
+    /// Its blocks in the order they were written.
+    order: Vec<u32>,
+}
+
+impl Disk {
+    /// Which blocks level `level` wrote.
+    fn level(&self, level: u32) -> impl Iterator<Item = u64> {
+        let (blocks, levels) = (self.order.len() as u64, u64::from(self.depth) + 1);
+        let bound = |n: u64| (blocks * n / levels) as usize;
+        let level = u64::from(level);
+        self.order[bound(level)..bound(level + 1)].iter().map(|b| u64::from(*b))
+    }
+
+    fn newest(&self) -> String {
+        snapshot_name(self.depth - 1)
+    }
+}
+
+fn snapshot_name(level: u32) -> String {
+    format!("level-{level:05}")
+}
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "depth")?;
+    let serving = Serving::plain(plan.mode());
+    let mut disks = Vec::new();
+    for (number, depth) in [0, 0].into_iter().chain(plan.depths.iter().copied()).enumerate() {
+        let blocks = u32::try_from(plan.disk_size / DISK_PART / BLOCK).unwrap_or(u32::MAX);
+        let order = Random::new(plan.seed).order(blocks);
+        disks.push(Disk { name: format!("disk-{number}-depth-{depth}"), depth, order });
+    }
+    for disk in &disks {
+        datastore.create(&disk.name, plan.disk_size / DISK_PART)?;
+    }
+    let (mut server, _) = datastore.serve(&serving, &disks[0].name)?;
+    for disk in &disks {
+        say(&format!("writing a disk of depth {}", disk.depth));
+        build(&datastore, disk)?;
+    }
+    let mut findings = Vec::new();
+    let mut raw = Vec::new();
+    for reopened in [false, true] {
+        let state = if reopened { "reopened" } else { "warm" };
+        for (name, pattern, depth) in CELLS {
+            say(&format!("{state} {name}"));
+            let mut rates = vec![Vec::new(); disks.len()];
+            for run in 0..plan.runs as usize {
+                for turn in 0..disks.len() {
+                    let side = (turn + run) % disks.len();
+                    let disk = &disks[side];
+                    let mut job = setting.job(pattern, depth, plan.seed + run as u64);
+                    job.size = plan.disk_size / DISK_PART;
+                    if reopened {
+                        // The first requests are what this is about: none of them goes uncounted.
+                        job.length = fio::Length::Time { seconds: plan.seconds, ramp: 0.0 };
+                        server.service.stop()?;
+                        setting.scratch.settle()?;
+                        server = datastore.serve(&serving, &disk.name)?.0;
+                    } else {
+                        setting.scratch.settle()?;
+                    }
+                    rates[side].push(fio::run(&setting.scratch, &datastore.endpoint(&disk.name), &job)?.rate);
+                    if pattern.writes() && disk.depth > 0 {
+                        datastore.revert(&disk.name, &disk.newest())?;
+                        write_blocks(&datastore.endpoint(&disk.name), disk.level(disk.depth), BLOCK)?;
+                    }
+                    process::go_on()?;
+                }
+            }
+            let base = median(&rates[0]);
+            findings.push(Finding::note(5, format!("{state} {name} at depth 0"), base, "/s"));
+            for (disk, rates) in disks.iter().zip(&rates).skip(1) {
+                let share = ratio(median(rates), base);
+                findings.push(if disk.depth == 0 {
+                    Finding::note(5, format!("{state} {name}, another disk of depth 0: share (noise)"), share, "")
+                } else {
+                    let what = format!("{state} {name} at depth {}: share of depth 0", disk.depth);
+                    Finding::at_least(5, what, share, SHARE_MIN, "")
+                });
+            }
+            let sides: Vec<Value> =
+                disks.iter().zip(&rates).map(|(d, r)| json!({ "depth": d.depth, "rates": r })).collect();
+            raw.push(json!({ "state": state, "cell": name, "depths": sides }));
+        }
+    }
+    server.service.stop()?;
+    Ok(Outcome { findings, raw: Value::Array(raw) })
+}
+
+fn build(datastore: &Datastore, disk: &Disk) -> Result<()> {
+    let endpoint = datastore.endpoint(&disk.name);
+    for level in 0..=disk.depth {
+        write_blocks(&endpoint, disk.level(level), BLOCK)?;
+        if level < disk.depth {
+            datastore.snapshot(&disk.name, &snapshot_name(level))?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_share_all_blocks_out() {
+        for depth in [0, 1, 7, 1000] {
+            let disk = Disk { name: String::new(), depth, order: Random::new(3).order(1500) };
+            let mut seen: Vec<u64> = (0..=depth).flat_map(|level| disk.level(level)).collect();
+            assert!((0..=depth).all(|level| disk.level(level).count() > 0));
+            seen.sort_unstable();
+            assert_eq!(seen, (0..1500).collect::<Vec<_>>());
+        }
+    }
+}

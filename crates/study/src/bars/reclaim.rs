@@ -1,0 +1,163 @@
+//! Bar 9: space after discards, and after overwriting everything at random ten times.
+
+use super::{BLOCK, Setting, fill, say, write_blocks};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::fio::Endpoint;
+use crate::nbd::{Client, Request};
+use crate::process;
+use crate::random::Random;
+use crate::report::{Finding, Outcome};
+use crate::scratch;
+use crate::statistics::ratio;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// Least share of discarded runs that must be back in the file system ...
+const RETURNED_MIN: f64 = 0.99;
+/// ... after this long; scattered blocks must be reusable then.
+const RETURN_TIME_MAX: Duration = Duration::from_secs(2);
+/// What idle time may be needed for scattered blocks.
+const IDLE_TIME_MAX: Duration = Duration::from_secs(60);
+/// Most growth, against what was discarded, when as much is written again.
+const GROWTH_MAX: f64 = 0.05;
+/// Most space of a datastore against its live data.
+const SPACE_MAX: f64 = 1.1;
+const OVERWRITES: u32 = 10;
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let mut outcome = Outcome::default();
+    let mut raw = serde_json::Map::new();
+    for (name, part) in [("runs", runs as Part), ("scattered", scattered), ("overwritten", overwritten)] {
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, name)?;
+        let empty = scratch::allocated(datastore.path())?;
+        for disk in [DISK, OTHER] {
+            datastore.create(disk, setting.plan.disk_size)?;
+        }
+        let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), DISK)?;
+        say(&format!("filling a disk ({name})"));
+        fill(&server.endpoint, setting.plan.disk_size)?;
+        settle(setting, datastore.path())?;
+        raw.insert(name.into(), part(setting, &datastore, empty, &mut outcome)?);
+        server.service.stop()?;
+        setting.scratch.remove(datastore.path())?;
+    }
+    outcome.raw = Value::Object(raw);
+    Ok(outcome)
+}
+
+type Part = fn(&Setting, &Datastore, u64, &mut Outcome) -> Result<Value>;
+const DISK: &str = "disk";
+const OTHER: &str = "other";
+
+/// Lets background work come to rest: until the space taken has not changed for a second, ten seconds at most.
+fn settle(setting: &Setting, path: &Path) -> Result<()> {
+    setting.scratch.settle()?;
+    let mut last = scratch::allocated(path)?;
+    for _ in 0..10 {
+        process::pause(Duration::from_secs(1))?;
+        let now = scratch::allocated(path)?;
+        if now == last {
+            break;
+        }
+        last = now;
+    }
+    Ok(())
+}
+
+/// Discards pieces of `bytes` at these indices and flushes.
+fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) -> Result<u64> {
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let requests = indices.map(|i| Request::Trim { offset: i * bytes, length: bytes as u32 });
+    let count = client.run(16, requests, |_| ())?;
+    client.flush()?;
+    Ok(count * bytes)
+}
+
+/// Every other run of 64 KiB, then every other of 1 MiB on the other disk.
+fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
+    let mut raw = Vec::new();
+    fill(&datastore.endpoint(OTHER), setting.plan.disk_size)?;
+    settle(setting, datastore.path())?;
+    for (disk, bytes, shown) in [(DISK, 64 << 10, "64 KiB"), (OTHER, 1 << 20, "1 MiB")] {
+        say(&format!("discarding every other {shown}"));
+        let before = scratch::allocated(datastore.path())?;
+        let pieces = setting.plan.disk_size / bytes;
+        let discarded = discard(&datastore.endpoint(disk), (0..pieces).step_by(2), bytes)?;
+        let wanted = before.saturating_sub((discarded as f64 * RETURNED_MIN) as u64);
+        let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
+        let returned = ratio(before.saturating_sub(after) as f64, discarded as f64);
+        let what = format!("runs of {shown}: returned within 2 s");
+        outcome.findings.push(Finding::at_least(9, what, returned, RETURNED_MIN, ""));
+        raw.push(json!({
+            "run": bytes, "discarded": discarded, "before": before, "after": after, "ms": time.as_secs_f64() * 1e3,
+        }));
+    }
+    Ok(Value::Array(raw))
+}
+
+/// A quarter of all blocks, one by one; then as many are written to the other disk.
+fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
+    let plan = &setting.plan;
+    let blocks = u32::try_from(plan.disk_size / BLOCK).unwrap_or(u32::MAX);
+    // Not two of them side by side, or they would be runs.
+    let order = Random::new(plan.seed).order(blocks / 2);
+    let chosen: Vec<u64> = order[..order.len() / 2].iter().map(|b| u64::from(*b) * 2).collect();
+    let (reused, idle) = chosen.split_at(chosen.len() / 2);
+
+    say("discarding scattered blocks and writing as many");
+    let before = scratch::allocated(datastore.path())?;
+    let discarded = discard(&datastore.endpoint(DISK), reused.iter().copied(), BLOCK)?;
+    process::pause(RETURN_TIME_MAX)?;
+    write_blocks(&datastore.endpoint(OTHER), 0..reused.len() as u64, BLOCK)?;
+    let written = scratch::allocated(datastore.path())?;
+    let growth = ratio(written.saturating_sub(before) as f64, discarded as f64);
+    let what = "scattered blocks: growth when as much is written 2 s later";
+    outcome.findings.push(Finding::at_most(9, what, growth, GROWTH_MAX, ""));
+
+    say("discarding scattered blocks and waiting");
+    settle(setting, datastore.path())?;
+    let full = scratch::allocated(datastore.path())?;
+    let left = discard(&datastore.endpoint(DISK), idle.iter().copied(), BLOCK)?;
+    let wanted = full.saturating_sub((left as f64 * RETURNED_MIN) as u64);
+    let (after, time) = scratch::wait_allocated(datastore.path(), wanted, IDLE_TIME_MAX)?;
+    let returned = ratio(full.saturating_sub(after) as f64, left as f64);
+    let what = "scattered blocks: returned in a minute of idle time";
+    outcome.findings.push(Finding::at_least(9, what, returned, RETURNED_MIN, ""));
+    outcome.findings.push(Finding::note(9, "scattered blocks: time until returned", time.as_secs_f64(), "s"));
+    Ok(json!({
+        "discarded": discarded, "before": before, "after_writing": written,
+        "discarded_idle": left, "before_idle": full, "after_idle": after, "idle_s": time.as_secs_f64(),
+    }))
+}
+
+/// Ten times as many random blocks as the disk has.
+fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &mut Outcome) -> Result<Value> {
+    let plan = &setting.plan;
+    let blocks = plan.disk_size / BLOCK;
+    let mut random = Random::new(plan.seed);
+    let (mut rates, mut space) = (Vec::new(), Vec::new());
+    for pass in 0..OVERWRITES {
+        say(&format!("overwriting at random, {} of {OVERWRITES}", pass + 1));
+        let began = Instant::now();
+        write_blocks(&datastore.endpoint(DISK), (0..blocks).map(|_| random.below(blocks)), BLOCK)?;
+        rates.push(blocks as f64 / began.elapsed().as_secs_f64());
+        space.push(scratch::allocated(datastore.path())?);
+    }
+    settle(setting, datastore.path())?;
+    let after = scratch::allocated(datastore.path())?;
+    let live = plan.disk_size as f64;
+    // The journal is there from the beginning and does not grow with the data: a small disk must not hide behind it,
+    // nor be blamed for it.
+    let grown = ratio(after.saturating_sub(empty) as f64, live);
+    let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
+    outcome.findings.extend([
+        Finding::at_most(9, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
+        Finding::note(9, "the same with what the empty datastore took", ratio(after as f64, live), ""),
+        Finding::note(9, "slowest pass of random writes", slowest, "/s"),
+        Finding::note(9, "slowest pass against the first", ratio(slowest, rates[0]), ""),
+    ]);
+    Ok(json!({ "empty": empty, "after_each": space, "settled": after, "rates": rates }))
+}

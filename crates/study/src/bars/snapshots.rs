@@ -1,0 +1,269 @@
+//! Bar 6: snapshots taken and deleted while random 4 KiB writes go on at queue depth 16.
+//!
+//! The load is the study's own client, so that a request's beginning and end and a snapshot's stand on one clock: what
+//! a snapshot delays are the requests in flight while it is taken. The same number of windows of the same length
+//! without snapshots tells the machine's own noise. Snapshots are asked for over the control socket: starting a process
+//! on a busy machine takes longer than a snapshot may.
+//!
+//! For deletion, the disk has two halves. The load stays in the first, whose blocks all belong to the head already, so
+//! that it neither takes nor frees space. Areas of the second half were overwritten in runs of 64 KiB between
+//! snapshots, so that what each snapshot alone holds, and a deletion must give back, is known to the byte.
+
+use super::{BLOCK, Setting, fill, say, write_blocks};
+use crate::datastore::{Datastore, Serving};
+use crate::error::{Error, Result};
+use crate::fio::Endpoint;
+use crate::nbd::{Client, Request, Timing};
+use crate::process;
+use crate::random::Random;
+use crate::report::{Finding, Outcome};
+use crate::scratch;
+use crate::statistics::{largest, median, percentile, ratio};
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Longest 99th percentile of taking a snapshot, milliseconds.
+const CREATE_P99_MAX_MS: f64 = 2.0;
+/// Longest delay of any request by a snapshot, milliseconds.
+const DELAY_MAX_MS: f64 = 10.0;
+/// Least share of the load's rate while a snapshot is deleted.
+const DELETE_SHARE_MIN: f64 = 0.9;
+/// Least share of what became unreachable that must leave the file system.
+const RETURNED_MIN: f64 = 0.99;
+/// How long deleting may go on in the background.
+const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
+
+const LOAD_DEPTH: usize = 16;
+const GAP: Duration = Duration::from_millis(50);
+const RUN: u64 = 64 << 10;
+const DISK: &str = "disk";
+/// Snapshots taken by the command line, for the time a script sees.
+const COMMANDS: u32 = 20;
+
+fn taken(number: u32) -> String {
+    format!("taken-{number:06}")
+}
+
+/// Random writes until told to stop.
+struct Load {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<Vec<Timing>>>,
+}
+
+impl Load {
+    fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            let mut random = Random::new(seed);
+            let mut timings = Vec::with_capacity(1 << 20);
+            let requests = std::iter::from_fn(|| {
+                let more = !seen.load(Ordering::Relaxed);
+                more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
+            });
+            client.run(LOAD_DEPTH, requests, |timing| timings.push(timing))?;
+            Ok(timings)
+        });
+        Ok(Load { stop, thread })
+    }
+
+    fn finish(self) -> Result<Vec<Timing>> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| Error::Answer("the load ended by a panic".into()))?
+    }
+}
+
+/// A time in which something was done, or nothing.
+type Window = (Instant, Instant);
+
+/// Worst latency in milliseconds among requests in flight during any of the windows.
+fn worst(timings: &[Timing], windows: &[Window]) -> f64 {
+    let mut worst: f64 = 0.0;
+    // Replies come in order of time, and a request lasts far less than a second: look no further back than that.
+    for (from, to) in windows {
+        let first = timings.partition_point(|t| t.answered < *from);
+        for timing in timings[first..].iter().take_while(|t| t.sent.saturating_duration_since(*to).as_secs() < 1) {
+            if timing.sent <= *to {
+                worst = worst.max(timing.microseconds() / 1000.0);
+            }
+        }
+    }
+    worst
+}
+
+/// Requests answered per second in a window.
+fn rate(timings: &[Timing], window: Window) -> f64 {
+    let inside = |at: Instant| timings.partition_point(|t| t.answered < at);
+    let seconds = window.1.duration_since(window.0).as_secs_f64();
+    ratio((inside(window.1) - inside(window.0)) as f64, seconds)
+}
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "snapshots")?;
+    datastore.create(DISK, setting.plan.disk_size)?;
+    let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), DISK)?;
+    fill(&server.endpoint, setting.plan.disk_size)?;
+    let mut outcome = Outcome::default();
+    let taken = take(setting, &datastore, &mut outcome)?;
+    server.service.stop()?;
+    setting.scratch.remove(datastore.path())?;
+    let deleted = delete(setting, &mut outcome)?;
+    outcome.raw = json!({ "take": taken, "delete": deleted });
+    Ok(outcome)
+}
+
+fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Result<Value> {
+    let plan = &setting.plan;
+    say(&format!("taking {} snapshots under load", plan.snapshots));
+    let load = Load::start(&datastore.endpoint(DISK), plan.disk_size / BLOCK, plan.seed)?;
+    process::pause(Duration::from_secs(1))?;
+    let (mut with, mut without, mut times) = (Vec::new(), Vec::new(), Vec::new());
+    let mut control = datastore.control()?;
+    for i in 0..plan.snapshots {
+        process::pause(GAP)?;
+        let from = Instant::now();
+        times.push(control.snapshot(DISK, &taken(i))?.as_secs_f64() * 1e3);
+        let to = Instant::now();
+        with.push((from, to));
+        process::pause(GAP)?;
+        // As long as the snapshot just now, with nothing in it.
+        let now = Instant::now();
+        without.push((now, now + to.duration_since(from)));
+    }
+    process::pause(GAP)?;
+    // What a script sees, process start included.
+    let mut commands = Vec::new();
+    for i in plan.snapshots..plan.snapshots + COMMANDS {
+        commands.push(datastore.snapshot(DISK, &taken(i))?.as_secs_f64() * 1e3);
+    }
+    let timings = load.finish()?;
+    let (delayed, noise) = (worst(&timings, &with), worst(&timings, &without));
+    let latencies: Vec<f64> = timings.iter().map(|t| t.microseconds() / 1000.0).collect();
+    let note = |what: &str, figure| Finding::note(6, what, figure, "ms");
+    outcome.findings.extend([
+        note("taking a snapshot, median", median(&times)),
+        Finding::at_most(6, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
+        note("the same as a command, median", median(&commands)),
+        note("worst request in windows without one", noise),
+        note("worst request in flight during one", delayed),
+        Finding::at_most(6, "worst delay by a snapshot (difference)", (delayed - noise).max(0.0), DELAY_MAX_MS, "ms"),
+        note("request latency over all, p99.9", percentile(&latencies, 0.999)),
+    ]);
+    Ok(json!({
+        "snapshot_ms": times, "command_ms": commands, "requests": timings.len(),
+        "worst_request_ms": largest(&latencies), "worst_with_ms": delayed, "worst_without_ms": noise,
+    }))
+}
+
+/// What each area of the second half holds, at one point in time: a version is one pass of overwriting an area.
+type Versions = [u32; AREAS];
+const AREAS: usize = 4;
+/// Snapshots kept, oldest first, and how often areas are overwritten between them.
+const KEPT: [&str; 5] = ["a", "b", "c", "d", "e"];
+
+/// How many areas' worth of data only this snapshot holds.
+fn held_alone(name: &str, kept: &[(&str, Versions)], head: &Versions) -> u64 {
+    let Some((_, own)) = kept.iter().find(|(other, _)| *other == name) else { return 0 };
+    let elsewhere = |area: usize| {
+        let others = kept.iter().filter(|(other, _)| *other != name).map(|(_, versions)| versions);
+        others.chain(std::iter::once(head)).any(|versions| versions[area] == own[area])
+    };
+    (0..AREAS).filter(|area| !elsewhere(*area)).count() as u64
+}
+
+/// In a datastore of its own: nothing else is being freed while it is measured.
+fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
+    let plan = &setting.plan;
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "deletion")?;
+    datastore.create(DISK, plan.disk_size)?;
+    let (server, _) = datastore.serve(&Serving::plain(plan.mode()), DISK)?;
+    let endpoint = datastore.endpoint(DISK);
+    fill(&endpoint, plan.disk_size)?;
+    let half = plan.disk_size / 2;
+    say("writing between snapshots");
+    let runs = half / RUN / AREAS as u64;
+    let mut head: Versions = [0; AREAS];
+    let mut kept = Vec::new();
+    for (turn, name) in KEPT.iter().enumerate() {
+        let area = turn % AREAS;
+        let first = half / RUN + area as u64 * runs;
+        // Once before the snapshot and once after it: what lies in between is the snapshot's alone.
+        write_blocks(&endpoint, first..first + runs, RUN)?;
+        head[area] += 1;
+        datastore.snapshot(DISK, name)?;
+        kept.push((*name, head));
+        write_blocks(&endpoint, first..first + runs, RUN)?;
+        head[area] += 1;
+    }
+    let blocks = half / BLOCK;
+    write_blocks(&endpoint, Random::new(plan.seed).order(blocks as u32).into_iter().map(u64::from), BLOCK)?;
+    process::pause(Duration::from_secs(3))?;
+    let mut raw = Vec::new();
+    for (what, name) in [("one in the middle", "c"), ("the oldest", "a"), ("the newest", "e")] {
+        say(&format!("deleting {what} under load"));
+        let held = held_alone(name, &kept, &head) * runs * RUN;
+        kept.retain(|(other, _)| *other != name);
+        setting.scratch.settle()?;
+        let load = Load::start(&endpoint, blocks, plan.seed)?;
+        process::pause(Duration::from_secs_f64(1.0 + plan.ramp))?;
+        let calm = (Instant::now() - Duration::from_secs(1), Instant::now());
+        let before = scratch::allocated(datastore.path())?;
+        let began = Instant::now();
+        let command = datastore.delete_snapshot(DISK, name)?;
+        let wanted = before.saturating_sub((held as f64 * RETURNED_MIN) as u64);
+        let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
+        // Short deletions are measured over at least a second, as nobody notices less.
+        process::pause(Duration::from_secs(1).saturating_sub(began.elapsed()))?;
+        let busy = (began, Instant::now());
+        let timings = load.finish()?;
+        let (calm, busy) = (rate(&timings, calm), rate(&timings, busy));
+        let returned = ratio(before.saturating_sub(after) as f64, held as f64);
+        outcome.findings.extend([
+            Finding::at_least(
+                6,
+                format!("deleting {what}: rate against before"),
+                ratio(busy, calm),
+                DELETE_SHARE_MIN,
+                "",
+            ),
+            Finding::at_least(6, format!("deleting {what}: space returned of held"), returned, RETURNED_MIN, ""),
+            Finding::note(6, format!("deleting {what}: time until returned"), time.as_secs_f64() * 1e3, "ms"),
+        ]);
+        raw.push(json!({
+            "snapshot": name, "held": held, "before": before, "after": after, "calm_rate": calm, "busy_rate": busy,
+            "command_ms": command.as_secs_f64() * 1e3, "returned_ms": time.as_secs_f64() * 1e3,
+        }));
+    }
+    server.service.stop()?;
+    Ok(Value::Array(raw))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_only_one_snapshot_holds() {
+        let head = [4, 2, 2, 2];
+        let kept = [("a", [1, 0, 0, 0]), ("b", [2, 1, 0, 0]), ("c", [2, 2, 1, 0]), ("e", [3, 2, 2, 2])];
+        let held = |name| held_alone(name, &kept, &head);
+        assert_eq!((held("a"), held("b"), held("c"), held("e"), held("x")), (2, 1, 1, 1, 0));
+    }
+
+    #[test]
+    fn only_requests_in_flight_during_a_window_count() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let timing = |from: u64, to: u64| Timing { sent: at(from), answered: at(to) };
+        let timings = [timing(0, 9), timing(10, 15), timing(14, 21), timing(30, 60)];
+        assert_eq!(worst(&timings, &[(at(12), at(20))]), 7.0);
+        assert_eq!(worst(&timings, &[(at(22), at(25))]), 0.0);
+        assert_eq!(worst(&timings, &[(at(22), at(31)), (at(1), at(2))]), 30.0);
+        assert_eq!(rate(&timings, (at(0), at(50))), 60.0);
+    }
+}

@@ -1,0 +1,172 @@
+//! Bar 3: requests over NBD on a unix socket, against the peers, buffered and direct.
+//!
+//! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
+//! rotates with the run. Before it: dirty pages are written back; then buffered servers get their data into the page
+//! cache, direct ones out of it. Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
+
+use super::{BLOCK, Setting, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::{Error, Result};
+use crate::fio::{self, Job, Length, Pattern, Sample};
+use crate::peers::{self, Images, Kind, Server};
+use crate::plan::Mode;
+use crate::report::{Finding, Outcome, figure, table};
+use crate::statistics::{median, ratio};
+use crate::{process, scratch};
+use serde_json::{Value, json};
+use std::process::Command;
+
+/// Least share of the best raw server.
+const RAW_SHARE_MIN: f64 = 0.95;
+/// Least multiple of the best qcow2 server, random cells only.
+const QCOW2_MULTIPLE_MIN: f64 = 1.5;
+
+struct Cell {
+    name: &'static str,
+    pattern: Pattern,
+    block: u32,
+    depth: u32,
+    flush_each: bool,
+}
+
+const fn cell(name: &'static str, pattern: Pattern, block: u32, depth: u32, flush_each: bool) -> Cell {
+    Cell { name, pattern, block, depth, flush_each }
+}
+
+const SMALL: u32 = BLOCK as u32;
+const LARGE: u32 = 512 << 10;
+const CELLS: [Cell; 9] = [
+    cell("randread-4k-qd1", Pattern::RandomRead, SMALL, 1, false),
+    cell("randread-4k-qd16", Pattern::RandomRead, SMALL, 16, false),
+    cell("randwrite-4k-qd1", Pattern::RandomWrite, SMALL, 1, false),
+    cell("randwrite-4k-qd16", Pattern::RandomWrite, SMALL, 16, false),
+    cell("flushed-write-4k-qd1", Pattern::RandomWrite, SMALL, 1, true),
+    cell("read-512k-qd1", Pattern::Read, LARGE, 1, false),
+    cell("read-512k-qd4", Pattern::Read, LARGE, 4, false),
+    cell("write-512k-qd1", Pattern::Write, LARGE, 1, false),
+    cell("write-512k-qd4", Pattern::Write, LARGE, 4, false),
+];
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let wanted = |c: &&Cell| plan.cells.is_empty() || plan.cells.iter().any(|part| c.name.contains(part.as_str()));
+    let cells: Vec<&Cell> = CELLS.iter().filter(wanted).collect();
+    if cells.is_empty() {
+        let names = CELLS.map(|c| c.name).join(", ");
+        return Err(Error::Usage(format!("no cell has {:?} in its name; there are {names}", plan.cells)));
+    }
+    say("filling the disks");
+    let images = Images::make(&setting.scratch, plan.disk_size, plan.seed)?;
+    let ours = if plan.peers_only { None } else { Some(import(setting, &images)?) };
+    let mut findings = Vec::new();
+    let mut raw = Vec::new();
+    for &mode in &plan.modes {
+        let (mut servers, absent) = peers::start(&setting.scratch, &images, mode)?;
+        absent.iter().for_each(|text| say(text));
+        if let Some(datastore) = &ours {
+            servers.push(datastore.serve(&Serving::plain(mode), DISK)?.0);
+        }
+        let mut rows = Vec::new();
+        for cell in &cells {
+            say(&format!("{} {}", mode.word(), cell.name));
+            let samples = measure_cell(setting, mode, cell, &servers)?;
+            judge(mode, cell, &servers, &samples, &mut findings);
+            rows.push(row(mode, cell, &servers, &samples));
+            raw.push(record(mode, cell, &servers, &samples));
+        }
+        let mut head = vec!["cell (requests/s, or MiB/s for 512k)", "mode"];
+        head.extend(servers.iter().map(|s| s.name.as_str()));
+        head.extend(["lamina/raw", "lamina/qcow2"]);
+        println!("{}", table(&head, &rows));
+        for server in servers {
+            server.service.stop()?;
+        }
+    }
+    Ok(Outcome { findings, raw: Value::Array(raw) })
+}
+
+const DISK: &str = "disk";
+
+/// A datastore with one disk of the same content.
+fn import(setting: &Setting, images: &Images) -> Result<Datastore> {
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "speed")?;
+    datastore.create(DISK, setting.plan.disk_size)?;
+    let (server, _) = datastore.serve(&Serving::plain(Mode::Buffered), DISK)?;
+    process::run(Command::new("nbdcopy").arg("--flush").arg(&images.raw).arg(server.endpoint.uri()))?;
+    server.service.stop()?;
+    Ok(datastore)
+}
+
+fn measure_cell(setting: &Setting, mode: Mode, cell: &Cell, servers: &[Server]) -> Result<Vec<Vec<Sample>>> {
+    let plan = &setting.plan;
+    let mut samples = vec![Vec::new(); servers.len()];
+    for run in 0..plan.runs as usize {
+        for turn in 0..servers.len() {
+            let side = (turn + run) % servers.len();
+            let server = &servers[side];
+            process::go_on()?;
+            setting.scratch.settle()?;
+            match mode {
+                Mode::Buffered => scratch::warm(&server.data)?,
+                Mode::Direct => scratch::drop_cached(&server.data)?,
+            }
+            let job = Job {
+                pattern: cell.pattern,
+                block: cell.block,
+                depth: cell.depth,
+                flush_each: cell.flush_each,
+                length: Length::Time { seconds: plan.seconds, ramp: plan.ramp },
+                size: plan.disk_size,
+                seed: plan.seed + run as u64,
+            };
+            samples[side].push(fio::run(&setting.scratch, &server.endpoint, &job)?);
+        }
+    }
+    Ok(samples)
+}
+
+fn rate(samples: &[Sample]) -> f64 {
+    median(&samples.iter().map(|s| s.rate).collect::<Vec<_>>())
+}
+
+/// The best median among servers of a kind.
+fn best(kind: Kind, servers: &[Server], samples: &[Vec<Sample>]) -> f64 {
+    let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == kind).map(|(_, all)| rate(all));
+    rates.fold(0.0, f64::max)
+}
+
+fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], findings: &mut Vec<Finding>) {
+    let ours = best(Kind::Ours, servers, samples);
+    if ours == 0.0 {
+        return;
+    }
+    let name = format!("{} {}", mode.word(), cell.name);
+    let to_raw = ratio(ours, best(Kind::Raw, servers, samples));
+    let to_qcow2 = ratio(ours, best(Kind::Qcow2, servers, samples));
+    findings.push(Finding::at_least(3, format!("{name}: share of the best raw server"), to_raw, RAW_SHARE_MIN, ""));
+    let what = format!("{name}: multiple of the best qcow2");
+    findings.push(if cell.pattern.random() {
+        Finding::at_least(3, what, to_qcow2, QCOW2_MULTIPLE_MIN, "")
+    } else {
+        Finding::note(3, what, to_qcow2, "")
+    });
+}
+
+fn row(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>]) -> Vec<String> {
+    let scale = if cell.block == LARGE { f64::from(LARGE) / f64::from(1 << 20) } else { 1.0 };
+    let mut row = vec![cell.name.to_string(), mode.word().to_string()];
+    row.extend(samples.iter().map(|all| figure(rate(all) * scale)));
+    let ours = best(Kind::Ours, servers, samples);
+    for kind in [Kind::Raw, Kind::Qcow2] {
+        let other = best(kind, servers, samples);
+        row.push(if ours > 0.0 { figure(ratio(ours, other)) } else { "-".into() });
+    }
+    row
+}
+
+fn record(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>]) -> Value {
+    let sides: serde_json::Map<String, Value> =
+        servers.iter().zip(samples).map(|(s, all)| (s.name.clone(), json!(all))).collect();
+    json!({ "mode": mode, "cell": cell.name, "samples": sides })
+}

@@ -1,0 +1,175 @@
+//! lamina's command line, as the study uses it.
+//!
+//! What must hold: the verbs go to the server when one runs (the command line finds it by itself), and their time is
+//! what a script would see, process start included. Where starting a process would drown what is timed, [`Control`]
+//! says the same over the datastore's control socket.
+
+use crate::error::{Doing, Error, Result};
+use crate::fio::Endpoint;
+use crate::peers::{self, Kind, Server};
+use crate::plan::Mode;
+use crate::process::{self, Service};
+use crate::scratch::Scratch;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Longest time one verb may take.
+const VERB_TIME_MAX: Duration = Duration::from_secs(1800);
+
+/// A datastore of its own in the work folder.
+#[derive(Debug)]
+pub struct Datastore {
+    program: PathBuf,
+    path: PathBuf,
+    socket: PathBuf,
+    log: PathBuf,
+}
+
+/// Longest wait for an answer on the control socket.
+const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
+/// Version of the control protocol spoken here.
+const CONTROL_VERSION: u32 = 1;
+
+/// A connection to a server's control socket: a line of JSON there, a line back.
+#[derive(Debug)]
+pub struct Control {
+    stream: BufReader<UnixStream>,
+}
+
+impl Control {
+    /// Takes a snapshot; the time from the request to the answer that it is there.
+    pub fn snapshot(&mut self, disk: &str, name: &str) -> Result<Duration> {
+        self.ask(json!({ "snapshot_create": { "of": [[disk, name]] } }))
+    }
+
+    fn ask(&mut self, request: Value) -> Result<Duration> {
+        let doing = || "talking to the control socket".to_string();
+        let line = format!("{}\n", json!({ "version": CONTROL_VERSION, "message": { "request": request } }));
+        let began = Instant::now();
+        self.stream.get_mut().write_all(line.as_bytes()).doing(doing)?;
+        loop {
+            let mut line = String::new();
+            self.stream.read_line(&mut line).doing(doing)?;
+            let answer: Value =
+                serde_json::from_str(&line).map_err(|e| Error::Answer(format!("control socket: {e}: {line:?}")))?;
+            let message = &answer["message"];
+            if message.get("reply").is_some() {
+                return Ok(began.elapsed());
+            }
+            if message.get("progress").is_none() {
+                return Err(Error::Answer(format!("control socket: {line}")));
+            }
+        }
+    }
+}
+
+/// How a datastore is served.
+#[derive(Clone, Debug)]
+pub struct Serving {
+    /// Buffered or direct.
+    pub mode: Mode,
+    /// Bound of the metadata cache in bytes, when not the default.
+    pub metadata_cache: Option<u64>,
+}
+
+impl Serving {
+    /// With defaults in everything but the mode.
+    pub fn plain(mode: Mode) -> Serving {
+        Serving { mode, metadata_cache: None }
+    }
+}
+
+impl Datastore {
+    /// Makes one.
+    pub fn init(program: &Path, scratch: &Scratch, name: &str) -> Result<Datastore> {
+        if !program.is_file() {
+            let program = program.display();
+            return Err(Error::Usage(format!(
+                "no lamina at {program}: build it (make build) or name it with --lamina"
+            )));
+        }
+        let path = scratch.path(name);
+        process::run(Command::new(program).arg("init").arg(&path))?;
+        let (socket, log) = (scratch.socket(name), scratch.path(&format!("{name}.log")));
+        Ok(Datastore { program: program.into(), path, socket, log })
+    }
+
+    /// Its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Runs a verb; how long it took.
+    pub fn verb<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Duration> {
+        let mut command = Command::new(&self.program);
+        command.arg("-d").arg(&self.path).args(words);
+        let began = Instant::now();
+        process::run_within(&mut command, VERB_TIME_MAX)?;
+        Ok(began.elapsed())
+    }
+
+    /// Creates a thin disk.
+    pub fn create(&self, disk: &str, size: u64) -> Result<()> {
+        self.verb(&["disk", "create", disk, "--size", &size.to_string(), "--provisioning", "thin"]).map(|_| ())
+    }
+
+    /// Deletes a disk.
+    pub fn delete(&self, disk: &str) -> Result<()> {
+        self.verb(&["disk", "delete", disk]).map(|_| ())
+    }
+
+    /// Takes a snapshot.
+    pub fn snapshot(&self, disk: &str, name: &str) -> Result<Duration> {
+        self.verb(&["snapshot", "create", &format!("{disk}@{name}")])
+    }
+
+    /// Deletes a snapshot.
+    pub fn delete_snapshot(&self, disk: &str, name: &str) -> Result<Duration> {
+        self.verb(&["snapshot", "delete", &format!("{disk}@{name}")])
+    }
+
+    /// Makes the head equal to a snapshot.
+    pub fn revert(&self, disk: &str, name: &str) -> Result<Duration> {
+        self.verb(&["snapshot", "revert", &format!("{disk}@{name}")])
+    }
+
+    /// A connection to the control socket of its server.
+    pub fn control(&self) -> Result<Control> {
+        let path = self.path.join("control.sock");
+        let doing = || format!("connecting to {} (a path above 107 bytes cannot be: see --work)", path.display());
+        let stream = UnixStream::connect(&path).doing(doing)?;
+        stream.set_read_timeout(Some(ANSWER_TIME_MAX)).doing(doing)?;
+        Ok(Control { stream: BufReader::new(stream) })
+    }
+
+    /// Where a disk or snapshot of it is served.
+    pub fn endpoint(&self, export: &str) -> Endpoint {
+        Endpoint { socket: self.socket.clone(), export: export.into() }
+    }
+
+    /// Serves it; ready when `export` can be opened. Also how long that took from the start of the process.
+    pub fn serve(&self, serving: &Serving, export: &str) -> Result<(Server, Duration)> {
+        let mut command = Command::new(&self.program);
+        command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
+        if let Some(bytes) = serving.metadata_cache {
+            command.args(["--metadata-cache", &bytes.to_string()]);
+        }
+        let began = Instant::now();
+        let service = Service::start(&mut command, &self.log)?;
+        let endpoint = self.endpoint(export);
+        peers::wait_ready(&service, &endpoint)?;
+        // Disks are served a moment before verbs are answered: ready is when both are.
+        while !service.has_said("ready:") {
+            if service.ended() || began.elapsed() > peers::START_TIME_MAX {
+                return Err(service.failure("does not get ready"));
+            }
+            process::pause(Duration::from_millis(1))?;
+        }
+        let time = began.elapsed();
+        Ok((Server { name: "lamina".into(), kind: Kind::Ours, endpoint, data: self.path.clone(), service }, time))
+    }
+}

@@ -1,0 +1,199 @@
+//! Runs fio against an NBD export and reads its answer.
+//!
+//! Measured on two cores against the fastest peer, fio's own threads use about half a core: the servers are the limit.
+
+use crate::error::{Doing, Error, Result};
+use crate::process;
+use crate::scratch::Scratch;
+use serde::Serialize;
+use serde_json::Value;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+/// Time a run may take beyond what it was given.
+const GRACE: Duration = Duration::from_secs(120);
+
+/// Where a disk is served.
+#[derive(Clone, Debug)]
+pub struct Endpoint {
+    /// Unix socket.
+    pub socket: PathBuf,
+    /// Export name; empty for the default one.
+    pub export: String,
+}
+
+impl Endpoint {
+    /// As an NBD URI.
+    pub fn uri(&self) -> String {
+        format!("nbd+unix:///{}?socket={}", self.export, self.socket.display())
+    }
+}
+
+/// What kind of requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum Pattern {
+    /// Reads anywhere.
+    RandomRead,
+    /// Writes anywhere.
+    RandomWrite,
+    /// Reads from the beginning to the end and over again.
+    Read,
+    /// Writes from the beginning to the end and over again.
+    Write,
+}
+
+impl Pattern {
+    /// Whether it changes the disk.
+    pub fn writes(self) -> bool {
+        matches!(self, Pattern::RandomWrite | Pattern::Write)
+    }
+
+    /// Whether the order is random.
+    pub fn random(self) -> bool {
+        matches!(self, Pattern::RandomRead | Pattern::RandomWrite)
+    }
+
+    fn word(self) -> &'static str {
+        match self {
+            Pattern::RandomRead => "randread",
+            Pattern::RandomWrite => "randwrite",
+            Pattern::Read => "read",
+            Pattern::Write => "write",
+        }
+    }
+}
+
+/// How long a run lasts.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub enum Length {
+    /// This long, after a ramp that is not counted. Random addresses may repeat.
+    Time {
+        /// Seconds counted.
+        seconds: f64,
+        /// Seconds before.
+        ramp: f64,
+    },
+    /// This many bytes, no block twice, and a flush at the end which counts.
+    Bytes(u64),
+}
+
+/// One run of fio.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Job {
+    /// Reads or writes, anywhere or in order.
+    pub pattern: Pattern,
+    /// Bytes of each request.
+    pub block: u32,
+    /// Requests in flight.
+    pub depth: u32,
+    /// Whether a flush follows each write.
+    pub flush_each: bool,
+    /// How long.
+    pub length: Length,
+    /// Bytes of the disk to use, from its beginning.
+    pub size: u64,
+    /// Addresses: the same seed for every side of a comparison.
+    pub seed: u64,
+}
+
+/// What a run gave.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Sample {
+    /// Requests per second.
+    pub rate: f64,
+    /// Bytes per second.
+    pub bytes_per_second: f64,
+    /// Mean completion latency, microseconds.
+    pub mean_us: f64,
+    /// 99th percentile of completion latency, microseconds.
+    pub p99_us: f64,
+    /// Worst completion latency, microseconds.
+    pub max_us: f64,
+    /// Processor time of the load generator, in per cent of one core.
+    pub client_cpu: f64,
+}
+
+/// Runs one job.
+pub fn run(scratch: &Scratch, endpoint: &Endpoint, job: &Job) -> Result<Sample> {
+    let output = scratch.path("fio.json");
+    let mut command = Command::new("fio");
+    command.args(["--name=study", "--ioengine=nbd", "--thread", "--output-format=json", "--randrepeat=0"]);
+    command.arg(format!("--uri={}", endpoint.uri()));
+    command.arg(format!("--rw={}", job.pattern.word()));
+    command.arg(format!("--bs={}", job.block));
+    command.arg(format!("--iodepth={}", job.depth));
+    command.arg(format!("--size={}", job.size));
+    command.arg(format!("--randseed={}", job.seed));
+    command.arg(format!("--output={}", output.display()));
+    if job.flush_each {
+        command.arg("--fsync=1");
+    }
+    let mut limit = GRACE;
+    match job.length {
+        Length::Time { seconds, ramp } => {
+            let (run, ramp) = ((seconds * 1000.0).round(), (ramp * 1000.0).round());
+            command.args(["--time_based", "--norandommap"]);
+            command.args([format!("--runtime={run}ms"), format!("--ramp_time={ramp}ms")]);
+            limit += Duration::from_secs_f64((run + ramp) / 1000.0);
+        }
+        Length::Bytes(bytes) => {
+            command.arg("--end_fsync=1").arg(format!("--io_size={bytes}"));
+        }
+    }
+    process::run_within(&mut command, limit)?;
+    let text = std::fs::read_to_string(&output).doing(|| format!("reading {}", output.display()))?;
+    parse(&text, job.pattern.writes())
+}
+
+/// Reads fio's JSON, before which its NBD engine prints a line of its own.
+fn parse(text: &str, writes: bool) -> Result<Sample> {
+    let start = text.find("\n{").map_or(0, |at| at + 1);
+    let value: Value =
+        serde_json::from_str(&text[start..]).map_err(|e| Error::Answer(format!("output of fio: {e}")))?;
+    let job = &value["jobs"][0];
+    let side = &job[if writes { "write" } else { "read" }];
+    let field = |value: &Value, name: &str| {
+        value.as_f64().ok_or_else(|| Error::Answer(format!("output of fio has no number for {name}")))
+    };
+    if field(&job["error"], "error")? != 0.0 {
+        return Err(Error::Answer(format!("fio ended with error {}", job["error"])));
+    }
+    let sample = Sample {
+        rate: field(&side["iops"], "iops")?,
+        bytes_per_second: field(&side["bw_bytes"], "bw_bytes")?,
+        mean_us: field(&side["clat_ns"]["mean"], "mean latency")? / 1000.0,
+        p99_us: field(&side["clat_ns"]["percentile"]["99.000000"], "99th percentile")? / 1000.0,
+        max_us: field(&side["clat_ns"]["max"], "worst latency")? / 1000.0,
+        client_cpu: field(&job["usr_cpu"], "usr_cpu")? + field(&job["sys_cpu"], "sys_cpu")?,
+    };
+    if sample.rate <= 0.0 {
+        return Err(Error::Answer("fio did nothing in the time given: raise --seconds".into()));
+    }
+    Ok(sample)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const ANSWER: &str = r#"fio: connected to NBD server
+{"jobs": [{"error": 0, "usr_cpu": 1.5, "sys_cpu": 2.5,
+ "read": {"iops": 10.5, "bw_bytes": 43008,
+   "clat_ns": {"mean": 2000.0, "max": 9000, "percentile": {"99.000000": 4000}}},
+ "write": {"iops": 0, "bw_bytes": 0, "clat_ns": {"mean": 0, "max": 0}}}]}"#;
+
+    #[test]
+    fn the_answer_is_read_past_the_engines_own_line() {
+        let sample = parse(ANSWER, false).unwrap();
+        assert_eq!((sample.rate, sample.p99_us, sample.client_cpu), (10.5, 4.0, 4.0));
+    }
+
+    #[test]
+    fn a_failed_or_empty_run_is_an_error() {
+        assert!(parse(ANSWER, true).is_err());
+        assert!(parse(&ANSWER.replace("\"error\": 0", "\"error\": 5"), false).is_err());
+        assert!(parse("fio: nbd_connect_uri: refused", false).is_err());
+    }
+}

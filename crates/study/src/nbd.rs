@@ -1,0 +1,272 @@
+//! A small pipelined NBD client: makes layouts block by block and times each request by the study's own clock.
+//!
+//! fio measures throughput better; what it cannot do is write exactly these blocks between two snapshots, or say which
+//! requests were in flight while a snapshot was taken. Only the plain part of the protocol is spoken: fixed newstyle,
+//! simple replies.
+//!
+//! What must hold: at most `depth` requests are in flight, each in its own slot, and the slot is the cookie; a reply
+//! with any other cookie, or no reply within [`REPLY_TIME_MAX`], is an error.
+
+use crate::error::{Doing, Error, Result};
+use crate::random::Random;
+use std::io::{BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+const OPT_GO: u32 = 7;
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const REP_ERROR: u32 = 1 << 31;
+const INFO_EXPORT: u16 = 0;
+/// Fixed newstyle, no padding after the handshake.
+const CLIENT_FLAGS: u32 = 3;
+const REQUEST: u32 = 0x2560_9513;
+const SIMPLE_REPLY: u32 = 0x6744_6698;
+
+/// Longest wait for one reply.
+pub const REPLY_TIME_MAX: Duration = Duration::from_secs(120);
+/// Most bytes in one request.
+pub const LENGTH_MAX: u32 = 4 << 20;
+/// Most bytes of one option reply.
+const OPTION_REPLY_MAX: u32 = 64 << 10;
+
+/// One request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Reads, and throws away.
+    Read {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+    },
+    /// Writes random bytes.
+    Write {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+    },
+    /// Gives a range back.
+    Trim {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+    },
+    /// Makes all writes answered so far durable.
+    Flush,
+}
+
+impl Request {
+    fn wire(self) -> (u16, u64, u32) {
+        match self {
+            Request::Read { offset, length } => (0, offset, length),
+            Request::Write { offset, length } => (1, offset, length),
+            Request::Flush => (3, 0, 0),
+            Request::Trim { offset, length } => (4, offset, length),
+        }
+    }
+}
+
+/// When a request was sent and when it was answered.
+#[derive(Clone, Copy, Debug)]
+pub struct Timing {
+    /// Just before it was sent.
+    pub sent: Instant,
+    /// Just after its reply was read.
+    pub answered: Instant,
+}
+
+impl Timing {
+    /// Latency in microseconds.
+    pub fn microseconds(&self) -> f64 {
+        self.answered.duration_since(self.sent).as_secs_f64() * 1e6
+    }
+}
+
+/// A connection to one export.
+pub struct Client {
+    stream: UnixStream,
+    replies: BufReader<UnixStream>,
+    size: u64,
+    content: Vec<u8>,
+    random: Random,
+}
+
+fn number<const N: usize>(stream: &mut dyn Read) -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+impl Client {
+    /// Connects to an export over a unix socket.
+    pub fn connect(socket: &Path, export: &str) -> Result<Client> {
+        let doing = || format!("connecting to {} for {export:?}", socket.display());
+        let stream = UnixStream::connect(socket).doing(doing)?;
+        stream.set_read_timeout(Some(REPLY_TIME_MAX)).doing(doing)?;
+        stream.set_write_timeout(Some(REPLY_TIME_MAX)).doing(doing)?;
+        let replies = BufReader::with_capacity(256 << 10, stream.try_clone().doing(doing)?);
+        let mut random = Random::new(0x6c61_6d69_6e61);
+        let mut content = vec![0; 2 * LENGTH_MAX as usize];
+        random.fill(&mut content);
+        let mut client = Client { stream, replies, size: 0, content, random };
+        client.handshake(export).map_err(|e| match e {
+            Error::Io { source, .. } => Error::Io { what: doing(), source },
+            other => other,
+        })?;
+        Ok(client)
+    }
+
+    fn handshake(&mut self, export: &str) -> Result<()> {
+        let doing = || "NBD handshake".to_string();
+        let magic = u64::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let option = u64::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let _flags = u16::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        if magic != GREETING || option != OPTION {
+            return Err(Error::Answer("not an NBD server of the newstyle protocol".into()));
+        }
+        let name = u32::try_from(export.len()).map_err(|_| Error::Usage("export name too long".into()))?;
+        let mut message = Vec::with_capacity(64);
+        message.extend(CLIENT_FLAGS.to_be_bytes());
+        message.extend(OPTION.to_be_bytes());
+        message.extend(OPT_GO.to_be_bytes());
+        message.extend((name + 6).to_be_bytes());
+        message.extend(name.to_be_bytes());
+        message.extend(export.as_bytes());
+        message.extend(0u16.to_be_bytes());
+        self.stream.write_all(&message).doing(doing)?;
+        loop {
+            let magic = u64::from_be_bytes(number(&mut self.replies).doing(doing)?);
+            let _option: [u8; 4] = number(&mut self.replies).doing(doing)?;
+            let kind = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+            let length = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+            if magic != OPTION_REPLY || length > OPTION_REPLY_MAX {
+                return Err(Error::Answer("malformed NBD option reply".into()));
+            }
+            let mut data = vec![0; length as usize];
+            self.replies.read_exact(&mut data).doing(doing)?;
+            match kind {
+                REP_ACK => return Ok(()),
+                REP_INFO if data.len() >= 10 && data[..2] == INFO_EXPORT.to_be_bytes() => {
+                    let size: [u8; 8] = data[2..10].try_into().map_err(|_| Error::Answer("short reply".into()))?;
+                    self.size = u64::from_be_bytes(size);
+                }
+                REP_INFO => {}
+                _ if kind & REP_ERROR != 0 => {
+                    let text = String::from_utf8_lossy(&data).into_owned();
+                    return Err(Error::Answer(format!("export {export:?} refused ({kind:#x}): {text}")));
+                }
+                _ => return Err(Error::Answer(format!("unknown NBD option reply {kind:#x}"))),
+            }
+        }
+    }
+
+    /// Size of the export in bytes.
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Sends all requests with up to `depth` in flight, and calls `each` with the timing of every one as it is
+    /// answered. Returns how many there were.
+    pub fn run(
+        &mut self,
+        depth: usize,
+        requests: impl IntoIterator<Item = Request>,
+        mut each: impl FnMut(Timing),
+    ) -> Result<u64> {
+        let mut requests = requests.into_iter();
+        let mut slots: Vec<Option<(Instant, u32)>> = vec![None; depth.max(1)];
+        let mut free: Vec<usize> = (0..slots.len()).rev().collect();
+        let mut message = Vec::new();
+        let mut done = 0;
+        let mut more = true;
+        loop {
+            message.clear();
+            while more && let Some(&slot) = free.last() {
+                let Some(request) = requests.next() else {
+                    more = false;
+                    break;
+                };
+                free.pop();
+                let (kind, offset, length) = request.wire();
+                if length > LENGTH_MAX && !matches!(request, Request::Trim { .. }) {
+                    return Err(Error::Usage(format!("a request of {length} bytes is above {LENGTH_MAX}")));
+                }
+                message.extend(REQUEST.to_be_bytes());
+                message.extend(0u16.to_be_bytes());
+                message.extend(kind.to_be_bytes());
+                message.extend((slot as u64).to_be_bytes());
+                message.extend(offset.to_be_bytes());
+                message.extend(length.to_be_bytes());
+                if matches!(request, Request::Write { .. }) {
+                    let at = self.random.below(u64::from(LENGTH_MAX)) as usize;
+                    message.extend_from_slice(&self.content[at..at + length as usize]);
+                }
+                let answer = if matches!(request, Request::Read { .. }) { length } else { 0 };
+                slots[slot] = Some((Instant::now(), answer));
+            }
+            if !message.is_empty() {
+                self.stream.write_all(&message).doing(|| "sending NBD requests".into())?;
+            }
+            if free.len() == slots.len() {
+                return Ok(done);
+            }
+            // Take what has arrived before sending again, so that a burst of replies makes one burst of requests.
+            loop {
+                let slot = self.reply(&mut slots, &mut each)?;
+                free.push(slot);
+                done += 1;
+                if self.replies.buffer().is_empty() || free.len() == slots.len() {
+                    break;
+                }
+            }
+            crate::process::go_on()?;
+        }
+    }
+
+    fn reply(&mut self, slots: &mut [Option<(Instant, u32)>], each: &mut impl FnMut(Timing)) -> Result<usize> {
+        let doing = || "waiting for an NBD reply".to_string();
+        let magic = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let error = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let cookie = u64::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        if magic != SIMPLE_REPLY {
+            return Err(Error::Answer(format!("NBD reply magic {magic:#x}")));
+        }
+        let slot = usize::try_from(cookie).ok().filter(|s| slots.get(*s).is_some_and(Option::is_some));
+        let Some((slot, (sent, length))) = slot.and_then(|s| Some((s, slots[s].take()?))) else {
+            return Err(Error::Answer(format!("NBD reply to a request that was not made ({cookie})")));
+        };
+        if error != 0 {
+            let error = std::io::Error::from_raw_os_error(error as i32);
+            return Err(Error::Io { what: "NBD request refused by the server".into(), source: error });
+        }
+        let copied = std::io::copy(&mut (&mut self.replies).take(u64::from(length)), &mut std::io::sink());
+        if copied.doing(doing)? != u64::from(length) {
+            return Err(Error::Answer("NBD server closed the connection in a reply".into()));
+        }
+        each(Timing { sent, answered: Instant::now() });
+        Ok(slot)
+    }
+
+    /// Makes everything written so far durable.
+    pub fn flush(&mut self) -> Result<()> {
+        self.run(1, [Request::Flush], |_| ()).map(|_| ())
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let mut message = Vec::with_capacity(28);
+        message.extend(REQUEST.to_be_bytes());
+        message.extend([0, 0, 0, 2]);
+        message.extend([0; 20]);
+        // Leaving politely; a server that is gone does not mind.
+        let _ = self.stream.write_all(&message);
+    }
+}

@@ -1,0 +1,170 @@
+//! The servers of a comparison: each one an image file, a process and a socket.
+//!
+//! | name | server and image | buffered | direct |
+//! |---|---|---|---|
+//! | `nbdkit` | nbdkit file on a raw file | page cache | `cache=none`: still the page cache, pages dropped after use |
+//! | `qemu-raw` | qemu-nbd on the same raw file | writeback, threads | none, Linux AIO |
+//! | `qemu-raw-uring` | qemu-nbd on the same raw file | writeback, io_uring | none, io_uring |
+//! | `qcow2` | qemu-nbd on qcow2 as `qemu-img create` makes it | writeback, threads | none, Linux AIO |
+//! | `qcow2-ext` | qcow2 with extended_l2 and clusters of 128 KiB | writeback, threads | none, Linux AIO |
+//!
+//! The raw servers share one file, written before, so that they differ in nothing but themselves; only one of them is
+//! asked at a time. nbdkit has no direct I/O: its direct column is the nearest thing it offers.
+
+use crate::error::{Error, Result};
+use crate::fio::Endpoint;
+use crate::nbd::Client;
+use crate::plan::Mode;
+use crate::process::{self, Service};
+use crate::scratch::Scratch;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Longest time a server may take until it answers.
+pub const START_TIME_MAX: Duration = Duration::from_secs(120);
+/// Clients a server must admit: the one that measures and those that look.
+const CLIENTS: &str = "8";
+
+/// What a server's image is, for the bars that compare with one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A server of a raw file.
+    Raw,
+    /// A server of a qcow2 file.
+    Qcow2,
+    /// lamina.
+    Ours,
+}
+
+/// A running server with one disk.
+#[derive(Debug)]
+pub struct Server {
+    /// Column in the report.
+    pub name: String,
+    /// What it stands for.
+    pub kind: Kind,
+    /// Where it is reached.
+    pub endpoint: Endpoint,
+    /// The file or folder that holds its data.
+    pub data: PathBuf,
+    /// Its process.
+    pub service: Service,
+}
+
+/// Waits until a server answers for an export; how long that took.
+pub fn wait_ready(service: &Service, endpoint: &Endpoint) -> Result<Duration> {
+    let began = Instant::now();
+    loop {
+        let failed = match Client::connect(&endpoint.socket, &endpoint.export) {
+            Ok(_) => return Ok(began.elapsed()),
+            Err(e) => e,
+        };
+        if service.ended() {
+            return Err(service.failure("ended before it answered"));
+        }
+        // A socket that is not there yet, or not listened on yet; anything else will not get better by waiting.
+        if !matches!(failed, Error::Io { .. }) || began.elapsed() > START_TIME_MAX {
+            return Err(service.failure(&format!("does not answer: {failed}")));
+        }
+        process::pause(Duration::from_millis(1))?;
+    }
+}
+
+/// Images of the peers, made once for both modes.
+pub struct Images {
+    /// Raw, every byte written.
+    pub raw: PathBuf,
+    qcow2: PathBuf,
+    qcow2_extended: PathBuf,
+}
+
+impl Images {
+    /// Fills the raw file with random bytes and converts it.
+    pub fn make(scratch: &Scratch, size: u64, seed: u64) -> Result<Images> {
+        let raw = scratch.path("disk.raw");
+        crate::scratch::random_file(&raw, size, seed)?;
+        let images = Images { raw, qcow2: scratch.path("default.qcow2"), qcow2_extended: scratch.path("ext.qcow2") };
+        convert(&images.raw, &images.qcow2, None)?;
+        convert(&images.raw, &images.qcow2_extended, Some("extended_l2=on,cluster_size=128k"))?;
+        Ok(images)
+    }
+}
+
+fn convert(from: &Path, to: &Path, options: Option<&str>) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["convert", "-f", "raw", "-O", "qcow2"]);
+    if let Some(options) = options {
+        command.args(["-o", options]);
+    }
+    process::run(command.arg(from).arg(to)).map(|_| ())
+}
+
+/// Starts every peer that this machine can run. A peer the kernel refuses is reported with the reason, not left out in
+/// silence.
+pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Server>, Vec<String>)> {
+    let mut servers = vec![start_one(scratch, "nbdkit", Kind::Raw, &images.raw, nbdkit(&images.raw, mode))?];
+    let mut absent = Vec::new();
+    let own = if mode == Mode::Direct { "native" } else { "threads" };
+    let qemu = [
+        ("qemu-raw", Kind::Raw, &images.raw, "raw", own),
+        ("qemu-raw-uring", Kind::Raw, &images.raw, "raw", "io_uring"),
+        ("qcow2", Kind::Qcow2, &images.qcow2, "qcow2", own),
+        ("qcow2-ext", Kind::Qcow2, &images.qcow2_extended, "qcow2", own),
+    ];
+    for (name, kind, image, format, engine) in qemu {
+        match start_one(scratch, name, kind, image, qemu_nbd(image, format, mode, engine)) {
+            Ok(server) => servers.push(server),
+            // Containers commonly forbid io_uring; every other failure stops the study.
+            Err(Error::Command { detail, .. }) if engine == "io_uring" => {
+                absent.push(format!("{name} ({}) cannot run here: {detail}", mode.word()));
+            }
+            Err(other) => return Err(other),
+        }
+    }
+    Ok((servers, absent))
+}
+
+fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: Invocation) -> Result<Server> {
+    let socket = scratch.socket(name);
+    // What the server of the other mode left.
+    let _ = std::fs::remove_file(&socket);
+    let mut process = Command::new(command.program);
+    process.arg(command.socket_option).arg(&socket).args(&command.arguments);
+    let service = Service::start(&mut process, &scratch.path(&format!("{name}.log")))?;
+    let endpoint = Endpoint { socket, export: String::new() };
+    wait_ready(&service, &endpoint)?;
+    Ok(Server { name: name.into(), kind, endpoint, data: data.into(), service })
+}
+
+struct Invocation {
+    program: &'static str,
+    socket_option: &'static str,
+    arguments: Vec<String>,
+}
+
+fn nbdkit(image: &Path, mode: Mode) -> Invocation {
+    let mut arguments = vec!["-f".into(), "--exit-with-parent".into(), "file".into(), image.display().to_string()];
+    if mode == Mode::Direct {
+        arguments.push("cache=none".into());
+    }
+    Invocation { program: "nbdkit", socket_option: "-U", arguments }
+}
+
+fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation {
+    // A comma ends an option's value unless it is doubled.
+    let file = image.display().to_string().replace(',', ",,");
+    let cache = if mode == Mode::Direct { "none" } else { "writeback" };
+    let arguments = vec![
+        "--persistent".into(),
+        format!("--shared={CLIENTS}"),
+        format!("--cache={cache}"),
+        format!("--aio={engine}"),
+        "--discard=unmap".into(),
+        "--detect-zeroes=off".into(),
+        "--image-opts".into(),
+        // Three servers share the raw file by turns; see the head of this file.
+        format!("driver={format},file.driver=file,file.filename={file},file.locking=off"),
+    ];
+    Invocation { program: "qemu-nbd", socket_option: "-k", arguments }
+}

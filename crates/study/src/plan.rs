@@ -1,0 +1,255 @@
+//! Options of the command line, and the sizes that follow from them.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use serde::Serialize;
+use std::path::PathBuf;
+
+const GIB: u64 = 1 << 30;
+
+/// Measures lamina against its peers and its own bars.
+#[derive(Debug, Parser)]
+#[command(name = "lamina-study", version, about, after_help = EXIT_CODES)]
+pub struct Options {
+    /// What to measure
+    #[command(subcommand)]
+    pub study: Study,
+    /// How
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 every bar met, 1 could not measure, 2 wrong usage, 3 measured and a bar missed, \
+130 interrupted.";
+
+/// What to measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Subcommand, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Study {
+    /// Speed over NBD against nbdkit and qemu-nbd, raw and qcow2 (bar 3)
+    Speed,
+    /// Writes to an empty thin disk against writes to a full one (bar 4)
+    Thin,
+    /// Reads and writes at snapshot depths up to 1,000 (bar 5)
+    Depth,
+    /// Taking and deleting snapshots under load (bar 6)
+    Snapshots,
+    /// Thousands of linked clones, and a full clone against cp (bar 7)
+    Clones,
+    /// Scattered blocks over a 16 TiB disk: memory, opening, reads (bar 8)
+    Wide,
+    /// Space given back after discards and overwrites (bar 9)
+    Reclaim,
+    /// All of them
+    All,
+}
+
+impl Study {
+    /// Every study but [`Study::All`], in the order of the bars.
+    pub const EACH: [Study; 7] =
+        [Study::Speed, Study::Thin, Study::Depth, Study::Snapshots, Study::Clones, Study::Wide, Study::Reclaim];
+
+    /// Name of the subcommand.
+    pub fn word(self) -> &'static str {
+        match self {
+            Study::Speed => "speed",
+            Study::Thin => "thin",
+            Study::Depth => "depth",
+            Study::Snapshots => "snapshots",
+            Study::Clones => "clones",
+            Study::Wide => "wide",
+            Study::Reclaim => "reclaim",
+            Study::All => "all",
+        }
+    }
+}
+
+/// Whether the servers go through the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Mode {
+    /// Through the page cache
+    Buffered,
+    /// Around it
+    Direct,
+}
+
+impl Mode {
+    /// As the command lines say it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Mode::Buffered => "buffered",
+            Mode::Direct => "direct",
+        }
+    }
+}
+
+fn size(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let shift = match text[digits.len()..].to_ascii_uppercase().as_str() {
+        "" => 0,
+        "K" => 10,
+        "M" => 20,
+        "G" => 30,
+        "T" => 40,
+        _ => return Err("a size is a number, then nothing or K, M, G or T".into()),
+    };
+    let number: u64 = digits.parse().map_err(|e| format!("{e}"))?;
+    number.checked_mul(1 << shift).filter(|s| *s > 0).ok_or_else(|| "out of range".into())
+}
+
+/// How to measure.
+#[derive(Clone, Debug, Args)]
+pub struct Settings {
+    /// Shorter runs, fewer of them, smaller disks: shows where things stand, proves no bar
+    #[arg(long, global = true)]
+    pub quick: bool,
+    /// The lamina to measure [default: the one beside this program]
+    #[arg(long, global = true, value_name = "PROGRAM")]
+    pub lamina: Option<PathBuf>,
+    /// Work folder; its file system is what is measured on
+    #[arg(long, global = true, value_name = "FOLDER", default_value = "target/bench")]
+    pub work: PathBuf,
+    /// Folder for the raw results
+    #[arg(long, global = true, value_name = "FOLDER", default_value = "bench-results")]
+    pub results: PathBuf,
+    /// Keep the work folder
+    #[arg(long, global = true)]
+    pub keep: bool,
+    /// Seed of layouts and loads
+    #[arg(long, global = true, default_value_t = 1)]
+    pub seed: u64,
+    /// Runs of each cell [default: 5, quick 3]
+    #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
+    pub runs: Option<u32>,
+    /// Seconds of each run [default: 2.5, quick 1]
+    #[arg(long, global = true)]
+    pub seconds: Option<f64>,
+    /// Only this mode [default: both where a bar has two]
+    #[arg(long, global = true)]
+    pub mode: Option<Mode>,
+    /// Size of the disks [default: 2G, quick 512M]
+    #[arg(long, global = true, value_parser = size)]
+    pub disk_size: Option<u64>,
+    /// speed: the peers alone, without lamina
+    #[arg(long, global = true)]
+    pub peers_only: bool,
+    /// speed: only cells whose name contains this (may be given several times)
+    #[arg(long, global = true, value_name = "PART")]
+    pub cell: Vec<String>,
+    /// depth: snapshot depths beside 0 [default: 1,8,32,256,1000, quick 1,8,32]
+    #[arg(long, global = true, value_delimiter = ',')]
+    pub depths: Vec<u32>,
+    /// snapshots: how many to take under load [default: 300, quick 100]
+    #[arg(long, global = true)]
+    pub snapshots: Option<u32>,
+    /// clones: how many [default: 10000, quick 1000]
+    #[arg(long, global = true)]
+    pub clones: Option<u32>,
+    /// wide: blocks written [default: 2000000, quick 200000]
+    #[arg(long, global = true)]
+    pub blocks: Option<u32>,
+}
+
+/// The settings with every default filled in.
+#[derive(Clone, Debug, Serialize)]
+pub struct Plan {
+    /// Whether this is the short version.
+    pub quick: bool,
+    /// Seed of layouts and loads.
+    pub seed: u64,
+    /// Runs of each cell.
+    pub runs: u32,
+    /// Seconds of each run.
+    pub seconds: f64,
+    /// Seconds before each run that are not counted.
+    pub ramp: f64,
+    /// Modes asked for.
+    pub modes: Vec<Mode>,
+    /// Bytes of each disk.
+    pub disk_size: u64,
+    /// Without lamina.
+    pub peers_only: bool,
+    /// Parts of the names of wanted cells; empty for all.
+    pub cells: Vec<String>,
+    /// Snapshot depths beside 0.
+    pub depths: Vec<u32>,
+    /// Snapshots taken under load.
+    pub snapshots: u32,
+    /// Linked clones.
+    pub clones: u32,
+    /// Blocks of the wide disk.
+    pub blocks: u32,
+}
+
+/// Smallest disk the layouts of all bars fit on.
+const DISK_SIZE_MIN: u64 = 64 << 20;
+
+impl Settings {
+    /// Fills the defaults in.
+    pub fn plan(&self) -> Result<Plan, String> {
+        let quick = self.quick;
+        let pick = |full: u32, short: u32| if quick { short } else { full };
+        let seconds = self.seconds.unwrap_or(if quick { 1.0 } else { 2.5 });
+        if !(0.1..=3600.0).contains(&seconds) {
+            return Err("--seconds must be from 0.1 to 3600".into());
+        }
+        let disk_size = self.disk_size.unwrap_or(if quick { GIB / 2 } else { 2 * GIB });
+        if disk_size < DISK_SIZE_MIN || !disk_size.is_multiple_of(1 << 20) {
+            return Err("--disk-size must be 64M or more, in whole MiB".into());
+        }
+        let depths = match (self.depths.is_empty(), quick) {
+            (false, _) => self.depths.clone(),
+            (true, true) => vec![1, 8, 32],
+            (true, false) => vec![1, 8, 32, 256, 1000],
+        };
+        if depths.iter().any(|d| *d == 0 || *d > 10_000) {
+            return Err("--depths are from 1 to 10000; 0 is always measured".into());
+        }
+        Ok(Plan {
+            quick,
+            seed: self.seed,
+            runs: self.runs.unwrap_or(pick(5, 3)),
+            seconds,
+            ramp: (seconds / 2.0).min(0.5),
+            modes: self.mode.map_or_else(|| vec![Mode::Buffered, Mode::Direct], |m| vec![m]),
+            disk_size,
+            peers_only: self.peers_only,
+            cells: self.cell.clone(),
+            depths,
+            snapshots: self.snapshots.unwrap_or(pick(300, 100)).clamp(10, 100_000),
+            clones: self.clones.unwrap_or(pick(10_000, 1_000)).clamp(1, 1_000_000),
+            blocks: self.blocks.unwrap_or(pick(2_000_000, 200_000)).clamp(1_000, 100_000_000),
+        })
+    }
+}
+
+impl Plan {
+    /// The mode of bars that are about one only: the first one asked for.
+    pub fn mode(&self) -> Mode {
+        self.modes.first().copied().unwrap_or(Mode::Buffered)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent_and_sizes_are_read() {
+        Options::command().debug_assert();
+        assert_eq!(size("3G"), Ok(3 * GIB));
+        assert_eq!(size("512"), Ok(512));
+        for bad in ["", "G", "0", "1X", "99999999999999T", "-1"] {
+            assert!(size(bad).is_err(), "{bad}");
+        }
+        let options = Options::try_parse_from(["lamina-study", "speed", "--quick", "--runs", "1"]).unwrap();
+        let plan = options.settings.plan().unwrap();
+        assert_eq!((options.study, plan.runs, plan.depths.len()), (Study::Speed, 1, 3));
+        for bad in [["--seconds", "0"], ["--disk-size", "1M"], ["--depths", "0"]] {
+            let options = Options::try_parse_from(["lamina-study", "depth", bad[0], bad[1]]).unwrap();
+            assert!(options.settings.plan().is_err(), "{bad:?}");
+        }
+    }
+}

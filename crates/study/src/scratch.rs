@@ -1,0 +1,217 @@
+//! The work folder of a run, and the state of its files in the page cache.
+//!
+//! What must hold:
+//!
+//! 1. All files of all sides lie in one folder on one file system; only sockets lie elsewhere, because a socket's path
+//!    may not exceed 107 bytes.
+//! 2. The folder goes when the run ends. What a killed run left behind goes when the next one starts.
+
+use crate::error::{Doing, Result};
+use rustix::fs::{Advice, fadvise, syncfs};
+use rustix::process::{Pid, test_kill_process};
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// How deep a tree of files may be; deeper ones are not ours.
+const DEPTH_MAX: usize = 16;
+const PREFIX: &str = "run-";
+
+/// The work folder of this run.
+#[derive(Debug)]
+pub struct Scratch {
+    root: PathBuf,
+    sockets: PathBuf,
+    keep: bool,
+}
+
+impl Scratch {
+    /// Makes a folder for this process below `parent`.
+    pub fn new(parent: &Path, keep: bool) -> Result<Scratch> {
+        fs::create_dir_all(parent).doing(|| format!("creating {}", parent.display()))?;
+        let parent = parent.canonicalize().doing(|| format!("resolving {}", parent.display()))?;
+        remove_leftovers(&parent);
+        let name = format!("{PREFIX}{}", std::process::id());
+        let root = parent.join(&name);
+        let sockets = std::env::temp_dir().join(format!("lamina-study-{name}"));
+        for path in [&root, &sockets] {
+            fs::create_dir_all(path).doing(|| format!("creating {}", path.display()))?;
+        }
+        Ok(Scratch { root, sockets, keep })
+    }
+
+    /// The folder.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// A file or folder in it, not created.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.root.join(name)
+    }
+
+    /// Where a socket of this name belongs.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.sockets.join(name)
+    }
+
+    /// Removes one file or folder in it.
+    pub fn remove(&self, path: &Path) -> Result<()> {
+        let done = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+        done.doing(|| format!("removing {}", path.display()))
+    }
+
+    /// Writes everything dirty on this file system back, so that no run pays for another's writes.
+    pub fn settle(&self) -> Result<()> {
+        let root = File::open(&self.root).doing(|| format!("opening {}", self.root.display()))?;
+        syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.sockets);
+        if self.keep {
+            eprintln!("kept {}", self.root.display());
+        } else if let Err(e) = fs::remove_dir_all(&self.root) {
+            eprintln!("cannot remove {}: {e}", self.root.display());
+        }
+    }
+}
+
+/// Removes the folders of runs whose process is gone.
+fn remove_leftovers(parent: &Path) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let id = name.to_str().and_then(|n| n.strip_prefix(PREFIX)).and_then(|n| n.parse().ok());
+        if let Some(pid) = id.and_then(Pid::from_raw)
+            && test_kill_process(pid) == Err(rustix::io::Errno::SRCH)
+        {
+            let _ = fs::remove_dir_all(entry.path());
+            let _ = fs::remove_dir_all(std::env::temp_dir().join(format!("lamina-study-{PREFIX}{}", pid)));
+        }
+    }
+}
+
+fn visit(path: &Path, depth: usize, each: &mut dyn FnMut(&Path, &fs::Metadata) -> Result<()>) -> Result<()> {
+    // A server may remove a file between listing and looking: that file counts as nothing.
+    let Ok(metadata) = fs::symlink_metadata(path) else { return Ok(()) };
+    each(path, &metadata)?;
+    if metadata.is_dir() && depth < DEPTH_MAX {
+        for entry in fs::read_dir(path).doing(|| format!("listing {}", path.display()))? {
+            visit(&entry.doing(|| format!("listing {}", path.display()))?.path(), depth + 1, each)?;
+        }
+    }
+    Ok(())
+}
+
+/// Bytes the file system has given to a file or a tree, as `du` counts them.
+pub fn allocated(path: &Path) -> Result<u64> {
+    let mut sum = 0;
+    visit(path, 0, &mut |_, m| {
+        sum += m.blocks() * 512;
+        Ok(())
+    })?;
+    Ok(sum)
+}
+
+/// Drops the clean cached pages of a file or a tree. Write dirty ones back first ([`Scratch::settle`]).
+pub fn drop_cached(path: &Path) -> Result<()> {
+    visit(path, 0, &mut |p, m| {
+        if m.is_file() {
+            let file = File::open(p).doing(|| format!("opening {}", p.display()))?;
+            fadvise(&file, 0, None, Advice::DontNeed).doing(|| format!("dropping the cache of {}", p.display()))?;
+        }
+        Ok(())
+    })
+}
+
+/// Reads everything allocated in a file or a tree once, so that it is in the page cache.
+pub fn warm(path: &Path) -> Result<()> {
+    let mut buffer = vec![0; 1 << 20];
+    visit(path, 0, &mut |p, m| {
+        if m.is_file() { warm_file(p, &mut buffer) } else { Ok(()) }
+    })
+}
+
+fn warm_file(path: &Path, buffer: &mut [u8]) -> Result<()> {
+    let doing = || format!("reading {}", path.display());
+    let mut file = File::open(path).doing(doing)?;
+    let mut at = 0;
+    while let Ok(from) = rustix::fs::seek(&file, rustix::fs::SeekFrom::Data(at)) {
+        let to = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(from)).doing(doing)?;
+        file.seek(SeekFrom::Start(from)).doing(doing)?;
+        let mut left = to.saturating_sub(from);
+        while left > 0 {
+            let want = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            let got = file.read(&mut buffer[..want]).doing(doing)?;
+            if got == 0 {
+                break;
+            }
+            left -= got as u64;
+        }
+        crate::process::go_on()?;
+        at = to;
+    }
+    Ok(())
+}
+
+/// Writes `size` random bytes into a new file and to the medium.
+pub fn random_file(path: &Path, size: u64, seed: u64) -> Result<()> {
+    use std::io::Write;
+    let doing = || format!("writing {}", path.display());
+    let mut random = crate::random::Random::new(seed);
+    let mut buffer = vec![0; 1 << 20];
+    let mut file = File::create(path).doing(doing)?;
+    let mut left = size;
+    while left > 0 {
+        crate::process::go_on()?;
+        random.fill(&mut buffer);
+        let part = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
+        file.write_all(&buffer[..part]).doing(doing)?;
+        left -= part as u64;
+    }
+    file.sync_all().doing(doing)
+}
+
+/// Waits until what a file or tree allocates is at most `bytes`, or the time is over: what it allocates then, and how
+/// long it took.
+pub fn wait_allocated(path: &Path, bytes: u64, time: Duration) -> Result<(u64, Duration)> {
+    let began = std::time::Instant::now();
+    loop {
+        let now = allocated(path)?;
+        if now <= bytes || began.elapsed() >= time {
+            return Ok((now, began.elapsed()));
+        }
+        crate::process::pause(Duration::from_millis(20))?;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_run_leaves_nothing_and_sweeps_up_after_killed_ones() {
+        let parent = std::env::temp_dir().join(format!("study-scratch-{}", std::process::id()));
+        // No process has this number: it is above the kernel's limit.
+        fs::create_dir_all(parent.join("run-2000000000")).unwrap();
+        let scratch = Scratch::new(&parent, false).unwrap();
+        assert!(!parent.join("run-2000000000").exists());
+        let file = scratch.path("file");
+        random_file(&file, 3 << 20, 1).unwrap();
+        scratch.settle().unwrap();
+        warm(scratch.root()).unwrap();
+        drop_cached(scratch.root()).unwrap();
+        assert!(allocated(scratch.root()).unwrap() >= 3 << 20);
+        assert_eq!(fs::metadata(&file).unwrap().len(), 3 << 20);
+        let (root, sockets) = (scratch.root().to_path_buf(), scratch.socket("s"));
+        assert!(sockets.as_os_str().len() < 100);
+        drop(scratch);
+        assert!(!root.exists() && !sockets.exists());
+        fs::remove_dir(parent).unwrap();
+    }
+}

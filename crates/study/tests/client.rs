@@ -1,0 +1,97 @@
+//! The study's NBD client against a server that is not ours.
+
+#![allow(clippy::unwrap_used)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use study::fio::Endpoint;
+use study::nbd::{Client, Request};
+use study::peers::wait_ready;
+use study::process::{self, Service};
+
+struct Memory {
+    folder: PathBuf,
+    endpoint: Endpoint,
+    service: Option<Service>,
+}
+
+/// 64 MiB of nbdkit's memory, with these filters in front.
+fn serve(name: &str, words: &[&str]) -> Memory {
+    let folder = std::env::temp_dir().join(format!("study-client-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let socket = folder.join("socket");
+    let mut command = Command::new("nbdkit");
+    command.args(["-f", "--exit-with-parent", "-U"]).arg(&socket).args(words);
+    let service = Service::start(&mut command, &folder.join("log")).unwrap();
+    let endpoint = Endpoint { socket, export: String::new() };
+    wait_ready(&service, &endpoint).unwrap();
+    Memory { folder, endpoint, service: Some(service) }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        drop(self.service.take());
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+fn client(memory: &Memory) -> Client {
+    Client::connect(&memory.endpoint.socket, "").unwrap()
+}
+
+/// What `nbdcopy` reads.
+fn content(memory: &Memory) -> Vec<u8> {
+    let path = memory.folder.join("content");
+    process::run(Command::new("nbdcopy").arg(memory.endpoint.uri()).arg(&path)).unwrap();
+    std::fs::read(path).unwrap()
+}
+
+#[test]
+fn every_request_is_answered_once_and_lands_where_it_was_sent() {
+    let memory = serve("memory", &["memory", "64M"]);
+    let mut client = client(&memory);
+    assert_eq!(client.size(), 64 << 20);
+    for depth in [1, 3, 64] {
+        // Every third block, then every sixth of them taken back.
+        let write = (0..3000).step_by(3).map(|b| Request::Write { offset: b * 4096, length: 4096 });
+        let mut answered = 0;
+        let count = client.run(depth, write, |t| {
+            assert!(t.answered >= t.sent);
+            answered += 1;
+        });
+        assert_eq!((count.unwrap(), answered), (1000, 1000));
+        let trim = (0..3000).step_by(6).map(|b| Request::Trim { offset: b * 4096, length: 4096 });
+        assert_eq!(client.run(depth, trim, |_| ()).unwrap(), 500);
+        client.flush().unwrap();
+        for (block, bytes) in content(&memory)[..3000 * 4096].chunks(4096).enumerate() {
+            let written = block % 3 == 0 && block % 6 != 0;
+            assert_eq!(bytes.iter().any(|b| *b != 0), written, "block {block} at depth {depth}");
+        }
+        let read = (0..64).map(|m| Request::Read { offset: m << 20, length: 1 << 20 });
+        assert_eq!(client.run(depth, read, |_| ()).unwrap(), 64);
+    }
+}
+
+#[test]
+fn latencies_are_those_of_the_server() {
+    let memory = serve("slow", &["--filter=delay", "memory", "64M", "rdelay=30ms"]);
+    let mut slowest: f64 = 0.0;
+    let mut fastest = f64::INFINITY;
+    let read = (0..32).map(|b| Request::Read { offset: b * 4096, length: 4096 });
+    let each = |t: study::nbd::Timing| {
+        slowest = slowest.max(t.microseconds());
+        fastest = fastest.min(t.microseconds());
+    };
+    client(&memory).run(8, read, each).unwrap();
+    assert!(fastest >= 30_000.0 && slowest < 5_000_000.0, "{fastest} to {slowest} us");
+}
+
+#[test]
+fn refusals_are_errors() {
+    let memory = serve("failing", &["--filter=error", "memory", "64M", "error-pwrite=ENOSPC", "error-pwrite-rate=1"]);
+    let error = client(&memory).run(4, [Request::Write { offset: 0, length: 4096 }], |_| ()).unwrap_err().to_string();
+    assert!(error.contains("No space left"), "{error}");
+    let too_long = Request::Read { offset: 0, length: study::nbd::LENGTH_MAX + 1 };
+    assert!(client(&memory).run(1, [too_long], |_| ()).is_err());
+    assert!(Client::connect(Path::new("/no/such/socket"), "").is_err());
+}
