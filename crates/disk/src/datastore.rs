@@ -12,7 +12,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 use store::catalog::{Object, Provisioning};
 use store::engine::{FORMAT_VERSION, InitParameters};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
@@ -146,8 +145,7 @@ impl Datastore {
             mode: options.mode,
             metadata_cache: options.metadata_cache,
             write_buffer: options.write_buffer,
-            commit_interval: Duration::from_secs(10),
-            threads: true,
+            ..EngineOptions::default()
         };
         Self::open_in(Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
     }
@@ -191,6 +189,11 @@ impl Datastore {
             self.engine.delete_disk(object.id)?;
         }
         Ok(())
+    }
+
+    /// The engine below: for tests that drive it by hand.
+    pub fn engine(&self) -> &Engine {
+        &self.engine
     }
 
     /// Writes everything home and closes. Devices still open fail from then on.

@@ -24,6 +24,10 @@ pub mod pages;
 pub mod space;
 pub mod tree;
 
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod testbed;
+
 pub use engine::{Engine, EngineOptions};
 pub use error::{Error, ErrorKind, IoContext, Result};
 

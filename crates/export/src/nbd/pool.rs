@@ -23,7 +23,7 @@ impl Pool {
                 self.bytes -= buffer.len();
                 buffer
             }
-            None => Buffer::zeroed(blocks),
+            None => Buffer::recycled(blocks),
         }
     }
 

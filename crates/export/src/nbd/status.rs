@@ -162,3 +162,34 @@ pub fn payload(id: u32, extents: &[Extent], extended: bool) -> Vec<u8> {
     }
     out
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whatever_a_device_answers_a_client_makes_progress() {
+        let mut seed = 1u64;
+        let mut random = |limit: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (seed >> 33) % limit
+        };
+        for _ in 0..20_000 {
+            let length = 1 + random(1000);
+            let limit = 1 + random(5) as usize;
+            let found: Vec<Extent> =
+                (0..random(8)).map(|_| Extent { length: random(400), flags: random(3) as u32 }).collect();
+            let told = tidy(found.iter().copied(), length, limit, 7);
+            assert!(!told.is_empty() && told.len() <= limit, "{found:?}: {told:?}");
+            assert!(told.iter().all(|extent| extent.length > 0), "{found:?}: {told:?}");
+            assert!(told.windows(2).all(|two| two[0].flags != two[1].flags), "{found:?}: {told:?}");
+            assert!(told.iter().map(|extent| extent.length).sum::<u64>() <= length, "{found:?}: {told:?}");
+            // Byte by byte what the device said.
+            let spread = |extents: &[Extent]| -> Vec<u32> {
+                extents.iter().flat_map(|extent| std::iter::repeat_n(extent.flags, extent.length as usize)).collect()
+            };
+            let (said, told) = (spread(&found), spread(&told));
+            assert!(said.is_empty() || said.starts_with(&told), "{found:?}");
+        }
+    }
+}

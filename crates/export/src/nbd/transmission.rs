@@ -291,7 +291,10 @@ impl Session<'_> {
         match action {
             Ok(Action::Write { length, fua }) => {
                 let start = (head.offset % BLOCK_SIZE as u64) as usize;
-                let buffer = self.pool.take(start + length);
+                let mut buffer = self.pool.take(start + length);
+                // What the device is told to ignore, it shall not be able to store either.
+                buffer[..start].fill(0);
+                buffer[start + length..].fill(0);
                 self.incoming = Incoming::Payload { head, fua, buffer, filled: start, end: start + length };
             }
             Ok(Action::StatusPayload { payload, only_one }) if payload < DIRECT_PAYLOAD_BYTES_MIN => {

@@ -79,7 +79,7 @@ fn unread_replies_bound_the_memory_and_hurt_nobody() {
             let mut client = Client::open(&running.socket, "vm", Mode::Structured);
             let mut batch = Vec::new();
             for n in 0..1000 {
-                batch.extend(client.encode(CMD_READ, 0, n % 60 << 20, 4 << 20, &[]).1);
+                batch.extend(client.encode(CMD_READ, 0, (n % 60) << 20, 4 << 20, &[]).1);
             }
             client.stream.write_all(&batch).unwrap();
             rude.push(client);
@@ -91,7 +91,9 @@ fn unread_replies_bound_the_memory_and_hurt_nobody() {
             assert_eq!(polite.read(n * 4096, 4096), [7; 4096]);
             assert!(begun.elapsed() < Duration::from_secs(2), "a polite client waited {:?}", begun.elapsed());
         }
-        std::thread::sleep(Duration::from_millis(500));
+        // They keep no block from being reused and none of the device's memory, however long they take.
+        eventually("guards are given back", || Arc::strong_count(&disk.guards) == 1);
+        eventually("memory is given back", || disk.lent() == 0);
         // Each may hold 48 MiB plus one request; 4,000 requests of 4 MiB would be 16 GB.
         let grown = resident_bytes().saturating_sub(before);
         assert!(grown < 400 << 20, "four rude clients hold {} MiB", grown >> 20);
@@ -121,6 +123,23 @@ fn many_requests_without_reading_still_all_get_answered() {
         assert_eq!(client.receive().1.error, 0);
     }
     client.leave();
+}
+
+#[test]
+fn requests_under_way_are_bounded() {
+    let (running, disk) = start(ServerConfig::default());
+    let mut client = Client::open(&running.socket, "vm", Mode::Structured);
+    client.write(0, &vec![3; 4 << 20]);
+    disk.settle();
+    disk.slow(Duration::from_millis(3));
+    let batch: Vec<u8> = (0..1000).flat_map(|n| client.encode(CMD_READ, 0, n * 4096, 512, &[]).1).collect();
+    client.stream.write_all(&batch).unwrap();
+    let mut most = 0;
+    for _ in 0..1000 {
+        assert_eq!(client.receive().1.data, [3; 512]);
+        most = most.max(Arc::strong_count(&disk.guards) - 1);
+    }
+    assert!((16..=128).contains(&most), "{most} reads under way at once");
 }
 
 #[test]

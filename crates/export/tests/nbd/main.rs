@@ -1,5 +1,5 @@
 //! Tests of the NBD server through its sockets: an independent client, hostile clients, and the clients people use.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
 mod client;
 mod handshake;

@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use store::{Error, ErrorKind, Result};
 
@@ -133,6 +133,10 @@ pub struct MemoryDisk {
     /// What writes fail with.
     pub fail_writes: Mutex<Option<ErrorKind>>,
     pub prefetched: Mutex<Vec<Range<u64>>>,
+    /// One reference is ours; each read plan that has not been verified yet holds another.
+    pub guards: Arc<()>,
+    /// Memory handed out with reads.
+    lent: Mutex<Vec<Weak<Buffer>>>,
 }
 
 impl MemoryDisk {
@@ -170,6 +174,8 @@ impl MemoryDisk {
             verdicts: AtomicU32::new(0),
             fail_writes: Mutex::new(None),
             prefetched: Mutex::new(Vec::new()),
+            guards: Arc::new(()),
+            lent: Mutex::new(Vec::new()),
         }
     }
 
@@ -182,6 +188,13 @@ impl MemoryDisk {
     /// Reads of this range of the medium fail.
     pub fn break_medium(&self, range: Range<u64>) {
         *self.file.broken.lock() = Some(range);
+    }
+
+    /// Buffers handed out with reads and not given back.
+    pub fn lent(&self) -> usize {
+        let mut lent = self.lent.lock();
+        lent.retain(|buffer| buffer.strong_count() > 0);
+        lent.len()
     }
 
     /// Forgets what changed.
@@ -268,12 +281,14 @@ impl Device for MemoryDisk {
                 })),
                 (Place::Memory, _) => {
                     let at = (block * BLOCK) as usize;
-                    let copy = Buffer::copy_of(&self.file.bytes.read()[at..at + BLOCK_SIZE]);
-                    segments.push(Segment::Memory(SharedSlice::new(Arc::new(copy), 0..BLOCK_SIZE)));
+                    let copy = Arc::new(Buffer::copy_of(&self.file.bytes.read()[at..at + BLOCK_SIZE]));
+                    self.lent.lock().push(Arc::downgrade(&copy));
+                    segments.push(Segment::Memory(SharedSlice::new(copy, 0..BLOCK_SIZE)));
                 }
             }
         }
-        Ok(ReadPlan { segments, skip: (offset % BLOCK) as usize, length, offset, guard: Some(Box::new(())) })
+        let guard: Option<Box<dyn std::any::Any + Send>> = Some(Box::new(Arc::clone(&self.guards)));
+        Ok(ReadPlan { segments, skip: (offset % BLOCK) as usize, length, offset, guard })
     }
 
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {

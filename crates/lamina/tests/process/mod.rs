@@ -4,7 +4,9 @@
 #![allow(clippy::unwrap_used)]
 
 use serde_json::Value;
+use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -98,6 +100,33 @@ impl Store {
         self.command(arguments).output().unwrap().into()
     }
 
+    /// Makes a datastore in a folder of the caller's choice.
+    pub fn at(folder: &Path, journal_size: &str) -> Self {
+        let folder = tempfile::Builder::new().tempdir_in(folder).unwrap();
+        let store = Self { folder };
+        let done: Done =
+            lamina().args(["init", "--journal-size", journal_size]).arg(store.path()).output().unwrap().into();
+        done.ok();
+        store
+    }
+
+    /// Where NBD clients find it while it is served.
+    pub fn socket(&self) -> PathBuf {
+        self.path().join("nbd.sock")
+    }
+
+    /// The URI of an export, for names that need no escapes.
+    pub fn uri(&self, export: &str) -> String {
+        format!("nbd+unix:///{export}?socket={}", self.socket().display())
+    }
+
+    /// No finding, checksums of all data included. The datastore need not be served.
+    #[track_caller]
+    pub fn is_clean(&self) {
+        let text = self.run("check --data").ok();
+        assert!(text.ends_with("clean\n"), "{text}");
+    }
+
     /// Serves it until the value is dropped or stopped.
     pub fn serve(&self, arguments: &str) -> Serving {
         Serving::start(self.command(&format!("serve {arguments}")))
@@ -107,7 +136,8 @@ impl Store {
 /// A running server.
 pub struct Serving {
     child: Child,
-    stdout: BufReader<ChildStdout>,
+    _stdout: BufReader<ChildStdout>,
+    log: File,
     /// The line it printed when it was ready.
     pub ready: String,
 }
@@ -115,19 +145,28 @@ pub struct Serving {
 impl Serving {
     /// Starts and waits for the ready line.
     pub fn start(mut command: Command) -> Self {
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+        let log = tempfile::tempfile().unwrap();
+        let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         let mut ready = String::new();
         stdout.read_line(&mut ready).unwrap();
-        assert!(!ready.is_empty(), "the server ended before it was ready: {:?}", child.wait());
-        Self { child, stdout, ready: ready.trim_end().into() }
+        let serving = Self { child, _stdout: stdout, log, ready: ready.trim_end().into() };
+        assert!(!serving.ready.is_empty(), "the server ended before it was ready: {}", serving.log());
+        serving
+    }
+
+    /// What it has logged.
+    pub fn log(&self) -> String {
+        let mut bytes = vec![0; self.log.metadata().unwrap().len() as usize];
+        self.log.read_exact_at(&mut bytes, 0).unwrap();
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends a signal and waits for the end; its exit code, `None` if the signal killed it.
+    /// Sends a signal and waits for the end: its exit code, `None` if the signal killed it.
     pub fn stop(&mut self, signal: &str) -> Option<i32> {
         send(self.pid(), signal);
         wait(&mut self.child)
@@ -138,6 +177,13 @@ impl Drop for Serving {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        // Whatever a test is about: no server panics.
+        let log = self.log();
+        if std::thread::panicking() {
+            eprintln!("the server's log:\n{log}");
+        } else {
+            assert!(!log.contains("panicked"), "{log}");
+        }
     }
 }
 

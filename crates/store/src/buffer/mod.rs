@@ -235,15 +235,24 @@ impl Layers {
         if self.layers.len() > 1 && self.layers[0].is_empty() { self.layers.pop_front()?.snapshot } else { None }
     }
 
+    /// True when nothing is buffered in a range, and no snapshot waits for what is buffered elsewhere.
+    pub fn is_free(&self, range: &Range<u64>) -> bool {
+        self.layers.len() == 1 && self.layers[0].overlapping(range).next().is_none()
+    }
+
+    /// Makes partial overwrites under way in a range start again.
+    pub fn invalidate_partial(&mut self, range: &Range<u64>) {
+        for (block, valid) in &mut self.partial {
+            if range.contains(block) {
+                *valid = false;
+            }
+        }
+    }
+
     /// Puts a write on top; returns (claimed blocks, data blocks) of what it replaced in the newest layer.
     pub fn insert(&mut self, logical: u64, entry: Entry) -> (u64, u64) {
         if !self.partial.is_empty() {
-            let range = logical..logical + entry.blocks;
-            for (block, valid) in &mut self.partial {
-                if range.contains(block) {
-                    *valid = false;
-                }
-            }
+            self.invalidate_partial(&(logical..logical + entry.blocks));
         }
         self.layers.back_mut().expect("there is always a layer").insert(logical, entry)
     }
@@ -324,3 +333,6 @@ pub fn place(run: Run) -> (u64, u64, u64) {
     let size = BLOCK_SIZE as u64;
     (run.start / crate::space::FILE_BLOCKS, run.start % crate::space::FILE_BLOCKS * size, run.blocks * size)
 }
+
+#[cfg(test)]
+mod tests;

@@ -21,7 +21,7 @@
 //! | 88 | 255 | name, UTF-8 |
 
 use crate::pages::{HEADER_SIZE, PageFile, PageKey, Pages};
-use crate::tree::NodeId;
+use crate::tree::{LOGICAL_LIMIT, NodeId, PHYSICAL_LIMIT};
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use rustc_hash::FxHashMap;
@@ -29,12 +29,15 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Bytes per slot.
 pub const SLOT_SIZE: usize = (BLOCK_SIZE - HEADER_SIZE) / SLOTS_PER_PAGE;
-const SLOTS_PER_PAGE: usize = 8;
+/// Slots per page.
+pub const SLOTS_PER_PAGE: usize = 8;
 /// The longest name, in bytes.
 pub const NAME_MAX: usize = 255;
 const NAME_AT: usize = 88;
 const _: () = assert!(NAME_AT + NAME_MAX <= SLOT_SIZE);
 const NO_ROOT: u64 = u64::MAX;
+/// Ids are smaller than this.
+const ID_LIMIT: u64 = 1 << 62;
 
 /// What an object is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -149,6 +152,17 @@ impl Object {
             let at = 8 + 8 * i;
             u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
         };
+        let root = (word(1) != NO_ROOT).then_some(NodeId(word(1)));
+        if root.is_some_and(|root| root.0 >= PHYSICAL_LIMIT) {
+            return Err(damaged("root"));
+        }
+        // Ids count up from 1: these bounds keep every sum over them from overflowing.
+        if word(0) == 0 || [0, 3, 4, 5].into_iter().any(|i| word(i) >= ID_LIMIT) {
+            return Err(damaged("id"));
+        }
+        if word(2).div_ceil(BLOCK_SIZE as u64) > LOGICAL_LIMIT || word(7) > LOGICAL_LIMIT {
+            return Err(damaged("size"));
+        }
         let name = bytes.get(NAME_AT..NAME_AT + usize::from(bytes[3])).ok_or_else(|| damaged("name length"))?;
         let name = std::str::from_utf8(name).map_err(|_| damaged("name"))?;
         Ok(Some(Self {
@@ -156,7 +170,7 @@ impl Object {
             state,
             provisioning,
             incomplete: bytes[2] & 1 != 0,
-            root: (word(1) != NO_ROOT).then_some(NodeId(word(1))),
+            root,
             capacity: word(2),
             disk: word(3),
             parent: word(4),
@@ -385,3 +399,6 @@ fn slot_bytes(page: &backend::Block, slot: u64) -> &[u8] {
     let at = slot_offset(slot);
     &page.0[at..at + SLOT_SIZE]
 }
+
+#[cfg(test)]
+mod tests;

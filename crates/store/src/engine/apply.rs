@@ -155,6 +155,13 @@ impl Meta {
                 let sums = self.log(*run, data);
                 self.note_written(*run, &sums, fresh)?;
             }
+            Operation::Announce { run } => {
+                self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
+            }
+            Operation::Checksums { run, checksums } => {
+                self.forget_logged(*run);
+                self.note_written(*run, checksums, fresh)?;
+            }
             Operation::Synced { .. } => {}
             Operation::Unmap { disk, logical, blocks } => self.replace(*disk, *logical, *blocks, None, freed)?,
             Operation::Unwritten { disk, logical, run, fresh: new } => {

@@ -82,12 +82,15 @@ impl Engine {
     /// Checks the store; `progress` gets (done, total) and returns false to stop.
     pub fn check(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _control = self.control.lock();
+        // A hole about to be punched is no leak.
+        let _punching = self.punching.lock();
         self.commit_all()?;
         while self.drop_all_trash()? {}
         let checkpoint = self.checkpoint.lock();
         self.checkpoint_locked(false)?;
         let _gate = self.gate.lock();
         let _commit = self.commit.lock();
+        let _through = self.through.write();
         let mut report = Report::default();
         let mut meta = self.meta.lock();
         meta.pages.drop_clean();
@@ -130,6 +133,7 @@ impl Engine {
         }
         drop(meta);
         self.compare_room(options.repair, &mut report)?;
+        drop(_through);
         drop(_commit);
         drop(_gate);
         if report.findings.iter().any(|finding| finding.repaired.is_some()) {
@@ -203,44 +207,18 @@ impl Engine {
 
     /// Space of the file system that no block claims.
     fn compare_room(&self, repair: bool, report: &mut Report) -> Result<()> {
-        for (number, file) in (0u64..).zip(self.files.all()) {
-            let base = number * crate::space::FILE_BLOCKS;
-            let mut offset = 0;
-            while let Some(range) = file.next_allocated(offset).during(|| "looking for leaked space".into())? {
-                offset = range.end;
-                let first = range.start.div_ceil(BLOCK_SIZE as u64);
-                let last = range.end / BLOCK_SIZE as u64;
-                let mut leaked: Option<Run> = None;
-                for block in first..=last {
-                    let backed = block == last || {
-                        let mut meta = self.meta.lock();
-                        base + block < meta.data.blocks() && meta.entry(base + block)?.backed
-                    };
-                    match (&mut leaked, backed) {
-                        (None, false) => leaked = Some(Run { start: block, blocks: 1 }),
-                        (Some(run), false) => run.blocks += 1,
-                        (Some(run), true) => {
-                            let bytes = run.blocks * BLOCK_SIZE as u64;
-                            report.leaked += bytes;
-                            if repair {
-                                file.punch(run.start * BLOCK_SIZE as u64, bytes)
-                                    .during(|| "giving leaked space back".into())?;
-                            }
-                            report.add(
-                                format!(
-                                    "{bytes} bytes of the file system at data block {} belong to nothing",
-                                    base + run.start
-                                ),
-                                repair.then(|| "given back".to_owned()),
-                            );
-                            leaked = None;
-                        }
-                        (None, true) => {}
-                    }
-                }
+        self.unclaimed_room(&mut |file, run| {
+            let bytes = run.blocks * BLOCK_SIZE as u64;
+            report.leaked += bytes;
+            if repair {
+                super::room::punch(file, run)?;
             }
-        }
-        Ok(())
+            report.add(
+                format!("{bytes} bytes of the file system at data block {} belong to nothing", run.start),
+                repair.then(|| "given back".to_owned()),
+            );
+            Ok(())
+        })
     }
 }
 

@@ -54,15 +54,20 @@ impl Engine {
         let gate = self.gate.lock();
         let mut commit = self.commit.lock();
         while self.write_logged(LOGGED_ROUND)? > 0 {}
-        // Payload written home does not count as written for flushes: force the sync.
-        self.written.fetch_add(1, Ordering::AcqRel);
-        self.sync_data()?;
-        self.append_pending(&mut commit)?;
+        let (mut guard, through) = loop {
+            let through = self.sync_data_quiet()?;
+            self.append_pending(&mut commit)?;
+            // Some changes need no more than `meta` (new space, deleted trees): one may have slipped in since. Captured
+            // and still to be appended, it would be carried out twice by recovery.
+            let guard = self.meta.lock();
+            if guard.pending.is_empty() {
+                break (guard, through);
+            }
+        };
         let mut next = commit.superblock;
         let images = {
-            let mut guard = self.meta.lock();
             let meta = &mut *guard;
-            debug_assert!(meta.pending.is_empty() && meta.logged.is_empty());
+            debug_assert!(meta.logged.is_empty());
             meta.catalog.store(&mut meta.pages)?;
             meta.data.store_summaries(&mut meta.pages)?;
             meta.map.store_summaries(&mut meta.pages)?;
@@ -73,10 +78,17 @@ impl Engine {
             next.next_id = meta.catalog.next_id();
             meta.pages.capture()
         };
+        drop(guard);
+        drop(through);
         let place = commit.journal.head();
         next.tail = place;
         next.incarnation = commit.journal.incarnation();
         drop(gate);
+        if next.map_length > commit.superblock.map_length {
+            // The record below will vouch for this length, also when no page of the map is among the images.
+            let map = Arc::clone(self.meta.lock().pages.file(PageFile::Map));
+            map.sync().during(|| "flushing the map".into()).map_err(|error| self.stop(error))?;
+        }
         for batch in images.chunks(PAGES_PER_BATCH) {
             let body = encode_pages(batch);
             self.append(&mut commit.journal, BatchKind::Pages, &[&body])?;

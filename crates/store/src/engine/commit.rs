@@ -18,7 +18,7 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::tree;
 use backend::{BLOCK_SIZE, SharedSlice};
-use parking_lot::MutexGuard;
+use parking_lot::{MutexGuard, RwLockWriteGuard};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -82,7 +82,7 @@ impl Engine {
 
     /// Pending changes beyond this many bytes ask for a commit of their own.
     pub(super) fn pending_limit(&self) -> usize {
-        (self.journal_size() / 16).min(4 << 20) as usize
+        (self.journal_size() / 8).min(16 << 20) as usize
     }
 
     fn needs_sync(&self) -> bool {
@@ -96,14 +96,40 @@ impl Engine {
         if self.synced.load(Ordering::Acquire) >= wanted {
             return Ok(());
         }
+        let through = self.through.write();
+        let (settled, written) = self.begin_sync();
+        drop(through);
+        self.end_sync(settled, written)
+    }
+
+    /// As [`Engine::sync_data`], with nothing written past the buffer from before it until the guard goes.
+    pub(super) fn sync_data_quiet(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+        let _sync = self.sync.lock();
+        let through = self.through.write();
+        let (settled, written) = self.begin_sync();
+        self.end_sync(settled, written)?;
+        Ok(through)
+    }
+
+    /// Ends all permits; what a flush of the data files from now on settles: (announcements before this journal
+    /// position, home writes).
+    fn begin_sync(&self) -> (u64, u64) {
+        self.permits.lock().clear();
         // The order matters: an announcement made after the head was read lies behind it.
         let head = self.journal_head.load(Ordering::Acquire);
         let settled = head.min(self.announced.load(Ordering::Acquire));
-        let written = self.written.load(Ordering::Acquire);
+        (settled, self.written.load(Ordering::Acquire))
+    }
+
+    fn end_sync(&self, settled: u64, written: u64) -> Result<()> {
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
         self.synced.fetch_max(written, Ordering::AcqRel);
-        self.settled.fetch_max(settled, Ordering::AcqRel);
+        if self.settled.fetch_max(settled, Ordering::AcqRel) < settled {
+            // Behind the checksums of what it settles: they are pending already.
+            let operation = Operation::Synced { position: settled };
+            self.meta.lock().push(operation, 0, Vec::new(), None);
+        }
         Ok(())
     }
 
@@ -201,10 +227,6 @@ impl Engine {
         loop {
             let synced = self.synced.load(Ordering::Acquire);
             let mut writer = Writer::default();
-            let settled = self.settled.load(Ordering::Acquire);
-            if settled > self.settled_logged.load(Ordering::Acquire) {
-                writer.push(&Operation::Synced { position: settled });
-            }
             let mut taken: Vec<Pending> = Vec::new();
             {
                 let mut meta = self.meta.lock();
@@ -223,7 +245,6 @@ impl Engine {
                 }
             }
             self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())?;
-            self.settled_logged.fetch_max(settled, Ordering::AcqRel);
             self.retire_committed(taken)?;
         }
     }

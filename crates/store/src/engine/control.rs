@@ -49,10 +49,12 @@ impl Engine {
         let outcome = {
             let mut meta = self.meta.lock();
             let (operations, outcome) = plan(&mut meta.catalog)?;
+            // Room first: what is carried out in memory cannot be taken back.
+            let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
+            self.reserve_metadata(&meta, records as u64)?;
             for operation in operations {
                 self.carry_out(&mut meta, operation, 0, None)?;
             }
-            self.reserve_metadata(&meta)?;
             self.update_headroom(&meta);
             outcome
         };
@@ -153,7 +155,7 @@ impl Engine {
                 });
                 objects.push(Object { parent: id, reserved, ..disk });
             }
-            self.reserve_metadata(meta)?;
+            self.reserve_metadata(meta, objects.len() as u64)?;
         }
         let operations: Vec<Operation> =
             objects.iter().map(|object| Operation::Put { record: object.encode() }).collect();
@@ -162,6 +164,7 @@ impl Engine {
         heads.sort_unstable_by_key(|(head, _)| head.id);
 
         let mut commit = self.commit.lock();
+        let through = self.through.write();
         {
             // All buffers at once: this is the point in time.
             let mut buffers: Vec<_> = heads.iter().map(|(head, _)| head.buffer.lock()).collect();
@@ -178,6 +181,7 @@ impl Engine {
             }
             self.update_headroom(&meta);
         }
+        drop(through);
         self.append_urgent(&mut commit, &operations)?;
         self.request(|work| work.write_back = true);
         Ok(ids)
@@ -228,6 +232,7 @@ impl Engine {
         let head = self.head(disk);
         self.settle(&head)?;
         let _gate = self.gate.lock();
+        let _through = self.through.write();
         let mut buffer = head.buffer.lock();
         let gone = buffer.layers.clear();
         buffer.gone = true;

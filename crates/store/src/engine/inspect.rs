@@ -111,7 +111,7 @@ impl Engine {
         while at < range.end && out.len() <= limit {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
-            let buffer = head.buffer.lock();
+            let buffer = head.lock_settled(&part);
             if buffer.gone {
                 return Err(super::read::gone());
             }

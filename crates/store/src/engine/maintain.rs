@@ -215,6 +215,7 @@ impl Engine {
 
     /// Gives free runs of at least `least` blocks back, keeping `keep` blocks free; the number given back.
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64) -> Result<u64> {
+        let _punching = self.punching.lock();
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;

@@ -26,9 +26,10 @@
 //!
 //! # Locks
 //!
-//! `control` (one change of the catalog at a time) > `gate` (no write-back under way) > `commit` (the journal) >
-//! `Head::buffer` (ascending by id) > `meta`. Data I/O happens under `gate` at most, journal I/O under `commit`,
-//! metadata page reads under `meta`.
+//! `control` (one change of the catalog at a time) > `punching` > `checkpoint` > `gate` (no write-back under way) >
+//! `commit` (the journal) > `through` (no write past the buffer under way) > `Head::buffer` (ascending by id) > `meta` >
+//! `permits`. Data I/O happens under `gate` or `through` at most, journal I/O under `commit`, metadata page reads under
+//! `meta`.
 
 mod apply;
 mod bulk;
@@ -41,7 +42,9 @@ mod inspect;
 mod maintain;
 mod read;
 mod recover;
+mod room;
 mod superblock;
+mod through;
 mod write;
 mod writeback;
 
@@ -65,6 +68,7 @@ use files::DataFiles;
 use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -81,6 +85,8 @@ pub struct EngineOptions {
     pub write_buffer: usize,
     /// Longest time that an acknowledged write stays undurable while nobody flushes.
     pub commit_interval: Duration,
+    /// Let large writes go past the buffer (buffered mode only).
+    pub write_through: bool,
     /// Run write-back and maintenance on threads of their own. Without, the caller drives them with [`Engine::pump`]
     /// (simulations: everything happens on one thread, in an order that the seed decides).
     pub threads: bool,
@@ -93,6 +99,7 @@ impl Default for EngineOptions {
             metadata_cache: 128 << 20,
             write_buffer: 64 << 20,
             commit_interval: Duration::from_secs(10),
+            write_through: true,
             threads: true,
         }
     }
@@ -145,6 +152,51 @@ struct Buffer {
     gone: bool,
     /// Where write-back goes on: an elevator over logical addresses.
     cursor: u64,
+    /// Ranges being written past the buffer.
+    through: Vec<Range<u64>>,
+}
+
+impl Buffer {
+    /// True while a range is being written past the buffer: whoever wants it waits.
+    fn is_passing(&self, range: &Range<u64>) -> bool {
+        self.through.iter().any(|other| other.start < range.end && range.start < other.end)
+    }
+
+    /// Begins writing a range past the buffer; false when something of it, or of a closed layer, is buffered.
+    fn enter_through(&mut self, range: &Range<u64>) -> Result<bool> {
+        if self.gone {
+            return Err(read::gone());
+        }
+        if self.is_passing(range) || !self.layers.is_free(range) {
+            return Ok(false);
+        }
+        self.layers.invalidate_partial(range);
+        self.through.push(range.clone());
+        Ok(true)
+    }
+
+    fn leave_through(&mut self, range: &Range<u64>) {
+        if let Some(at) = self.through.iter().position(|other| other == range) {
+            self.through.swap_remove(at);
+        }
+    }
+}
+
+impl Head {
+    /// Locks the buffer once nothing in `range` is being written past it.
+    fn lock_settled(&self, range: &Range<u64>) -> parking_lot::MutexGuard<'_, Buffer> {
+        let mut tries = 0u32;
+        loop {
+            let buffer = self.buffer.lock();
+            if !buffer.is_passing(range) {
+                return buffer;
+            }
+            drop(buffer);
+            // It takes as long as a copy of a few hundred kilobytes.
+            tries += 1;
+            if tries < 16 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
+        }
+    }
 }
 
 struct Committer {
@@ -185,7 +237,12 @@ pub struct Engine {
     logged_lane: Mutex<writeback::LoggedLane>,
     commit: Mutex<Committer>,
     sync: Mutex<()>,
+    /// Shared by writes past the buffer; exclusive where none may be under way.
+    through: RwLock<()>,
+    permits: Mutex<through::Permits>,
     checkpoint: Mutex<()>,
+    /// Held from the moment that space is no longer called backed until its hole is punched.
+    punching: Mutex<()>,
     meta: Mutex<Meta>,
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
     /// Writes acknowledged; flush tickets are points of this clock.
@@ -201,9 +258,8 @@ pub struct Engine {
     /// Journal head, for readers without the commit lock.
     journal_head: AtomicU64,
     journal_tail: AtomicU64,
-    /// Overwrites announced before this journal position are durable; journalled lazily.
+    /// Overwrites announced before this journal position are durable.
     settled: AtomicU64,
-    settled_logged: AtomicU64,
     /// Blocks of data in all buffers.
     buffered: AtomicU64,
     /// Blocks for which buffered writes may need new places.
@@ -318,7 +374,7 @@ impl Meta {
             Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
                 run.blocks as usize * backend::BLOCK_SIZE + 32
             }
-            Operation::Map { run, .. } | Operation::Written { run, .. } => 32 + 4 * run.blocks as usize,
+            Operation::Map { run, .. } | Operation::Written { run, .. } | Operation::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
             Operation::Put { record } | Operation::Clone { record, .. } => 16 + record.len(),
             _ => 32,
         };

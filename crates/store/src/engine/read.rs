@@ -153,7 +153,7 @@ impl Meta {
 impl Engine {
     /// Finds where a range of blocks of a disk is.
     pub fn plan_head(&self, head: &Head, range: Range<u64>) -> Result<Planned> {
-        let buffer = head.buffer.lock();
+        let buffer = head.lock_settled(&range);
         if buffer.gone {
             return Err(gone());
         }

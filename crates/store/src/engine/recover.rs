@@ -149,12 +149,12 @@ impl Engine {
             superblock.next_id = checkpoint.record.next_id;
             replay_from = checkpoint.record.place;
         }
-        check_lengths(&page_files, &superblock)?;
+        let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
+        check_lengths(&page_files, files.all().len() as u64, &superblock)?;
         let mut pages = Pages::new(page_files, options.metadata_cache);
         let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
         let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
-        let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         let lane = Lane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
         let logged_lane = LoggedLane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
         journal.resume(found.end, found.incarnation + 1);
@@ -188,6 +188,7 @@ impl Engine {
             commit: Mutex::new(Committer { journal, superblock }),
             sync: Mutex::new(()),
             checkpoint: Mutex::new(()),
+            punching: Mutex::new(()),
             meta: Mutex::new(meta),
             heads: RwLock::new(FxHashMap::default()),
             clock: AtomicU64::new(0),
@@ -196,7 +197,8 @@ impl Engine {
             synced: AtomicU64::new(0),
             announced: AtomicU64::new(u64::MAX),
             settled: AtomicU64::new(0),
-            settled_logged: AtomicU64::new(0),
+            through: RwLock::new(()),
+            permits: Mutex::default(),
             buffered: AtomicU64::new(0),
             claims: AtomicU64::new(0),
             headroom: AtomicU64::new(0),
@@ -262,7 +264,12 @@ impl Engine {
         match operation {
             Operation::Overwrite { run, checksums } => {
                 for (block, sum) in (run.start..).zip(checksums) {
-                    replay.announced.insert(block, (position, *sum));
+                    replay.announced.insert(block, (position, Some(*sum)));
+                }
+            }
+            Operation::Announce { run } => {
+                for block in run.start..run.start + run.blocks {
+                    replay.announced.insert(block, (position, None));
                 }
             }
             Operation::Synced { position: settled } => {
@@ -308,7 +315,7 @@ impl Engine {
             if let Some((_, announced)) = replay.announced.get(&block) {
                 let mut found = Buffer::zeroed(1);
                 file.read_at(&mut found, offset).during(|| format!("reading block {block}"))?;
-                if checksum(&found) == *announced {
+                if Some(checksum(&found)) == *announced {
                     continue;
                 }
             }
@@ -351,6 +358,7 @@ impl Engine {
             }
             self.restore_reserves(&mut meta)?;
             drop(meta);
+            self.return_unclaimed_room()?;
             self.checkpoint()?;
         }
         if self.options.threads {
@@ -404,7 +412,7 @@ impl Engine {
 #[derive(Default)]
 struct Replay {
     /// Announced overwrites of which nobody said that they reached the medium: block to (position, checksum).
-    announced: FxHashMap<u64, (u64, u32)>,
+    announced: FxHashMap<u64, (u64, Option<u32>)>,
 }
 
 struct FoundCheckpoint {
@@ -421,7 +429,7 @@ struct Survey {
 /// Follows the journal to its end.
 fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
     let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None };
-    let mut lowest = 0;
+    let mut lowest = incarnation;
     while let Some(batch) = journal.read(found.end, lowest)? {
         if batch.next.position - journal.tail().position > journal.size() {
             break;
@@ -435,6 +443,16 @@ fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
         lowest = batch.incarnation;
         found.incarnation = found.incarnation.max(batch.incarnation);
         found.end = batch.next;
+    }
+    if let Some(place) = journal.continuation(found.end, found.incarnation)? {
+        return Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "the journal is damaged at position {}: it goes on at {}, so what was acknowledged in between is lost; \
+                 restore the datastore, or its journal and superblock, from a backup",
+                found.end.position, place.position
+            ),
+        ));
     }
     Ok(found)
 }
@@ -466,15 +484,36 @@ fn collect_images(
     Ok(())
 }
 
-/// A truncated metadata file is noticed here, not at some later read.
-fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], superblock: &Superblock) -> Result<()> {
-    let length = files[PageFile::Map as usize].len().during(|| "measuring the map".into())?;
-    if length < superblock.map_length * BLOCK_SIZE as u64 {
+/// A truncated metadata file is noticed here, not at some later read; and no size is believed that no file bears out.
+fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], data_files: u64, superblock: &Superblock) -> Result<()> {
+    let slots_per_page = crate::catalog::SLOTS_PER_PAGE as u64;
+    for (file, pages) in [
+        (PageFile::Map, superblock.map_length),
+        (PageFile::Catalog, superblock.catalog_slots.div_ceil(slots_per_page)),
+    ] {
+        let length = files[file as usize].len().during(|| format!("measuring {}", file.name()))?;
+        if length < pages * BLOCK_SIZE as u64 {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!(
+                    "{} has {length} bytes and should have {}: it was truncated; restore the file from a backup",
+                    file.name(),
+                    pages * BLOCK_SIZE as u64
+                ),
+            ));
+        }
+    }
+    // A region is described before the file that it lies in is made: one file may be missing yet.
+    let regions_max = (data_files + 1) * crate::space::FILE_REGIONS;
+    if superblock.data_regions > regions_max
+        || superblock.map_regions > superblock.map_length.div_ceil(crate::space::REGION_BLOCKS)
+    {
         return Err(Error::new(
             ErrorKind::Corrupt,
             format!(
-                "the map has {length} bytes and should have {}: it was truncated; restore the file from a backup",
-                superblock.map_length * BLOCK_SIZE as u64
+                "the superblock names {} regions of data and {} of the map, more than the {data_files} data files and \
+                 the map can hold: data files are missing, or it is damaged",
+                superblock.data_regions, superblock.map_regions
             ),
         ));
     }

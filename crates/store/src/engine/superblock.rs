@@ -107,6 +107,11 @@ impl Superblock {
             && superblock.journal_size <= super::JOURNAL_SIZE_MAX
             && superblock.journal_size.is_multiple_of(BLOCK_SIZE as u64)
             && superblock.tail.position.is_multiple_of(BLOCK_SIZE as u64)
+            && superblock.tail.position < 1 << 62
+            && superblock.tail.sequence < 1 << 62
+            && superblock.incarnation < 1 << 62
+            && superblock.sequence < 1 << 62
+            && superblock.next_id < 1 << 62
             && superblock.data_regions < 1 << 32
             && superblock.map_regions < 1 << 32
             && superblock.map_length < 1 << 48

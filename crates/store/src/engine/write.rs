@@ -31,6 +31,9 @@ impl Engine {
     pub fn write_blocks(&self, head: &Head, logical: u64, data: SharedSlice) -> Result<()> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let checksums = Checksums::of(&data);
+        if self.write_through(head, logical, &data, &checksums)? {
+            return Ok(());
+        }
         self.put(head, logical, blocks, Content::Data(data, checksums), None).map(|_| ())
     }
 
@@ -92,7 +95,7 @@ impl Engine {
                 return Err(error);
             }
         };
-        let mut buffer = head.buffer.lock();
+        let mut buffer = head.lock_settled(&(logical..logical + blocks));
         let refused = if buffer.gone {
             Some(Err(gone()))
         } else if partial.is_some_and(|block| !buffer.layers.end_partial(block)) {
@@ -244,7 +247,7 @@ impl Engine {
         let run = meta.data.plan_extension(&mut meta.pages, want)?;
         self.files.ensure(run)?;
         let (file, offset) = self.files.locate(run)?;
-        self.reserve_metadata(meta)?;
+        self.reserve_metadata(meta, 0)?;
         let length = run.blocks * BLOCK_SIZE as u64;
         file.reserve(offset, length).during(|| format!("reserving {length} bytes for data"))?;
         self.files.touch(run);
@@ -269,14 +272,14 @@ impl Engine {
                 .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
                 .during(|| format!("reserving {bytes} bytes for metadata"))?;
             meta.map.set_backed_length(length);
-            self.reserve_metadata(meta)?;
+            self.reserve_metadata(meta, 0)?;
         }
         Ok(())
     }
 
-    /// Takes the room that the tables, summaries and the catalog will need from the file system: a checkpoint must not
-    /// find it full.
-    pub(super) fn reserve_metadata(&self, meta: &Meta) -> Result<()> {
+    /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
+    /// system: a checkpoint must not find it full.
+    pub(super) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
         let table = |regions: u64| regions * REGION_PAGES;
         let summary = |regions: u64| regions / 1016 + 1;
         let needed = [
@@ -284,7 +287,7 @@ impl Engine {
             (PageFile::MapSummary, summary(meta.map.regions())),
             (PageFile::DataTable, table(meta.data.regions())),
             (PageFile::DataSummary, summary(meta.data.regions())),
-            (PageFile::Catalog, meta.catalog.slots() / 8 + 64),
+            (PageFile::Catalog, (meta.catalog.slots() + records) / 8 + 64),
         ];
         for (file, pages) in needed {
             let bytes = pages * BLOCK_SIZE as u64;

@@ -346,7 +346,9 @@ impl Engine {
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
     /// journal would no longer agree.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64, fresh: Option<Run>) -> Result<()> {
-        self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        if operation.changes_map() {
+            self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        }
         let mut freed = Vec::new();
         meta.apply(&operation, fresh.is_some(), &mut freed).map_err(|error| self.stop(error))?;
         meta.push(operation, gate, freed, fresh);
@@ -484,11 +486,23 @@ impl Engine {
 }
 
 impl Meta {
-    fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
+    pub(super) fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
         self.data.annotate(&mut self.pages, run, |block, entry| {
             entry.checksum = checksums[(block - run.start) as usize];
             entry.suspect = false;
         })
+    }
+
+    /// Where a range may be overwritten in place: (range, first physical block), `None` for what needs new places.
+    pub(super) fn places(
+        &mut self,
+        root: Option<tree::NodeId>,
+        range: Range<u64>,
+    ) -> Result<Vec<(Range<u64>, Option<u64>)>> {
+        let mut ways = Vec::new();
+        self.ways(root, range, &mut ways)?;
+        let place = |way, physical| if way == Way::InPlace { Some(physical) } else { None };
+        Ok(ways.into_iter().map(|(range, way, physical)| (range, place(way, physical))).collect())
     }
 
     /// Cuts a logical range by how its parts can be written: (range, way, physical block for in place and fill).

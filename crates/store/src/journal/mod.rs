@@ -24,6 +24,10 @@ use std::sync::Arc;
 const MAGIC: u32 = u32::from_le_bytes(*b"LMJB");
 const VERSION: u16 = 1;
 const HEAD_SIZE: usize = 64;
+/// Blocks read at a time when looking for batches (1 MiB): no ring is smaller.
+const PIECE_BLOCKS: usize = 256;
+/// No ring gets this far in the life of any medium: what names a higher position is damaged.
+const POSITION_MAX: u64 = 1 << 62;
 /// The largest body of one batch.
 pub const BODY_MAX: usize = 32 << 20;
 
@@ -94,6 +98,9 @@ impl Journal {
 
     /// Reads the batch at `place`; `None` where the journal ends. A failing medium is an error, not an end.
     pub fn read(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
+        if place.position > POSITION_MAX || place.sequence > POSITION_MAX {
+            return Ok(None);
+        }
         let mut first = Buffer::zeroed(1);
         self.read_ring(&mut first, place.position)?;
         let Some(head) = Head::decode(&first) else { return Ok(None) };
@@ -120,6 +127,35 @@ impl Journal {
             incarnation: head.incarnation,
             body: bytes[HEAD_SIZE..HEAD_SIZE + head.length].to_vec(),
         }))
+    }
+
+    /// Looks behind the place where the journal ended for a batch that can only be its continuation: whole, later, and
+    /// of no earlier opening. A crash never leaves one (only the last batch can be torn), so what lies between was
+    /// damaged since, or the superblock that named the tail is an old one. Returns the place of the batch found.
+    pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
+        let reach = (padded(BODY_MAX) as u64 + BLOCK_SIZE as u64).min(self.size);
+        let mut piece = Buffer::zeroed(PIECE_BLOCKS);
+        let mut ahead = 0;
+        while ahead < reach {
+            self.read_ring(&mut piece, end.position + ahead)?;
+            for (i, block) in piece.chunks_exact(BLOCK_SIZE).enumerate() {
+                let offset = (end.position + ahead + (i * BLOCK_SIZE) as u64) % self.size;
+                if let Some(head) = Head::decode(block)
+                    && head.salt == self.salt
+                    && head.incarnation >= incarnation
+                    && head.position >= end.position
+                    && head.position % self.size == offset
+                    && head.sequence >= end.sequence
+                {
+                    let place = Place { position: head.position, sequence: head.sequence };
+                    if self.read(place, incarnation)?.is_some() {
+                        return Ok(Some(place));
+                    }
+                }
+            }
+            ahead += piece.len() as u64;
+        }
+        Ok(None)
     }
 
     fn read_ring(&self, buffer: &mut Buffer, position: u64) -> Result<()> {

@@ -4,6 +4,7 @@
 //! count against what is left of the body, so that a damaged record is an error and never a wild allocation.
 
 use crate::space::Run;
+use crate::tree::{LOGICAL_LIMIT, PHYSICAL_LIMIT};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
@@ -45,8 +46,22 @@ pub enum Operation {
     Revert { disk: u64, snapshot: u64, trash: u64 },
     /// A disk or snapshot loses its name; its tree is dropped piece by piece.
     Trash { object: u64 },
+    /// Overwrites in place may happen here from now on, until a [`Operation::Synced`] behind it.
+    Announce { run: Run },
+    /// Overwrites in place left these checksums, and are durable.
+    Checksums { run: Run, checksums: Vec<u32> },
     /// `steps` nodes of a trashed tree are visited and dropped.
     Drop { object: u64, steps: u32 },
+}
+
+impl Operation {
+    /// True when it may change a tree in a way that takes new nodes.
+    pub fn changes_map(&self) -> bool {
+        matches!(
+            self,
+            Self::Map { .. } | Self::MapData { .. } | Self::Unmap { .. } | Self::Unwritten { .. } | Self::Written { .. }
+        )
+    }
 }
 
 /// Collects the body of a batch: metadata in one piece, payload by reference.
@@ -215,6 +230,15 @@ impl Writer {
                 self.u8(15);
                 self.u64(*object);
             }
+            Operation::Announce { run } => {
+                self.u8(17);
+                self.run(*run);
+            }
+            Operation::Checksums { run, checksums } => {
+                self.u8(18);
+                self.run(*run);
+                self.checksums(checksums);
+            }
             Operation::Drop { object, steps } => {
                 self.u8(16);
                 self.u64(*object);
@@ -255,10 +279,24 @@ impl<'a> Reader<'a> {
 
     fn run(&mut self) -> Result<Run> {
         let run = Run { start: self.u64()?, blocks: u64::from(self.u32()?) };
-        if run.blocks > RUN_MAX || run.start > 1 << 48 {
+        if run.blocks == 0 || run.blocks > RUN_MAX || run.start > PHYSICAL_LIMIT - run.blocks {
             return Err(damaged());
         }
         Ok(run)
+    }
+
+    /// Where a range of `blocks` blocks of a disk begins.
+    fn logical(&self, logical: u64, blocks: u64) -> Result<u64> {
+        if blocks == 0 || blocks > LOGICAL_LIMIT || logical > LOGICAL_LIMIT - blocks {
+            return Err(damaged());
+        }
+        Ok(logical)
+    }
+
+    /// The disk, the first logical block and the run of an operation that has all three.
+    fn mapped(&mut self) -> Result<(u64, u64, Run)> {
+        let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+        Ok((disk, self.logical(logical, run.blocks)?, run))
     }
 
     fn checksums(&mut self, run: Run) -> Result<Vec<u32>> {
@@ -284,11 +322,11 @@ impl<'a> Reader<'a> {
         }
         Ok(Some(match self.u8()? {
             1 => {
-                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                let (disk, logical, run) = self.mapped()?;
                 Operation::Map { disk, logical, run, checksums: self.checksums(run)? }
             }
             2 => {
-                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                let (disk, logical, run) = self.mapped()?;
                 Operation::MapData { disk, logical, run, data: self.data(run)? }
             }
             3 => {
@@ -300,15 +338,16 @@ impl<'a> Reader<'a> {
                 Operation::OverwriteData { run, data: self.data(run)? }
             }
             5 => Operation::Synced { position: self.u64()? },
-            6 => Operation::Unmap { disk: self.u64()?, logical: self.u64()?, blocks: self.u64()? },
-            7 => Operation::Unwritten {
-                disk: self.u64()?,
-                logical: self.u64()?,
-                run: self.run()?,
-                fresh: self.u8()? != 0,
-            },
+            6 => {
+                let (disk, logical, blocks) = (self.u64()?, self.u64()?, self.u64()?);
+                Operation::Unmap { disk, logical: self.logical(logical, blocks)?, blocks }
+            }
+            7 => {
+                let (disk, logical, run) = self.mapped()?;
+                Operation::Unwritten { disk, logical, run, fresh: self.u8()? != 0 }
+            }
             8 => {
-                let (disk, logical, run) = (self.u64()?, self.u64()?, self.run()?);
+                let (disk, logical, run) = self.mapped()?;
                 Operation::Written { disk, logical, run, checksums: self.checksums(run)? }
             }
             9 => Operation::Resolve { block: self.u64()?, checksum: self.u32()? },
@@ -319,6 +358,11 @@ impl<'a> Reader<'a> {
             14 => Operation::Revert { disk: self.u64()?, snapshot: self.u64()?, trash: self.u64()? },
             15 => Operation::Trash { object: self.u64()? },
             16 => Operation::Drop { object: self.u64()?, steps: self.u32()? },
+            17 => Operation::Announce { run: self.run()? },
+            18 => {
+                let run = self.run()?;
+                Operation::Checksums { run, checksums: self.checksums(run)? }
+            }
             _ => return Err(damaged()),
         }))
     }

@@ -1,1 +1,317 @@
+//! The ring against a list of what was appended, and every operation through its encoding.
 
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::ErrorKind;
+use crate::space::Run;
+use crate::testbed::{Random, plain_file};
+use backend::SharedSlice;
+
+const SIZE: u64 = 512 * 4096;
+const SALT: u64 = 0x5a17;
+const START: Place = Place { position: 0, sequence: 1 };
+
+struct Appended {
+    place: Place,
+    next: Place,
+    kind: BatchKind,
+    incarnation: u64,
+    body: Vec<u8>,
+}
+
+fn ring() -> (Arc<dyn File>, Journal) {
+    let file = plain_file("journal");
+    file.set_len(SIZE).unwrap();
+    let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, START);
+    journal.resume(START, 1);
+    (file, journal)
+}
+
+fn append(random: &mut Random, journal: &mut Journal, length: usize) -> Option<Appended> {
+    let kind = *random.pick(&[BatchKind::Operations, BatchKind::Pages, BatchKind::Checkpoint]);
+    let body = random.bytes(length);
+    let cut = random.below(length as u64 + 1) as usize;
+    let place = journal.head();
+    let fits = journal.used() + Journal::footprint(length) <= SIZE;
+    match journal.append(kind, &[&body[..cut], &body[cut..]]) {
+        Ok(()) => assert!(fits),
+        Err(error) => {
+            assert_eq!((error.kind(), fits), (ErrorKind::NoSpace, false));
+            assert_eq!(journal.head(), place, "a refused batch moves nothing");
+            return None;
+        }
+    }
+    Some(Appended { place, next: journal.head(), kind, incarnation: journal.incarnation(), body })
+}
+
+/// Follows the ring as recovery does.
+fn survey(file: &Arc<dyn File>, tail: Place) -> Vec<Batch> {
+    let journal = Journal::new(Arc::clone(file), SIZE, SALT, tail);
+    let (mut found, mut at, mut incarnation) = (Vec::new(), tail, 0);
+    while let Some(batch) = journal.read(at, incarnation).unwrap() {
+        (at, incarnation) = (batch.next, batch.incarnation);
+        found.push(batch);
+        assert!(found.len() as u64 <= SIZE / 4096, "the ring goes round in circles");
+    }
+    found
+}
+
+fn compare(found: &[Batch], appended: &[Appended]) {
+    assert_eq!(found.len(), appended.len());
+    for (found, appended) in found.iter().zip(appended) {
+        assert_eq!((found.place, found.next), (appended.place, appended.next));
+        assert_eq!((found.kind, found.incarnation), (appended.kind, appended.incarnation));
+        assert!(found.body == appended.body);
+    }
+}
+
+#[test]
+fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails() {
+    for seed in 0..40 {
+        let mut random = Random(seed);
+        let (file, mut journal) = ring();
+        let mut appended: Vec<Appended> = Vec::new();
+        for _ in 0..300 {
+            match random.below(100) {
+                0..70 => {
+                    let length = random.scaled(100 * 4096) as usize;
+                    appended.extend(append(&mut random, &mut journal, length));
+                }
+                70..90 => {
+                    // A checkpoint: the front is not needed any more.
+                    let count = random.below(appended.len() as u64 + 1) as usize;
+                    appended.drain(..count);
+                    journal.release(appended.first().map_or(journal.head(), |first| first.place));
+                }
+                90..95 => compare(&survey(&file, journal.tail()), &appended),
+                _ => {
+                    // The power goes while the last batch is written: sectors of it, and of it alone, are lost.
+                    if let Some(last) = appended.pop() {
+                        let sectors = (last.next.position - last.place.position) / 512;
+                        let mut lost: Vec<u64> = (0..sectors).filter(|_| random.chance(50)).collect();
+                        // One that is sure to matter: the head.
+                        lost.push(0);
+                        for sector in lost {
+                            let at = (last.place.position + sector * 512) % SIZE;
+                            file.write_at(&[&random.bytes(512)], at, false).unwrap();
+                        }
+                    }
+                    let found = survey(&file, journal.tail());
+                    compare(&found, &appended);
+                    // A crash is never taken for damage.
+                    let end = found.last().map_or(journal.tail(), |last| last.next);
+                    let incarnation = found.last().map_or(0, |last| last.incarnation);
+                    assert_eq!(journal.continuation(end, incarnation).unwrap(), None);
+                    let tail = journal.tail();
+                    let incarnation = journal.incarnation() + 1;
+                    journal = Journal::new(Arc::clone(&file), SIZE, SALT, tail);
+                    journal.resume(found.last().map_or(tail, |last| last.next), incarnation);
+                }
+            }
+        }
+        compare(&survey(&file, journal.tail()), &appended);
+    }
+}
+
+#[test]
+fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
+    for seed in 0..50 {
+        let mut random = Random(seed);
+        let (file, _) = ring();
+        // Anywhere on the ring, also across its end.
+        let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
+        let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
+        journal.resume(start, 1);
+        let batches: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+        let lost = random.below(3) as usize;
+        file.write_at(&[&[0x77; 64]], batches[lost].place.position % SIZE, false).unwrap();
+        let found = survey(&file, start);
+        assert_eq!(found.len(), lost);
+        let end = found.last().map_or(start, |last| last.next);
+        let expected = batches.get(lost + 1).map(|next| next.place);
+        assert_eq!(journal.continuation(end, 1).unwrap(), expected);
+    }
+    // An old superblock: the ring has gone round past the tail that it names.
+    let mut random = Random(7);
+    let (file, mut journal) = ring();
+    for _ in 0..300 {
+        append(&mut random, &mut journal, 5000).unwrap();
+        journal.release(journal.head());
+    }
+    assert_eq!(survey(&file, START).len(), 0);
+    assert!(journal.continuation(START, 1).unwrap().is_some());
+}
+
+#[test]
+fn remains_of_a_log_cut_off_are_not_its_continuation() {
+    let mut random = Random(3);
+    let (file, mut journal) = ring();
+    let lives: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+    // The second is lost, the third stays behind whole, with the sequence number and place of a continuation.
+    file.write_at(&[&[0; 512]], lives[1].place.position, false).unwrap();
+    assert_eq!(survey(&file, START).len(), 1);
+    let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, START);
+    journal.resume(lives[0].next, 2);
+    let second = append(&mut random, &mut journal, 5000).unwrap();
+    assert_eq!(second.next, lives[2].place);
+    let found = survey(&file, START);
+    assert_eq!(found.len(), 2);
+    assert!(found[1].body == second.body);
+}
+
+#[test]
+fn every_byte_of_a_batch_is_covered() {
+    let mut random = Random(4);
+    let (file, mut journal) = ring();
+    let whole = append(&mut random, &mut journal, 700).unwrap();
+    for at in 0..64 + 700 {
+        let mut byte = [0];
+        file.read_at(&mut byte, at).unwrap();
+        file.write_at(&[&[byte[0] ^ 1 << random.below(8)]], at, false).unwrap();
+        assert!(journal.read(whole.place, 0).unwrap().is_none(), "byte {at} may change unnoticed");
+        file.write_at(&[&byte], at, false).unwrap();
+    }
+    assert!(journal.read(whole.place, 0).unwrap().is_some());
+}
+
+#[test]
+fn batches_of_others_are_not_ours() {
+    let mut random = Random(5);
+    let (file, mut journal) = ring();
+    let whole = append(&mut random, &mut journal, 100).unwrap();
+    let read = |salt: u64, place: Place, incarnation: u64| {
+        Journal::new(Arc::clone(&file), SIZE, salt, START).read(place, incarnation).unwrap().is_some()
+    };
+    assert!(read(SALT, whole.place, 1));
+    assert!(!read(SALT + 1, whole.place, 1), "of another datastore");
+    assert!(!read(SALT, whole.place, 2), "of an earlier opening");
+    assert!(!read(SALT, Place { sequence: 2, ..START }, 1), "of another number");
+    assert!(!read(SALT, Place { position: SIZE, ..START }, 1), "of an earlier round");
+    assert!(!read(SALT, Place { position: u64::MAX - 4095, sequence: u64::MAX }, 1), "of no round at all");
+}
+
+/// An operation of each kind, its numbers from the whole range that is allowed.
+fn operation(random: &mut Random, code: u64) -> Operation {
+    let blocks = 1 + random.below(3);
+    let run = Run { start: random.scaled(1 << 48).min((1 << 48) - blocks), blocks };
+    let logical = random.scaled(1 << 40).min((1 << 40) - blocks);
+    let disk = random.next();
+    let checksums: Vec<u32> = (0..blocks).map(|_| random.next() as u32).collect();
+    let data = |random: &mut Random| -> Vec<SharedSlice> {
+        let buffer: Arc<Buffer> = Buffer::copy_of(&random.bytes(blocks as usize * BLOCK_SIZE)).into();
+        vec![SharedSlice::new(Arc::clone(&buffer), 0..BLOCK_SIZE), SharedSlice::new(buffer, BLOCK_SIZE..blocks as usize * BLOCK_SIZE)]
+    };
+    let length = random.below(400) as usize;
+    match code {
+        1 => Operation::Map { disk, logical, run, checksums },
+        2 => Operation::MapData { disk, logical, run, data: data(random) },
+        3 => Operation::Overwrite { run, checksums },
+        4 => Operation::OverwriteData { run, data: data(random) },
+        5 => Operation::Synced { position: random.next() },
+        6 => Operation::Unmap { disk, logical, blocks },
+        7 => Operation::Unwritten { disk, logical, run, fresh: random.chance(50) },
+        8 => Operation::Written { disk, logical, run, checksums },
+        9 => Operation::Resolve { block: random.next(), checksum: random.next() as u32 },
+        10 => Operation::Backed { run, backed: random.chance(50) },
+        11 => Operation::Put { record: random.bytes(length) },
+        12 => Operation::Seal { snapshot: random.next() },
+        13 => Operation::Clone { snapshot: random.next(), record: random.bytes(length) },
+        14 => Operation::Revert { disk, snapshot: random.next(), trash: random.next() },
+        15 => Operation::Trash { object: random.next() },
+        _ => Operation::Drop { object: random.next(), steps: random.next() as u32 },
+    }
+}
+
+fn encode(operations: &[Operation]) -> Vec<u8> {
+    let mut writer = Writer::default();
+    operations.iter().for_each(|operation| writer.push(operation));
+    let length = writer.len();
+    let body = writer.finish().concat();
+    assert_eq!(body.len(), length);
+    body
+}
+
+/// Operations hold slices, which have no equality of their own: their encoding has.
+fn decode(body: &[u8]) -> Result<Vec<Operation>> {
+    let mut reader = Reader::new(body);
+    let mut out = Vec::new();
+    while let Some(operation) = reader.next()? {
+        out.push(operation);
+    }
+    Ok(out)
+}
+
+#[test]
+fn operations_survive_their_encoding() {
+    for seed in 0..200 {
+        let mut random = Random(seed);
+        let operations: Vec<Operation> = (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % 16)).collect();
+        let body = encode(&operations);
+        let again = decode(&body).unwrap();
+        assert_eq!(again.len(), operations.len());
+        for (one, other) in operations.iter().zip(&again) {
+            assert_eq!(std::mem::discriminant(one), std::mem::discriminant(other));
+            assert!(encode(std::slice::from_ref(one)) == encode(std::slice::from_ref(other)));
+        }
+    }
+}
+
+#[test]
+fn an_operation_cut_anywhere_is_an_error_and_nothing_else() {
+    let mut random = Random(6);
+    for code in 1..=16 {
+        let whole = operation(&mut random, code);
+        let body = encode(&[whole.clone(), whole]);
+        assert_eq!(decode(&body).unwrap().len(), 2);
+        for length in 0..body.len() {
+            match decode(&body[..length]) {
+                Ok(operations) => assert_eq!(length, operations.len() * body.len() / 2, "operation {code}"),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt),
+            }
+        }
+    }
+}
+
+#[test]
+fn impossible_numbers_are_refused() {
+    let impossible = [
+        Operation::Overwrite { run: Run { start: 0, blocks: 0 }, checksums: vec![] },
+        Operation::Backed { run: Run { start: (1 << 48) - 1, blocks: 2 }, backed: true },
+        Operation::Backed { run: Run { start: u64::MAX, blocks: 1 }, backed: true },
+        Operation::Unmap { disk: 1, logical: (1 << 40) - 1, blocks: 2 },
+        Operation::Unmap { disk: 1, logical: u64::MAX, blocks: 1 },
+        Operation::Unmap { disk: 1, logical: 1, blocks: u64::MAX },
+        Operation::Unmap { disk: 1, logical: 1, blocks: 0 },
+        Operation::Map { disk: 1, logical: 1 << 40, run: Run { start: 0, blocks: 1 }, checksums: vec![1] },
+    ];
+    for operation in impossible {
+        assert_eq!(decode(&encode(&[operation.clone()])).unwrap_err().kind(), ErrorKind::Corrupt, "{operation:?}");
+    }
+    // A run longer than any: refused before anything is allocated for it.
+    let mut body = encode(&[Operation::Overwrite { run: Run { start: 0, blocks: 1 }, checksums: vec![1] }]);
+    body[9..13].copy_from_slice(&u32::MAX.to_le_bytes());
+    assert_eq!(decode(&body).unwrap_err().kind(), ErrorKind::Corrupt);
+    for code in [0, 17, 255] {
+        assert_eq!(decode(&[code; 64]).unwrap_err().kind(), ErrorKind::Corrupt);
+    }
+}
+
+#[test]
+fn damage_to_a_body_never_panics() {
+    for seed in 0..3000 {
+        let mut random = Random(seed);
+        let operations: Vec<Operation> = (0..3)
+            .map(|_| {
+                let code = 1 + random.below(16);
+                operation(&mut random, code)
+            })
+            .collect();
+        let mut body = encode(&operations);
+        for _ in 0..1 + random.below(4) {
+            let at = random.below(body.len().min(64) as u64) as usize;
+            body[at] = random.next() as u8;
+        }
+        let _ = decode(&body);
+    }
+}

@@ -77,9 +77,10 @@ impl PageKey {
         Self((file as u64) << NUMBER_BITS | number)
     }
 
-    /// From its stored form; `None` when there is no such file.
+    /// From its stored form; `None` when there is no such file, or no such page in any file.
     pub fn from_raw(raw: u64) -> Option<Self> {
-        ((raw >> NUMBER_BITS) < PageFile::COUNT as u64).then_some(Self(raw))
+        let key = Self(raw);
+        ((raw >> NUMBER_BITS) < PageFile::COUNT as u64 && key.number() < tree::PHYSICAL_LIMIT).then_some(key)
     }
 
     /// The stored form.

@@ -194,3 +194,6 @@ impl Pages {
         self.clock = self.slots.keys().copied().collect();
     }
 }
+
+#[cfg(test)]
+mod tests;

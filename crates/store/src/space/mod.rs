@@ -28,8 +28,10 @@ use std::collections::BTreeSet;
 pub const FILE_REGIONS: u64 = 16_384;
 /// Blocks per data file.
 pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
-/// Regions whose bitmaps are kept in memory (4 KiB each).
-const LOADED_REGIONS_MAX: usize = 4096;
+/// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that they meet the end of it.
+const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
+/// Regions that one operation may add: replay meets new ones in order, so a record that jumps further is damaged.
+const REGIONS_AHEAD_MAX: u64 = 1024;
 /// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only when no longer one is left.
 const GOOD_RUN: u64 = 16;
 /// The shortest unbacked run inside existing regions worth reserving again, in blocks (1 MiB).
@@ -123,6 +125,8 @@ impl Space {
         }
         if kind == SpaceKind::Map {
             space.set_backed_length(backed_length);
+            // What is used lies below the reserved length: it was counted as free with the rest of it.
+            space.counts.free = space.counts.free.saturating_sub(space.counts.used);
         }
         Ok(space)
     }
@@ -135,6 +139,11 @@ impl Space {
     /// Regions that exist.
     pub fn regions(&self) -> u64 {
         self.regions.len() as u64
+    }
+
+    /// Blocks of a region that the file system gave; none where there is no such region.
+    pub fn backed_in(&self, region: u64) -> u64 {
+        self.regions.get(region as usize).map_or(0, |region| u64::from(region.backed))
     }
 
     /// Blocks that exist, backed or not.
@@ -214,12 +223,23 @@ impl Space {
 
     /// Changes the entries of a run in a way that leaves reference counts and the backed flag alone.
     pub fn annotate(&self, pages: &mut Pages, run: Run, mut note: impl FnMut(u64, &mut Entry)) -> Result<()> {
+        self.check_range(run)?;
         self.change(pages, run, |block, entry| {
             let before = (entry.references, entry.backed);
             note(block, entry);
             debug_assert_eq!(before, (entry.references, entry.backed));
             Ok(())
         })
+    }
+
+    /// Adds the regions up to the end of a run, unless it lies absurdly far beyond what there is.
+    fn grow_for(&mut self, run: Run) -> Result<()> {
+        let needed = run.start.saturating_add(run.blocks).div_ceil(REGION_BLOCKS);
+        if needed > self.regions() + REGIONS_AHEAD_MAX {
+            return self.check_range(run);
+        }
+        self.grow_regions(needed);
+        Ok(())
     }
 
     fn check_range(&self, run: Run) -> Result<()> {
@@ -242,7 +262,7 @@ impl Space {
     pub fn adopt(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         if self.kind == SpaceKind::Data {
             // Replay meets blocks of regions that the last checkpoint did not know.
-            self.grow_regions((run.start + run.blocks).div_ceil(REGION_BLOCKS));
+            self.grow_for(run)?;
         }
         self.check_range(run)?;
         self.change(pages, run, |block, entry| {
@@ -485,7 +505,7 @@ impl Space {
     /// Notes that the file system gave (or is about to take back) a run.
     pub fn set_backed(&mut self, pages: &mut Pages, run: Run, backed: bool) -> Result<()> {
         debug_assert_eq!(self.kind, SpaceKind::Data);
-        self.grow_regions((run.start + run.blocks).div_ceil(REGION_BLOCKS));
+        self.grow_for(run)?;
         for (number, first, count) in region::parts(run) {
             let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
             let mut changed = 0u64;
@@ -521,7 +541,7 @@ impl Space {
     pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
         let mut runs = Vec::new();
         let mut taken = 0;
-        while *region < self.regions() && taken < most {
+        while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
             if candidate.estimate() < least {
@@ -532,19 +552,19 @@ impl Space {
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             let mut from = 0;
             let mut found = Vec::new();
-            while let Some((first, blocks)) = bitmaps.find_free(from, least, REGION_BLOCKS) {
+            // Never more than was asked for: the rest is promised to somebody.
+            while taken + least <= most
+                && let Some((first, blocks)) = bitmaps.find_free(from, least, most - taken)
+            {
                 found.push(Run { start: number * REGION_BLOCKS + first, blocks });
                 from = first + blocks;
                 taken += blocks;
-                if taken >= most {
-                    break;
-                }
             }
             for run in &found {
                 self.mark(*run, true);
             }
             runs.append(&mut found);
-            if taken < most {
+            if taken + least <= most {
                 *region += 1;
             }
         }

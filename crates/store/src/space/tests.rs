@@ -1,1 +1,357 @@
+//! Space against a naive model: one record per block, counted by looking at all of them.
 
+#![allow(clippy::unwrap_used)]
+
+use super::{Entry, REGION_BLOCKS, Run, Space, SpaceCounts, SpaceKind};
+use crate::ErrorKind;
+use crate::pages::{PageFile, Pages};
+use crate::testbed::{Random, page_files, reopened};
+use backend::File;
+use std::sync::Arc;
+
+const CACHE: usize = 256 * 4096;
+
+#[derive(Clone, Copy, Default, PartialEq, Debug)]
+struct Block {
+    references: u32,
+    backed: bool,
+    /// Allocated, or freed and not released.
+    held: bool,
+    checksum: u32,
+}
+
+struct World {
+    random: Random,
+    kind: SpaceKind,
+    files: [Arc<dyn File>; PageFile::COUNT],
+    pages: Pages,
+    space: Space,
+    blocks: Vec<Block>,
+    /// Allocated and not adopted.
+    allocated: Vec<Run>,
+    /// Adopted: every block has at least one reference, or has been freed since.
+    adopted: Vec<Run>,
+    /// Freed and not released.
+    freed: Vec<Run>,
+}
+
+fn blocks_of(run: Run) -> std::ops::Range<usize> {
+    run.start as usize..(run.start + run.blocks) as usize
+}
+
+impl World {
+    fn new(kind: SpaceKind, seed: u64) -> Self {
+        let files = page_files();
+        let mut pages = Pages::new(files.clone(), CACHE);
+        let space = Space::open(kind, 0, 0, &mut pages).unwrap();
+        let (blocks, allocated, adopted, freed) = Default::default();
+        Self { random: Random(seed), kind, files, pages, space, blocks, allocated, adopted, freed }
+    }
+
+    fn counts(&self) -> SpaceCounts {
+        let count = |what: &dyn Fn(&Block) -> bool| self.blocks.iter().filter(|block| what(block)).count() as u64;
+        SpaceCounts {
+            used: count(&|block| block.references > 0),
+            backed: count(&|block| block.backed),
+            free: count(&|block| block.backed && !block.held && block.references == 0),
+        }
+    }
+
+    fn compare(&mut self) {
+        assert_eq!(self.space.counts(), self.counts());
+        for (number, block) in self.blocks.iter().enumerate() {
+            let entry = self.space.entry(&mut self.pages, number as u64).unwrap();
+            let known = (entry.references, entry.checksum);
+            assert_eq!(known, (block.references, block.checksum), "block {number}");
+            if self.kind == SpaceKind::Data {
+                assert_eq!(entry.backed, block.backed, "block {number}");
+            }
+        }
+    }
+
+    fn extend(&mut self) {
+        match self.kind {
+            SpaceKind::Map => {
+                let length = self.counts().backed + 1 + self.random.scaled(2 * REGION_BLOCKS);
+                self.space.set_backed_length(length);
+                self.blocks.resize(length as usize, Block::default());
+                self.blocks.iter_mut().for_each(|block| block.backed = true);
+            }
+            SpaceKind::Data => {
+                let want = 1 + self.random.scaled(3 * REGION_BLOCKS);
+                let run = self.space.plan_extension(&mut self.pages, want).unwrap();
+                assert!(run.blocks >= 1 && run.blocks <= want);
+                let end = (run.start + run.blocks) as usize;
+                self.blocks.resize(self.blocks.len().max(end), Block::default());
+                for block in &mut self.blocks[blocks_of(run)] {
+                    let taken = block.backed || block.held || block.references > 0;
+                    assert!(!std::mem::replace(&mut block.backed, true) && !taken, "{run:?} is not an empty hole");
+                }
+                self.space.set_backed(&mut self.pages, run, true).unwrap();
+            }
+        }
+    }
+
+    fn allocate(&mut self) {
+        let want = 1 + self.random.scaled(2000);
+        let Some(run) = self.space.allocate(&mut self.pages, want).unwrap() else {
+            assert_eq!(self.counts().free, 0, "free blocks that allocate does not find");
+            return;
+        };
+        assert!(run.blocks >= 1 && run.blocks <= want);
+        for block in &mut self.blocks[blocks_of(run)] {
+            assert!(block.backed && !block.held && block.references == 0, "{run:?} was not free");
+            block.held = true;
+        }
+        self.allocated.push(run);
+    }
+
+    fn adopt(&mut self) {
+        if self.allocated.is_empty() {
+            return;
+        }
+        let index = self.random.below(self.allocated.len() as u64) as usize;
+        let run = self.allocated.swap_remove(index);
+        if self.random.chance(10) {
+            // A plan that came to nothing.
+            self.space.release(run);
+            self.blocks[blocks_of(run)].iter_mut().for_each(|block| block.held = false);
+            return;
+        }
+        self.space.adopt(&mut self.pages, run).unwrap();
+        let sum = self.random.next() as u32;
+        self.space
+            .annotate(&mut self.pages, run, |block, entry| entry.checksum = sum.wrapping_add(block as u32))
+            .unwrap();
+        for (number, block) in (run.start..).zip(&mut self.blocks[blocks_of(run)]) {
+            *block = Block { references: 1, held: false, checksum: sum.wrapping_add(number as u32), ..*block };
+        }
+        self.adopted.push(run);
+        // Twice is refused, and changes nothing.
+        assert_eq!(self.space.adopt(&mut self.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
+    }
+
+    /// A part of something adopted in which every block still has references.
+    fn referenced_part(&mut self) -> Option<Run> {
+        if self.adopted.is_empty() {
+            return None;
+        }
+        let index = self.random.below(self.adopted.len() as u64) as usize;
+        let whole = self.adopted[index];
+        let first = self.random.below(whole.blocks);
+        let run = Run { start: whole.start + first, blocks: 1 + self.random.below(whole.blocks - first) };
+        if self.blocks[blocks_of(run)].iter().all(|block| block.references > 0) {
+            return Some(run);
+        }
+        if self.blocks[blocks_of(whole)].iter().all(|block| block.references == 0) {
+            self.adopted.swap_remove(index);
+        }
+        None
+    }
+
+    fn add(&mut self) {
+        let Some(run) = self.referenced_part() else { return };
+        self.space.add_references(&mut self.pages, run).unwrap();
+        self.blocks[blocks_of(run)].iter_mut().for_each(|block| block.references += 1);
+    }
+
+    fn drop(&mut self) {
+        let Some(run) = self.referenced_part() else { return };
+        let mut freed = vec![Run { start: 0, blocks: 0 }];
+        self.space.drop_references(&mut self.pages, run, &mut freed).unwrap();
+        let mut expected = Vec::new();
+        for number in blocks_of(run) {
+            let block = &mut self.blocks[number];
+            block.references -= 1;
+            if block.references == 0 {
+                *block = Block { held: true, checksum: 0, ..*block };
+                expected.push(number);
+            }
+        }
+        assert_eq!(freed.iter().flat_map(|run| blocks_of(*run)).collect::<Vec<_>>(), expected);
+        self.freed.extend(freed.into_iter().filter(|run| run.blocks > 0));
+    }
+
+    fn release(&mut self) {
+        for run in std::mem::take(&mut self.freed) {
+            self.space.release(run);
+            self.blocks[blocks_of(run)].iter_mut().for_each(|block| block.held = false);
+        }
+    }
+
+    fn reclaim(&mut self) {
+        if self.kind == SpaceKind::Map || self.space.regions() == 0 {
+            return;
+        }
+        let least = *self.random.pick(&[1, 16, 300]);
+        let most = 1 + self.random.scaled(2 * REGION_BLOCKS);
+        let mut region = self.random.below(self.space.regions());
+        let runs = self.space.take_reclaimable(&mut self.pages, &mut region, least, most).unwrap();
+        let taken: u64 = runs.iter().map(|run| run.blocks).sum();
+        assert!(taken <= most, "{taken} blocks taken and {most} asked for");
+        for run in runs {
+            assert!(run.blocks >= least);
+            for block in &mut self.blocks[blocks_of(run)] {
+                assert!(block.backed && !block.held && block.references == 0);
+                block.backed = false;
+            }
+            self.space.set_backed(&mut self.pages, run, false).unwrap();
+            // Not to be given out while the hole is being punched.
+            self.space.release(run);
+        }
+    }
+
+    /// A checkpoint and a restart: what is held by nobody on the medium is free.
+    fn reopen(&mut self) {
+        self.space.store_summaries(&mut self.pages).unwrap();
+        reopened(&self.files, &mut self.pages, CACHE);
+        let length = if self.kind == SpaceKind::Map { self.counts().backed } else { 0 };
+        let regions = self.space.regions();
+        self.space = Space::open(self.kind, regions, length, &mut self.pages).unwrap();
+        assert_eq!(self.space.regions(), regions);
+        self.allocated.clear();
+        self.freed.clear();
+        self.blocks.iter_mut().for_each(|block| block.held = false);
+    }
+
+    /// Replay adopts what allocation chose in another life, with no bitmap in memory.
+    fn adopt_as_replay(&mut self) {
+        let free = (0..self.blocks.len()).filter(|number| {
+            let block = self.blocks[*number];
+            block.backed && !block.held && block.references == 0
+        });
+        let free: Vec<usize> = free.take(500).collect();
+        if free.is_empty() {
+            return;
+        }
+        let run = Run { start: *self.random.pick(&free) as u64, blocks: 1 };
+        self.space.adopt(&mut self.pages, run).unwrap();
+        self.blocks[run.start as usize].references = 1;
+        self.adopted.push(run);
+    }
+
+    fn step(&mut self) {
+        match self.random.below(100) {
+            0..4 => self.extend(),
+            4..34 => self.allocate(),
+            34..60 => self.adopt(),
+            60..68 => self.add(),
+            68..88 => self.drop(),
+            88..93 => self.release(),
+            93..96 => self.reclaim(),
+            96..98 => self.adopt_as_replay(),
+            98 => self.reopen(),
+            _ => self.space.store_summaries(&mut self.pages).unwrap(),
+        }
+        assert_eq!(self.space.counts(), self.counts());
+    }
+}
+
+fn random_steps_equal_the_model(kind: SpaceKind) {
+    for seed in 0..6 {
+        let mut world = World::new(kind, seed);
+        for step in 0..600 {
+            world.step();
+            if step % 100 == 99 {
+                world.compare();
+            }
+        }
+        world.reopen();
+        world.compare();
+    }
+}
+
+#[test]
+fn data_equals_a_naive_model() {
+    random_steps_equal_the_model(SpaceKind::Data);
+}
+
+#[test]
+fn map_equals_a_naive_model() {
+    random_steps_equal_the_model(SpaceKind::Map);
+}
+
+#[test]
+fn more_regions_than_bitmaps_in_memory() {
+    let mut world = World::new(SpaceKind::Data, 1);
+    for _ in 0..20 {
+        let run = Run { start: world.space.blocks(), blocks: REGION_BLOCKS };
+        world.space.set_backed(&mut world.pages, run, true).unwrap();
+        world.blocks.resize((run.start + run.blocks) as usize, Block { backed: true, ..Block::default() });
+    }
+    world.compare();
+    // All of it, in pieces, so that every region is loaded and most of them given up again.
+    while let Some(run) = world.space.allocate(&mut world.pages, 4096).unwrap() {
+        world.space.adopt(&mut world.pages, run).unwrap();
+        for block in &mut world.blocks[blocks_of(run)] {
+            assert_eq!(block.references, 0);
+            block.references = 1;
+        }
+        assert_eq!(world.space.counts(), world.counts());
+    }
+    assert_eq!(world.space.counts().free, 0);
+    for _ in 0..200 {
+        let blocks = 1 + world.random.below(5000);
+        let run = Run { start: world.random.below(world.space.blocks() - blocks), blocks };
+        if world.blocks[blocks_of(run)].iter().all(|block| block.references > 0) {
+            let mut freed = Vec::new();
+            world.space.drop_references(&mut world.pages, run, &mut freed).unwrap();
+            freed.iter().for_each(|run| world.space.release(*run));
+            world.blocks[blocks_of(run)].iter_mut().for_each(|block| block.references = 0);
+        }
+        assert_eq!(world.space.counts(), world.counts());
+    }
+    assert!(world.space.loaded <= super::LOADED_REGIONS_MAX);
+    world.compare();
+}
+
+#[test]
+fn references_end_at_both_ends() {
+    let mut world = World::new(SpaceKind::Data, 1);
+    world.extend();
+    let run = Run { start: 0, blocks: 1 };
+    let mut freed = Vec::new();
+    let none = world.space.drop_references(&mut world.pages, run, &mut freed).unwrap_err();
+    assert_eq!(none.kind(), ErrorKind::Corrupt);
+    assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
+    world.space.adopt(&mut world.pages, run).unwrap();
+    world.space.repair_references(&mut world.pages, 0, Entry::REFERENCES_MAX).unwrap();
+    assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
+    assert_eq!(world.space.entry(&mut world.pages, 0).unwrap().references, Entry::REFERENCES_MAX);
+}
+
+#[test]
+fn runs_past_the_end_are_refused() {
+    let mut world = World::new(SpaceKind::Data, 1);
+    world.extend();
+    let blocks = world.space.blocks();
+    for run in [
+        Run { start: blocks, blocks: 1 },
+        Run { start: blocks - 1, blocks: 2 },
+        Run { start: u64::MAX, blocks: 1 },
+        Run { start: 1, blocks: u64::MAX },
+        Run { start: (1 << 48) - 1, blocks: 1 },
+    ] {
+        let refused = |result: crate::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Corrupt, "{run:?}");
+        refused(world.space.add_references(&mut world.pages, run));
+        refused(world.space.drop_references(&mut world.pages, run, &mut Vec::new()));
+        refused(world.space.annotate(&mut world.pages, run, |_, _| {}));
+        if run.start > 1 << 40 {
+            refused(world.space.adopt(&mut world.pages, run));
+            refused(world.space.set_backed(&mut world.pages, run, true));
+        }
+    }
+    assert_eq!(world.space.blocks(), blocks);
+}
+
+#[test]
+fn a_summary_that_counts_too_much_is_refused() {
+    let mut world = World::new(SpaceKind::Data, 1);
+    world.extend();
+    world.space.store_summaries(&mut world.pages).unwrap();
+    let key = crate::pages::PageKey::new(PageFile::DataSummary, 0);
+    let page = world.pages.get_mut(key).unwrap();
+    page.0[crate::pages::HEADER_SIZE..][..2].copy_from_slice(&u16::MAX.to_le_bytes());
+    let refused = Space::open(SpaceKind::Data, 1, 0, &mut world.pages);
+    assert_eq!(refused.err().unwrap().kind(), ErrorKind::Corrupt);
+}

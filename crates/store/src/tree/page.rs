@@ -24,7 +24,8 @@
 //! | | | 48-62 | zero |
 //! | | | 63 | unwritten: allocated, reads as zeros |
 //! | internal | 0 | 0-39 | first logical block below the child; 0 in entry 0, whose bound is the node's own |
-//! | | 1 | 0-63 | node number of the child |
+//! | | 1 | 0-47 | node number of the child |
+//! | | | 48-63 | zero |
 //!
 //! [`validate`] is the one gate: it is total over all byte patterns, and a page that passed it keeps invariants 4 and 6
 //! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. What only
@@ -201,8 +202,9 @@ fn validate_internal(page: &Block, id: NodeId) -> Result<()> {
         if key >= LOGICAL_LIMIT || (index == 0) != (key == 0) || previous.is_some_and(|p| p >= key) {
             return Err(corrupt(id, format_args!("the key of entry {index} is out of order")));
         }
-        if u64::from_le(entry[1]) == id.0 {
-            return Err(corrupt(id, format_args!("entry {index} names the node itself")));
+        let child = u64::from_le(entry[1]);
+        if child == id.0 || child >= PHYSICAL_LIMIT {
+            return Err(corrupt(id, format_args!("entry {index} names {child} as a child, which cannot be")));
         }
         previous = Some(key);
     }

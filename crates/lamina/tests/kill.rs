@@ -1,0 +1,309 @@
+//! A server killed with SIGKILL, again and again, under writers that know what must be there afterwards.
+//!
+//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for all
+//! answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the command
+//! line. For every sector it knows which versions a crash may leave: the last one that a flush or FUA made durable, or
+//! any that was sent after it. Snapshots must hold exactly what had been answered. The kill comes at a random instant,
+//! in some rounds while the server is still opening the datastore.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::{Client, Command, Failure};
+use pattern::{Random, SECTOR};
+use process::Store;
+use std::process::Stdio;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const KILLS: u64 = 100;
+const WRITERS: u64 = 2;
+const DISK_SECTORS: usize = (12 << 20) / SECTOR;
+/// Requests of one round, and the sectors of the largest (256 KiB).
+const ROUND_REQUESTS: u64 = 24;
+const REQUEST_SECTORS_MAX: u64 = 512;
+/// Snapshots kept of each disk.
+const SNAPSHOTS: usize = 3;
+const READ_BYTES: usize = 1 << 20;
+
+/// What is known of one disk.
+struct Model {
+    name: String,
+    number: u64,
+    /// For each sector the versions that a crash may leave: first the durable one, last the newest.
+    sectors: Vec<Vec<u64>>,
+    snapshots: Vec<(String, Arc<Vec<u64>>)>,
+}
+
+/// One request of a round, and whether its answer made it durable.
+struct Sent {
+    disk: usize,
+    cookie: u64,
+    range: std::ops::Range<usize>,
+    durable: bool,
+}
+
+struct Writer {
+    disks: [Model; 2],
+    random: Random,
+    version: u64,
+    snapshot: u64,
+    /// Taken by a command that was killed before it answered: there or not, but never in part.
+    uncertain: Option<(String, [Arc<Vec<u64>>; 2])>,
+    flushes: u64,
+}
+
+impl Model {
+    fn newest(&self) -> Arc<Vec<u64>> {
+        Arc::new(self.sectors.iter().map(|versions| *versions.last().unwrap()).collect())
+    }
+
+    /// Reads the disk and holds it against the model; what was found is what there is from now on.
+    fn verify(&mut self, store: &Store) -> usize {
+        let content = read_export(store, &self.name);
+        let mut younger = 0;
+        for (number, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {
+            let found = pattern::version(sector, self.number, number as u64).unwrap();
+            assert!(versions.contains(&found), "{} sector {number}: {found} is none of {versions:?}", self.name);
+            younger += usize::from(versions.len() > 1 && found != versions[0]);
+            versions.clear();
+            versions.push(found);
+        }
+        younger
+    }
+
+    fn verify_snapshot(&self, store: &Store, name: &str, expected: &[u64]) {
+        let content = read_export(store, &format!("{}@{name}", self.name));
+        for (number, (sector, version)) in content.chunks_exact(SECTOR).zip(expected).enumerate() {
+            let found = pattern::version(sector, self.number, number as u64).unwrap();
+            assert_eq!(found, *version, "{}@{name} sector {number}", self.name);
+        }
+    }
+}
+
+fn read_export(store: &Store, export: &str) -> Vec<u8> {
+    let mut client = Client::connect(&store.socket(), export).unwrap();
+    assert_eq!(client.size, (DISK_SECTORS * SECTOR) as u64);
+    let mut content = Vec::with_capacity(DISK_SECTORS * SECTOR);
+    for offset in (0..client.size).step_by(READ_BYTES) {
+        content.extend(client.read(offset, READ_BYTES as u32).unwrap());
+    }
+    content
+}
+
+impl Writer {
+    fn new(number: u64, store: &Store) -> Self {
+        let disks = [0, 1].map(|half| {
+            let name = format!("w{number}d{half}");
+            let kind = if half == 1 && number == 1 { "zeroedthick" } else { "thin" };
+            let size = DISK_SECTORS * SECTOR;
+            store.run(&format!("disk create {name} --size {size} --provisioning {kind}")).ok();
+            Model { name, number: 2 * number + half, sectors: vec![vec![0]; DISK_SECTORS], snapshots: Vec::new() }
+        });
+        Self { disks, random: Random(0xdead + number), version: 0, snapshot: 0, uncertain: None, flushes: 0 }
+    }
+
+    /// Works until the server is gone.
+    fn work(&mut self, store: &Store, killed: &AtomicBool) {
+        match self.rounds(store) {
+            Failure::Gone(_) => {}
+            Failure::Errno(errno) => panic!("a request failed with {errno}"),
+        }
+        // The connection may break a moment before the killer's signal is counted, never without one.
+        process::until("the server was killed", || killed.load(Ordering::Acquire));
+    }
+
+    fn rounds(&mut self, store: &Store) -> Failure {
+        let connect = |disk: &Model| Client::connect(&store.socket(), &disk.name);
+        let clients = connect(&self.disks[0]).and_then(|a| Ok([a, connect(&self.disks[1])?]));
+        let mut clients = match clients {
+            Ok(clients) => clients,
+            Err(error) => return error.into(),
+        };
+        loop {
+            let outcome = match self.random.below(10) {
+                0 | 1 => self.flush(&mut clients),
+                2 if self.random.once_in(3) => self.take_snapshot(store),
+                _ => self.round(&mut clients),
+            };
+            if let Err(failure) = outcome {
+                return failure;
+            }
+        }
+    }
+
+    /// Requests that do not overlap, all in flight at once.
+    fn round(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
+        let mut sent: Vec<Sent> = Vec::new();
+        for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
+            let disk = self.random.below(2) as usize;
+            // Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner of the disk.
+            let (align, length) = match self.random.below(8) {
+                0 => (1, 1 + self.random.below(24)),
+                1 => (8, 8 * (1 + self.random.below(REQUEST_SECTORS_MAX / 8))),
+                _ => (8, 8),
+            };
+            let space = if self.random.once_in(2) { DISK_SECTORS as u64 } else { DISK_SECTORS as u64 / 16 };
+            let start = self.random.below((space - length) / align) * align;
+            let range = start as usize..(start + length) as usize;
+            if sent.iter().any(|s| s.disk == disk && s.range.start < range.end && range.start < s.range.end) {
+                continue;
+            }
+            let fua = self.random.once_in(8);
+            let zeroes = self.random.once_in(10);
+            self.version += 1;
+            let version = if zeroes { 0 } else { self.version };
+            let model = &mut self.disks[disk];
+            for sector in range.clone() {
+                model.sectors[sector].push(version);
+            }
+            let (offset, bytes) = ((range.start * SECTOR) as u64, range.len() * SECTOR);
+            let mut data = vec![0; if zeroes { 0 } else { bytes }];
+            for (sector, content) in range.clone().zip(data.chunks_exact_mut(SECTOR)) {
+                pattern::fill(content, model.number, sector as u64, version);
+            }
+            let command = match zeroes {
+                true if self.version.is_multiple_of(2) => Command::Trim { offset, length: bytes as u32, fua },
+                true => Command::Zero { offset, length: bytes as u32, fua },
+                false => Command::Write { offset, data: &data, fua },
+            };
+            let cookie = clients[disk].submit(command)?;
+            sent.push(Sent { disk, cookie, range, durable: fua });
+        }
+        for (disk, client) in clients.iter_mut().enumerate() {
+            for _ in 0..sent.iter().filter(|s| s.disk == disk).count() {
+                let (cookie, outcome) = client.complete()?;
+                outcome.map_err(Failure::Errno)?;
+                let done = sent.iter().find(|s| s.disk == disk && s.cookie == cookie).unwrap();
+                if done.durable {
+                    for versions in &mut self.disks[disk].sectors[done.range.clone()] {
+                        versions.drain(..versions.len() - 1);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A flush on one connection: it promises for its own disk, so each is flushed.
+    fn flush(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
+        for (client, model) in clients.iter_mut().zip(&mut self.disks) {
+            client.flush()?;
+            for versions in &mut model.sectors {
+                versions.drain(..versions.len() - 1);
+            }
+            self.flushes += 1;
+        }
+        Ok(())
+    }
+
+    fn take_snapshot(&mut self, store: &Store) -> Result<(), Failure> {
+        self.snapshot += 1;
+        let name = format!("s{}", self.snapshot);
+        let states = [self.disks[0].newest(), self.disks[1].newest()];
+        self.uncertain = Some((name.clone(), states.clone()));
+        let [a, b] = [&self.disks[0].name, &self.disks[1].name];
+        let gone = || Failure::Gone(std::io::Error::other("a command was cut off"));
+        let run = |arguments: &str| {
+            let mut command = store.command(arguments);
+            let status = command.stdout(Stdio::null()).stderr(Stdio::null()).status().unwrap();
+            if status.success() { Ok(()) } else { Err(gone()) }
+        };
+        // A command that finds no server waits to become the owner itself: it must not meet the next round.
+        run(&format!("snapshot create {a}@{name} {b}@{name}"))?;
+        self.uncertain = None;
+        for (model, state) in self.disks.iter_mut().zip(states) {
+            model.snapshots.push((name.clone(), state));
+        }
+        if self.disks[0].snapshots.len() > SNAPSHOTS {
+            for model in &mut self.disks {
+                // Whether it is deleted or not: it is not looked at again.
+                let (oldest, _) = model.snapshots.remove(0);
+                run(&format!("snapshot delete {}@{oldest}", model.name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After a crash: both disks, all snapshots, and the one that was being taken.
+    fn verify(&mut self, store: &Store) -> usize {
+        if let Some((name, states)) = self.uncertain.take() {
+            let listed = store.run("snapshot list --json").json();
+            let there = |disk: &str| {
+                let snapshots = listed["snapshots"].as_array().unwrap();
+                snapshots.iter().any(|s| s["disk"] == disk && s["name"] == name)
+            };
+            let found = [there(&self.disks[0].name), there(&self.disks[1].name)];
+            assert_eq!(found[0], found[1], "{name}: a snapshot of two disks is there for both or for none");
+            if found[0] {
+                for (model, state) in self.disks.iter_mut().zip(states) {
+                    model.snapshots.push((name.clone(), state));
+                }
+            }
+        }
+        let mut younger = 0;
+        for model in &mut self.disks {
+            younger += model.verify(store);
+            for (name, state) in &model.snapshots {
+                model.verify_snapshot(store, name, state);
+            }
+        }
+        younger
+    }
+}
+
+#[test]
+fn a_hundred_kills_lose_nothing_that_was_flushed() {
+    let store = Store::at(&std::env::temp_dir(), "4M");
+    let mut writers: Vec<Writer> = (0..WRITERS).map(|number| Writer::new(number, &store)).collect();
+    let mut random = Random(20_261_121);
+    let (mut kills, mut younger) = (0, 0);
+    let begin = Instant::now();
+    while kills < KILLS {
+        let options = ["", "--io direct", "--queue threads", "--io direct --queue threads"][(kills % 4) as usize];
+        let mut server = store.serve(options);
+        let killed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for writer in &mut writers {
+                scope.spawn(|| writer.work(&store, &killed));
+            }
+            std::thread::sleep(Duration::from_millis(5 + random.below(250)));
+            killed.store(true, Ordering::Release);
+            assert_eq!(server.stop("KILL"), None);
+            kills += 1;
+        });
+        if random.once_in(4) {
+            // Once more, while it opens what the last kill left.
+            let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(random.below(25)));
+            process::send(opening.id(), "KILL");
+            assert_eq!(process::wait(&mut opening), None);
+            kills += 1;
+        }
+        // The check opens the datastore itself in one half of the cases, so that it also meets an unrecovered one.
+        let check_first = random.once_in(2);
+        if check_first {
+            store.is_clean();
+        }
+        let mut server = store.serve("");
+        younger += writers.iter_mut().map(|writer| writer.verify(&store)).sum::<usize>();
+        if !check_first {
+            store.is_clean();
+        }
+        assert_eq!(server.stop("TERM"), Some(0));
+    }
+    let requests: u64 = writers.iter().map(|writer| writer.version).sum();
+    let flushes: u64 = writers.iter().map(|writer| writer.flushes).sum();
+    let snapshots: u64 = writers.iter().map(|writer| writer.snapshot).sum();
+    println!(
+        "{kills} kills in {:.0} s: {requests} requests, {flushes} flushes, {snapshots} snapshots of two disks; nothing \
+         flushed was lost, {younger} sectors were younger than they had to be, every check was clean",
+        begin.elapsed().as_secs_f64()
+    );
+    // Without these the test would prove nothing.
+    assert!(requests > 20 * kills && flushes > kills && snapshots > kills / 2);
+}

@@ -1,0 +1,182 @@
+//! A small NBD client for tests: the plain part of the protocol (fixed newstyle, simple replies) over a unix socket.
+//!
+//! The public clients test that we speak as others do; this one is for what they cannot be told: to know which request
+//! was answered when the server dies, to see the error of one block, to keep many writes in flight. It never panics on
+//! a server that goes away: that is [`Failure::Gone`].
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+use std::collections::HashMap;
+use std::io::{self, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+const REQUEST: u32 = 0x2560_9513;
+const SIMPLE_REPLY: u32 = 0x6744_6698;
+const OPT_GO: u32 = 7;
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const FLAG_FUA: u16 = 1;
+
+/// Errors as the protocol numbers them.
+pub const EIO: u32 = 5;
+pub const ENOSPC: u32 = 28;
+
+/// Why there is no answer, or not the one wanted.
+#[derive(Debug)]
+pub enum Failure {
+    /// The server answered with an error.
+    Errno(u32),
+    /// The connection ended.
+    Gone(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Gone(error)
+    }
+}
+
+/// What is asked of an export.
+#[derive(Clone, Copy)]
+pub enum Command<'a> {
+    Read { offset: u64, length: u32 },
+    Write { offset: u64, data: &'a [u8], fua: bool },
+    Flush,
+    Trim { offset: u64, length: u32, fua: bool },
+    Zero { offset: u64, length: u32, fua: bool },
+}
+
+/// A connection to one export.
+pub struct Client {
+    stream: UnixStream,
+    replies: BufReader<UnixStream>,
+    /// Bytes that the reply to each request in flight brings.
+    in_flight: HashMap<u64, usize>,
+    next: u64,
+    pub size: u64,
+}
+
+fn number<const N: usize>(stream: &mut dyn Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn unexpected(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.to_string())
+}
+
+impl Client {
+    pub fn connect(socket: &Path, export: &str) -> io::Result<Self> {
+        let stream = UnixStream::connect(socket)?;
+        stream.set_read_timeout(Some(crate::process::PATIENCE))?;
+        let replies = BufReader::with_capacity(256 << 10, stream.try_clone()?);
+        let mut client = Self { stream, replies, in_flight: HashMap::new(), next: 0, size: 0 };
+        client.handshake(export)?;
+        Ok(client)
+    }
+
+    fn handshake(&mut self, export: &str) -> io::Result<()> {
+        let [magic, option] = [(); 2].map(|()| number(&mut self.replies).map(u64::from_be_bytes));
+        if (magic?, option?) != (GREETING, OPTION) {
+            return Err(unexpected("no NBD server"));
+        }
+        let _flags: [u8; 2] = number(&mut self.replies)?;
+        let mut message = Vec::new();
+        message.extend(3u32.to_be_bytes());
+        message.extend(OPTION.to_be_bytes());
+        message.extend(OPT_GO.to_be_bytes());
+        message.extend((export.len() as u32 + 6).to_be_bytes());
+        message.extend((export.len() as u32).to_be_bytes());
+        message.extend(export.as_bytes());
+        message.extend(0u16.to_be_bytes());
+        self.stream.write_all(&message)?;
+        loop {
+            let magic = u64::from_be_bytes(number(&mut self.replies)?);
+            let _option: [u8; 4] = number(&mut self.replies)?;
+            let kind = u32::from_be_bytes(number(&mut self.replies)?);
+            let length = u32::from_be_bytes(number(&mut self.replies)?);
+            let mut data = vec![0; length as usize];
+            self.replies.read_exact(&mut data)?;
+            match (magic, kind) {
+                (OPTION_REPLY, REP_ACK) => return Ok(()),
+                (OPTION_REPLY, REP_INFO) => {
+                    if data[..2] == [0, 0] {
+                        self.size = u64::from_be_bytes(data[2..10].try_into().unwrap());
+                    }
+                }
+                _ => return Err(unexpected(&format!("{export}: {kind:#x} {}", String::from_utf8_lossy(&data)))),
+            }
+        }
+    }
+
+    /// Sends a request; its cookie.
+    pub fn submit(&mut self, command: Command) -> Result<u64, Failure> {
+        let (kind, fua, offset, length, payload): (u16, bool, u64, u32, &[u8]) = match command {
+            Command::Read { offset, length } => (0, false, offset, length, &[]),
+            Command::Write { offset, data, fua } => (1, fua, offset, data.len() as u32, data),
+            Command::Flush => (3, false, 0, 0, &[]),
+            Command::Trim { offset, length, fua } => (4, fua, offset, length, &[]),
+            Command::Zero { offset, length, fua } => (6, fua, offset, length, &[]),
+        };
+        let cookie = self.next;
+        self.next += 1;
+        let mut message = Vec::with_capacity(28 + payload.len());
+        message.extend(REQUEST.to_be_bytes());
+        message.extend((if fua { FLAG_FUA } else { 0 }).to_be_bytes());
+        message.extend(kind.to_be_bytes());
+        message.extend(cookie.to_be_bytes());
+        message.extend(offset.to_be_bytes());
+        message.extend(length.to_be_bytes());
+        message.extend(payload);
+        let answer = if kind == 0 { length as usize } else { 0 };
+        self.in_flight.insert(cookie, answer);
+        self.stream.write_all(&message)?;
+        Ok(cookie)
+    }
+
+    /// Waits for the next reply: which request, and what came of it.
+    pub fn complete(&mut self) -> Result<(u64, Result<Vec<u8>, u32>), Failure> {
+        let magic = u32::from_be_bytes(number(&mut self.replies)?);
+        let error = u32::from_be_bytes(number(&mut self.replies)?);
+        let cookie = u64::from_be_bytes(number(&mut self.replies)?);
+        assert_eq!(magic, SIMPLE_REPLY, "not a simple reply");
+        let length = self.in_flight.remove(&cookie).expect("a reply to something asked");
+        if error != 0 {
+            return Ok((cookie, Err(error)));
+        }
+        let mut data = vec![0; length];
+        self.replies.read_exact(&mut data)?;
+        Ok((cookie, Ok(data)))
+    }
+
+    /// One request, waited for. Nothing else may be in flight.
+    pub fn call(&mut self, command: Command) -> Result<Vec<u8>, Failure> {
+        assert!(self.in_flight.is_empty());
+        let asked = self.submit(command)?;
+        let (answered, outcome) = self.complete()?;
+        assert_eq!(asked, answered);
+        outcome.map_err(Failure::Errno)
+    }
+
+    pub fn read(&mut self, offset: u64, length: u32) -> Result<Vec<u8>, Failure> {
+        self.call(Command::Read { offset, length })
+    }
+
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), Failure> {
+        self.call(Command::Write { offset, data, fua: false }).map(drop)
+    }
+
+    pub fn trim(&mut self, offset: u64, length: u32) -> Result<(), Failure> {
+        self.call(Command::Trim { offset, length, fua: false }).map(drop)
+    }
+
+    pub fn flush(&mut self) -> Result<(), Failure> {
+        self.call(Command::Flush).map(drop)
+    }
+}

@@ -1,0 +1,69 @@
+//! Content that tells where it belongs: every sector names its disk, its number and its version, so that a sector in the
+//! wrong place, of the wrong time, or torn within, is seen as such. Version 0 is a sector of zeros.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+/// What no crash tears.
+pub const SECTOR: usize = 512;
+
+/// A generator of numbers from a seed (SplitMix64).
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A number below `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    /// True once in `times`.
+    pub fn once_in(&mut self, times: u64) -> bool {
+        self.below(times) == 0
+    }
+}
+
+fn mix(mut z: u64) -> u64 {
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
+}
+
+/// Fills one sector.
+pub fn fill(sector: &mut [u8], disk: u64, number: u64, version: u64) {
+    if version == 0 {
+        return sector.fill(0);
+    }
+    let mut word = mix(disk ^ mix(number) ^ mix(version).rotate_left(17));
+    sector[..8].copy_from_slice(&version.to_le_bytes());
+    for bytes in sector[8..].chunks_exact_mut(8) {
+        bytes.copy_from_slice(&word.to_le_bytes());
+        word = word.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(disk | 1);
+    }
+}
+
+/// The version that a sector holds whole; what is wrong with it otherwise.
+pub fn version(sector: &[u8], disk: u64, number: u64) -> Result<u64, String> {
+    let version = u64::from_le_bytes(sector[..8].try_into().unwrap());
+    let mut expected = [0; SECTOR];
+    fill(&mut expected, disk, number, version);
+    if sector == expected {
+        return Ok(version);
+    }
+    Err(format!("sector {number} of disk {disk} holds nothing that was written there (version word {version:#x})"))
+}
+
+/// Bytes from a seed, for tests that compare whole buffers.
+pub fn bytes(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random(seed);
+    let mut out = Vec::with_capacity(length.next_multiple_of(8));
+    while out.len() < length {
+        out.extend(random.next().to_le_bytes());
+    }
+    out.truncate(length);
+    out
+}

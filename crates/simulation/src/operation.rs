@@ -1,0 +1,210 @@
+//! What can be done to a datastore, as values that a seed generates.
+//!
+//! An operation names its targets by raw numbers that are reduced to what exists when it is carried out, so every
+//! subsequence of a list of operations is a list of operations too: that is what makes shrinking a failing run simple.
+
+use crate::random::Random;
+
+/// How the offset and length of a request lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Chooses the offset.
+    pub at: u64,
+    /// Length in bytes before it is fitted into the disk.
+    pub length: u64,
+    /// The offset is a multiple of this.
+    pub align: u64,
+}
+
+/// One thing to do. Numbers without another word choose among what there is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Operation {
+    /// Write data that follows from `fill`; with `again`, the bytes that are there already.
+    Write { disk: u64, span: Span, fill: u64, again: bool, fua: bool },
+    /// Write zeroes.
+    WriteZeroes { disk: u64, span: Span, allocate: bool, fua: bool },
+    /// Discard.
+    Discard { disk: u64, span: Span, fua: bool },
+    /// Read from a disk or snapshot.
+    Read { title: u64, span: Span },
+    /// Plan a read and keep the plan while other things happen.
+    BeginRead { title: u64, span: Span },
+    /// Fetch and verify what was planned.
+    EndReads,
+    /// Flush through one disk.
+    Flush { disk: u64 },
+    /// Ask what a range is.
+    Status { title: u64, span: Span },
+    /// Compare two points of a disk.
+    Diff { disk: u64, from: u64, to: u64 },
+    /// Make a disk; `kind` chooses the provisioning type.
+    Create { capacity: u64, kind: u64 },
+    /// Grow or shrink.
+    Resize { disk: u64, capacity: u64, by_device: bool },
+    /// Rename.
+    Rename { disk: u64 },
+    /// Delete a disk.
+    Delete { disk: u64, promote: bool },
+    /// Take snapshots of several disks.
+    Snapshot { disk: u64, disks: u64 },
+    /// Delete a snapshot.
+    DeleteSnapshot { snapshot: u64 },
+    /// Go back to a snapshot.
+    Revert { snapshot: u64 },
+    /// Linked clones of a snapshot, or of a head.
+    CloneLinked { source: u64, head: bool, count: u64 },
+    /// A full clone of a snapshot, or of a head; with `cancel`, stopped half way.
+    CloneFull { source: u64, head: bool, cancel: bool },
+    /// Detach a clone.
+    Detach { disk: u64 },
+    /// Close the devices that are open.
+    CloseDevices,
+    /// What runs in the background.
+    Pump { rounds: u64 },
+    /// A checkpoint.
+    Checkpoint,
+    /// Give free space back.
+    Reclaim,
+    /// Check everything.
+    Check,
+    /// Compare everything with the model.
+    Compare,
+    /// Close and open.
+    Reopen,
+    /// Forget the process, keep the medium, open again.
+    Kill,
+    /// Cut the power after so many operations of the medium from now; then, with `again`, after so many of recovery.
+    Cut { after: u64, again: Option<u64> },
+    /// Fail an operation of the medium some way from now.
+    FailOperation { after: u64 },
+    /// Fail the next flushes of the medium.
+    FailSyncs { count: u64 },
+    /// Leave the file system with this much room beyond what is used.
+    Room { bytes: u64 },
+}
+
+/// What kind of run to generate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Profile {
+    /// No faults: long, every operation, everything compared exactly.
+    Model,
+    /// Power cuts.
+    PowerCuts,
+    /// Failing operations and flushes of the medium.
+    Errors,
+    /// A file system that fills up.
+    Full,
+}
+
+/// Most disks that a run keeps; beyond them creation gives way to deletion.
+pub const DISKS_MAX: usize = 8;
+/// Most snapshots of all disks.
+pub const SNAPSHOTS_MAX: usize = 24;
+
+/// The next operation of a run.
+pub fn generate(random: &mut Random, profile: Profile) -> Operation {
+    let disk = random.next_u64();
+    let special = match profile {
+        Profile::Model => 0,
+        Profile::PowerCuts => 12,
+        Profile::Errors => 6,
+        Profile::Full => 12,
+    };
+    if random.below(1000) < special {
+        return match profile {
+            Profile::Model | Profile::PowerCuts => {
+                let again = random.percent(30).then(|| random.below(40));
+                Operation::Cut { after: random.below(*random.clone().choose(&[3, 20, 200])), again }
+            }
+            Profile::Errors if random.percent(30) => Operation::FailSyncs { count: random.between(1, 2) },
+            Profile::Errors => Operation::FailOperation { after: random.below(30) },
+            Profile::Full => {
+                let most = *random.choose(&[0, 64 << 10, 1 << 20, 16 << 20, 1 << 30]);
+                Operation::Room { bytes: random.below(most + 1) }
+            }
+        };
+    }
+    match random.below(1000) {
+        0..400 => Operation::Write {
+            disk,
+            span: span(random),
+            fill: random.next_u64(),
+            again: random.percent(3),
+            fua: random.percent(3),
+        },
+        400..600 => Operation::Read { title: disk, span: span(random) },
+        600..640 => Operation::Discard { disk, span: span(random), fua: random.percent(5) },
+        640..670 => {
+            Operation::WriteZeroes { disk, span: span(random), allocate: random.percent(50), fua: random.percent(5) }
+        }
+        670..720 => Operation::Flush { disk },
+        720..735 => Operation::BeginRead { title: disk, span: span(random) },
+        735..745 => Operation::EndReads,
+        745..775 => Operation::Status { title: disk, span: span(random) },
+        775..785 => Operation::Diff { disk, from: random.next_u64(), to: random.next_u64() },
+        785..797 => Operation::Create { capacity: capacity(random), kind: random.next_u64() },
+        797..812 => Operation::Resize { disk, capacity: capacity(random), by_device: random.percent(30) },
+        812..817 => Operation::Rename { disk },
+        817..827 => Operation::Delete { disk, promote: random.percent(60) },
+        827..852 => Operation::Snapshot { disk, disks: random.between(1, 4) },
+        852..872 => Operation::DeleteSnapshot { snapshot: disk },
+        872..880 => Operation::Revert { snapshot: disk },
+        880..892 => Operation::CloneLinked { source: disk, head: random.percent(40), count: random.between(1, 3) },
+        892..898 => Operation::CloneFull { source: disk, head: random.percent(50), cancel: random.percent(20) },
+        898..904 => Operation::Detach { disk },
+        904..910 => Operation::CloseDevices,
+        910..965 => Operation::Pump { rounds: random.between(1, 4) },
+        965..975 => Operation::Checkpoint,
+        975..980 => Operation::Reclaim,
+        980..984 => Operation::Check,
+        984..988 => Operation::Compare,
+        988..994 => Operation::Reopen,
+        994..997 => Operation::Kill,
+        _ => Operation::Flush { disk },
+    }
+}
+
+fn span(random: &mut Random) -> Span {
+    let align = match random.below(20) {
+        0..13 => 4096,
+        13..17 => 512,
+        _ => 1,
+    };
+    let length = match random.below(40) {
+        0..24 => 4096,
+        24..28 => 512,
+        28..32 => random.between(1, 16) * 4096,
+        32..35 => random.between(1, 64) * 512,
+        35..38 => random.between(1, 20_000),
+        38 => random.between(1, 256) * 4096,
+        _ => random.between(1, 1 << 20),
+    };
+    Span { at: random.next_u64(), length, align }
+}
+
+fn capacity(random: &mut Random) -> u64 {
+    match random.below(10) {
+        0 => 512 * random.between(1, 40),
+        1..6 => 512 * random.between(1000, 16_000),
+        6..8 => 4096 * random.between(500, 4000),
+        _ => 512 * random.between(100_000, 800_000),
+    }
+}
+
+impl Span {
+    /// The byte range on a disk of `capacity` bytes: near one of a few places, so that requests meet, or anywhere.
+    pub fn fit(&self, capacity: u64) -> (u64, u64) {
+        let length = self.length.min(capacity);
+        let room = capacity - length;
+        let place = match self.at % 16 {
+            0..12 => {
+                let corner = (self.at % 4) * (capacity / 4);
+                corner + (self.at >> 8) % (768 << 10)
+            }
+            12 => room,
+            _ => (self.at >> 8) % (room + 1),
+        };
+        (place.min(room) / self.align * self.align, length)
+    }
+}

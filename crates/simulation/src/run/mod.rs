@@ -1,0 +1,282 @@
+//! Carrying out operations on the datastore and on the model, and comparing what they answer.
+//!
+//! 1. `model` is what the datastore must answer between two operations.
+//! 2. An operation that ends in an error because the power went, or because a fault was asked for, leads to a restart
+//!    ([`recover`]): what it did or did not do is decided there, by looking.
+//! 3. Any other error is a failure of the run, but for the few that the model foretells (in use, no space).
+
+mod control;
+mod data;
+mod recover;
+
+use crate::model::Model;
+use crate::operation::Operation;
+use crate::random::Random;
+use backend::IoMode;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use data::Held;
+use disk::{Datastore, Device, ErrorKind, InitOptions};
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+use store::EngineOptions;
+
+/// Operations remembered for the report of a failure.
+const TRACE_MAX: usize = 400;
+/// The smallest journal there is: the ring wraps often.
+const JOURNAL_SIZE: u64 = 4 << 20;
+
+/// What a violation is told with.
+pub type Checked<T = ()> = Result<T, String>;
+
+/// What became of an operation.
+enum Outcome<T> {
+    Done(T),
+    /// An error that is no fault of the medium; the caller knows whether the model foretells it.
+    Refused(disk::Error),
+    /// The machine went down under it and is up again.
+    Restarted,
+}
+
+/// Counts of what a run has been through.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// Operations carried out.
+    pub operations: u64,
+    /// Power cuts and kills survived.
+    pub restarts: u64,
+    /// Of these, with a power cut inside recovery.
+    pub interrupted_recoveries: u64,
+    /// Operations refused for want of space.
+    pub refused: u64,
+    /// Checkpoints seen.
+    pub checkpoints: u64,
+}
+
+/// A datastore, the medium below it, and the model beside it.
+pub struct Run {
+    /// The medium.
+    pub disk: SimulatedDisk,
+    options: EngineOptions,
+    datastore: Option<Arc<Datastore>>,
+    /// What the datastore must answer.
+    pub model: Model,
+    devices: BTreeMap<String, Arc<dyn Device>>,
+    held: Vec<Held>,
+    random: Random,
+    next_name: u64,
+    /// A fault of the medium was asked for and not met yet, or met and not got over.
+    faulty: bool,
+    /// The file system may be full.
+    full: bool,
+    cut_in_recovery: Option<u64>,
+    trace: VecDeque<String>,
+    /// What happened.
+    pub statistics: Statistics,
+}
+
+impl Run {
+    /// A new datastore on a new medium.
+    pub fn new(seed: u64) -> Checked<Self> {
+        let mut random = Random::new(seed);
+        let options = EngineOptions {
+            mode: if random.percent(50) { IoMode::Buffered } else { IoMode::Direct },
+            metadata_cache: *random.choose(&[1 << 20, 2 << 20]),
+            write_buffer: *random.choose(&[64 << 10, 256 << 10, 1 << 20]),
+            commit_interval: Duration::from_secs(10),
+            ..EngineOptions::default()
+            threads: false,
+        };
+        let unflushed_max = *random.choose(&[16, 256, 4096]);
+        let medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };
+        let disk = SimulatedDisk::new(random.next_u64(), medium);
+        let made = Datastore::init_in(disk.directory(), InitOptions { journal_size: JOURNAL_SIZE });
+        made.map_err(|error| format!("making the datastore: {error}"))?;
+        let datastore =
+            Datastore::open_in(disk.directory(), options).map_err(|error| format!("opening it: {error}"))?;
+        Ok(Self {
+            disk,
+            options,
+            datastore: Some(datastore),
+            model: Model::default(),
+            devices: BTreeMap::new(),
+            held: Vec::new(),
+            random,
+            next_name: 0,
+            faulty: false,
+            full: false,
+            cut_in_recovery: None,
+            trace: VecDeque::new(),
+            statistics: Statistics::default(),
+        })
+    }
+
+    /// What was done, newest last.
+    pub fn trace(&self) -> impl Iterator<Item = &str> {
+        self.trace.iter().map(String::as_str)
+    }
+
+    fn note(&mut self, what: impl Into<String>) {
+        if self.trace.len() >= TRACE_MAX {
+            self.trace.pop_front();
+        }
+        self.trace.push_back(what.into());
+    }
+
+    /// The open datastore.
+    pub fn datastore(&self) -> Checked<Arc<Datastore>> {
+        self.datastore.clone().ok_or_else(|| "the datastore is not open".into())
+    }
+
+    /// Carries out one operation; an error is a violation.
+    pub fn step(&mut self, operation: &Operation) -> Checked {
+        if self.disk.is_off() {
+            self.note("the power is gone");
+            self.restart(None)?;
+        }
+        self.statistics.operations += 1;
+        self.note(format!("{operation:?}"));
+        self.carry_out(operation).map_err(|violation| format!("{violation}\n  in {operation:?}"))
+    }
+
+    fn carry_out(&mut self, operation: &Operation) -> Checked {
+        match operation {
+            Operation::Write { disk, span, fill, again, fua } => self.write(*disk, *span, *fill, *again, *fua),
+            Operation::WriteZeroes { disk, span, allocate, fua } => self.zero(*disk, *span, Some(*allocate), *fua),
+            Operation::Discard { disk, span, fua } => self.zero(*disk, *span, None, *fua),
+            Operation::Read { title, span } => self.read(*title, *span),
+            Operation::BeginRead { title, span } => self.begin_read(*title, *span),
+            Operation::EndReads => self.end_reads(),
+            Operation::Flush { disk } => self.flush(*disk),
+            Operation::Status { title, span } => self.status(*title, *span),
+            Operation::Diff { disk, from, to } => self.diff(*disk, *from, *to),
+            Operation::Create { capacity, kind } => self.create(*capacity, *kind),
+            Operation::Resize { disk, capacity, by_device } => self.resize(*disk, *capacity, *by_device),
+            Operation::Rename { disk } => self.rename(*disk),
+            Operation::Delete { disk, promote } => self.delete(*disk, *promote),
+            Operation::Snapshot { disk, disks } => self.snapshot(*disk, *disks),
+            Operation::DeleteSnapshot { snapshot } => self.delete_snapshot(*snapshot),
+            Operation::Revert { snapshot } => self.revert(*snapshot),
+            Operation::CloneLinked { source, head, count } => self.clone_linked(*source, *head, *count),
+            Operation::CloneFull { source, head, cancel } => self.clone_full(*source, *head, *cancel),
+            Operation::Detach { disk } => self.detach(*disk),
+            Operation::CloseDevices => {
+                self.end_reads()?;
+                self.devices.clear();
+                Ok(())
+            }
+            Operation::Pump { rounds } => self.background(|engine| {
+                for _ in 0..*rounds {
+                    engine.pump()?;
+                }
+                Ok(())
+            }),
+            Operation::Checkpoint => self.background(|engine| engine.checkpoint()),
+            Operation::Reclaim => self.background(|engine| engine.reclaim().map(|_| ())),
+            Operation::Check => self.check(),
+            Operation::Compare => self.compare_all(),
+            Operation::Reopen => self.reopen(),
+            Operation::Kill => self.restart(None),
+            Operation::Cut { after, again } => {
+                self.disk.cut_after(self.disk.operations() + after);
+                self.cut_in_recovery = *again;
+                Ok(())
+            }
+            Operation::FailOperation { after } => {
+                self.faulty = true;
+                self.disk.fail_operation(self.disk.operations() + after);
+                Ok(())
+            }
+            Operation::FailSyncs { count } => {
+                self.faulty = true;
+                self.disk.fail_syncs(*count as u32);
+                Ok(())
+            }
+            Operation::Room { bytes } => {
+                self.full = true;
+                let room = self.disk.directory().room().map_err(|error| error.to_string())?;
+                self.disk.set_capacity(room.total - room.available + bytes);
+                Ok(())
+            }
+        }
+    }
+
+    /// Something the engine does by itself: it changes no answer.
+    fn background(&mut self, act: impl FnOnce(&store::Engine) -> disk::Result<()>) -> Checked {
+        let datastore = self.datastore()?;
+        let result = act(datastore.engine());
+        drop(datastore);
+        match self.judge(result, None)? {
+            Outcome::Refused(error) if !self.foretold(&error) => Err(format!("background work failed: {error}")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Sorts a result: done, refused, or the end of this life of the machine. `after` is the model if the operation
+    /// took effect.
+    fn judge<T>(&mut self, result: disk::Result<T>, after: Option<Model>) -> Checked<Outcome<T>> {
+        let error = match result {
+            Ok(value) => return Ok(Outcome::Done(value)),
+            Err(error) => error,
+        };
+        if self.disk.is_off() {
+            self.note(format!("the power goes: {error}"));
+        } else if self.faulty && matches!(error.kind(), ErrorKind::Io | ErrorKind::Stopped) {
+            self.note(format!("the medium fails: {error}"));
+            self.after_failure()?;
+        } else {
+            return Ok(Outcome::Refused(error));
+        }
+        self.restart(after)?;
+        Ok(Outcome::Restarted)
+    }
+
+    /// Errors that the model foretells without a closer look.
+    fn foretold(&mut self, error: &disk::Error) -> bool {
+        let full = error.kind() == ErrorKind::NoSpace && self.full;
+        self.statistics.refused += u64::from(full);
+        full
+    }
+
+    /// The open device of a disk or snapshot.
+    fn device(&mut self, title: &str) -> Checked<Arc<dyn Device>> {
+        if let Some(device) = self.devices.get(title) {
+            return Ok(Arc::clone(device));
+        }
+        let device = self.datastore()?.device(title, false).map_err(|error| format!("opening {title}: {error}"))?;
+        self.devices.insert(title.to_owned(), Arc::clone(&device));
+        Ok(device)
+    }
+
+    /// Closes whatever is open of a disk and its snapshots.
+    fn close_devices(&mut self, disk: &str) -> Checked {
+        self.end_reads()?;
+        let prefix = format!("{disk}@");
+        self.devices.retain(|title, _| title != disk && !title.starts_with(&prefix));
+        Ok(())
+    }
+
+    fn pick_disk(&self, number: u64) -> Option<String> {
+        self.model.disks.keys().nth((number % self.model.disks.len().max(1) as u64) as usize).cloned()
+    }
+
+    /// Heads twice as likely as snapshots.
+    fn pick_title(&self, number: u64) -> Option<String> {
+        if number % 3 > 0 {
+            return self.pick_disk(number / 3);
+        }
+        let titles = self.model.titles();
+        titles.get((number / 3 % titles.len().max(1) as u64) as usize).cloned()
+    }
+
+    fn pick_snapshot(&self, number: u64) -> Option<(String, String)> {
+        let mut snapshots = self.model.snapshots();
+        let chosen = (number % snapshots.len().max(1) as u64) as usize;
+        (chosen < snapshots.len()).then(|| snapshots.swap_remove(chosen))
+    }
+
+    fn new_name(&mut self, kind: &str) -> String {
+        self.next_name += 1;
+        format!("{kind}{}", self.next_name)
+    }
+}

@@ -1,0 +1,256 @@
+//! Going down and coming up again, and comparing everything.
+
+use super::control::{differences, observed};
+use super::{Checked, Outcome, Run};
+use crate::image::{Block, compare};
+use crate::model::Model;
+use backend::{BLOCK_SIZE, Buffer};
+use disk::{Allocation, CheckOptions, Datastore, ErrorKind, NoProgress};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Bytes read at a time.
+const PIECE: u64 = 1 << 20;
+/// Openings that may fail one after another because of faults asked for.
+const OPENINGS_MAX: u32 = 8;
+
+/// How an image is compared with the model.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Manner {
+    /// It must be what was last written.
+    Exact,
+    /// It may be anything a crash may leave, and is that from now on.
+    AfterCrash,
+}
+
+impl Run {
+    /// After a failure of the medium whatever is still acknowledged must hold: goes on for a little.
+    pub(super) fn after_failure(&mut self) -> Checked {
+        if self.random.percent(50) {
+            return Ok(());
+        }
+        let Some(name) = self.pick_disk(self.random.clone().next_u64()) else { return Ok(()) };
+        let Some((_, capacity)) = self.model.image(&name) else { return Ok(()) };
+        let Ok(device) = self.datastore()?.device(&name, false) else { return Ok(()) };
+        for _ in 0..3 {
+            let length = capacity.min(BLOCK);
+            let offset = self.random.below(capacity - length + 1) / 512 * 512;
+            let data = crate::random::pattern(self.random.next_u64(), length as usize);
+            let skip = (offset % BLOCK) as usize;
+            let mut buffer = Buffer::with_bytes(skip + data.len());
+            buffer[skip..skip + data.len()].copy_from_slice(&data);
+            let written = device.write(offset, buffer, data.len(), false);
+            self.image_mut(&name).write(offset, &data);
+            let flushed = device.flush();
+            if written.is_ok() && flushed.is_ok() {
+                self.note("  a flush after the failure succeeds");
+                self.model.flush();
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends this life of the datastore, by power cut or by kill, and begins the next. `after` is the model if the
+    /// operation that was under way took effect.
+    pub(super) fn restart(&mut self, after: Option<Model>) -> Checked {
+        self.statistics.restarts += 1;
+        self.held.clear();
+        self.devices.clear();
+        self.datastore = None;
+        let power = self.disk.is_off() || self.faulty && self.random.percent(50);
+        if power {
+            self.disk = self.disk.crash();
+        }
+        if let Some(after) = self.cut_in_recovery.take() {
+            self.disk.cut_after(self.disk.operations() + after);
+        }
+        self.open()?;
+        self.settle_on(after)?;
+        self.check()?;
+        if self.random.percent(20) {
+            // What was found must stay found, even if the power goes again at once.
+            self.note("  and down again at once");
+            self.devices.clear();
+            self.datastore = None;
+            self.disk = self.disk.crash();
+            self.open()?;
+            self.compare_structure()?;
+            self.compare_images(Manner::Exact)
+                .map_err(|violation| format!("what a restart had found did not stay: {violation}"))?;
+        }
+        self.faulty = false;
+        Ok(())
+    }
+
+    /// Decides by looking whether the operation under way at the end took effect; nothing but yes or no is right.
+    fn settle_on(&mut self, after: Option<Model>) -> Checked {
+        let found = observed(&*self.datastore()?).map_err(|error| format!("listing disks: {error}"))?;
+        let mut violations = Vec::new();
+        let before = self.model.clone();
+        for (name, model) in [("before", Some(before)), ("after", after)] {
+            let Some(model) = model else { continue };
+            let judged = differences(&found, &model.structure()).and_then(|()| {
+                self.model = model;
+                self.compare_images(Manner::AfterCrash)
+            });
+            match judged {
+                Ok(()) => return Ok(()),
+                Err(violation) => violations.push(format!("\n  not as {name} the last operation: {violation}")),
+            }
+        }
+        Err(format!("after a restart:{}", violations.concat()))
+    }
+
+    fn open(&mut self) -> Checked {
+        for _ in 0..OPENINGS_MAX {
+            match Datastore::open_in(self.disk.directory(), self.options) {
+                Ok(datastore) if !self.disk.is_off() => {
+                    self.datastore = Some(datastore);
+                    return Ok(());
+                }
+                Ok(_) => {}
+                Err(_) if self.disk.is_off() => {}
+                Err(error) if self.faulty && matches!(error.kind(), ErrorKind::Io | ErrorKind::Stopped) => {
+                    self.note(format!("  opening fails: {error}"));
+                    continue;
+                }
+                Err(error) => return Err(format!("the datastore cannot be opened: {error}")),
+            }
+            self.note("  the power goes during recovery");
+            self.statistics.interrupted_recoveries += 1;
+            self.disk = self.disk.crash();
+        }
+        Err("the datastore could not be opened".into())
+    }
+
+    /// Closes cleanly and opens again: nothing changes, and everything is durable.
+    pub(super) fn reopen(&mut self) -> Checked {
+        self.end_reads()?;
+        self.devices.clear();
+        let datastore = self.datastore()?;
+        self.statistics.checkpoints += 1;
+        let result = datastore.close();
+        drop(datastore);
+        match self.judge(result, None)? {
+            Outcome::Restarted => return Ok(()),
+            Outcome::Refused(error) => return Err(format!("closing: {error}")),
+            Outcome::Done(()) => self.model.flush(),
+        }
+        self.datastore = None;
+        if self.random.percent(30) {
+            self.disk = self.disk.crash();
+        }
+        if self.disk.is_off() {
+            self.disk = self.disk.crash();
+        }
+        self.open()?;
+        self.compare_structure()?;
+        for _ in 0..3 {
+            let Some(title) = self.pick_title(self.random.clone().next_u64()) else { break };
+            self.random.next_u64();
+            self.compare_image(&title, Manner::Exact)?;
+        }
+        Ok(())
+    }
+
+    /// Everything there is must be what the model says.
+    pub fn compare_all(&mut self) -> Checked {
+        self.compare_structure()?;
+        self.compare_images(Manner::Exact)
+    }
+
+    fn compare_images(&mut self, manner: Manner) -> Checked {
+        for title in self.model.titles() {
+            self.compare_image(&title, manner).map_err(|violation| format!("{title}: {violation}"))?;
+            if self.disk.is_off() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    fn compare_image(&mut self, title: &str, manner: Manner) -> Checked {
+        let Some((_, capacity)) = self.model.image(title) else { return Ok(()) };
+        let device = self.datastore()?.device(title, true).map_err(|error| format!("opening it: {error}"))?;
+        if device.capacity() != capacity {
+            return Err(format!("it has {} bytes instead of {capacity}", device.capacity()));
+        }
+        let result = device.status(0, capacity, usize::MAX);
+        let Outcome::Done(extents) = self.compare_outcome(result, "asking what it holds")? else { return Ok(()) };
+        let mut at = 0;
+        for extent in extents {
+            let end = at + extent.length;
+            if extent.allocation == Allocation::Data {
+                while at < end {
+                    let length = PIECE.min(end - at);
+                    let result = device.read(at, length as usize);
+                    let Outcome::Done(found) = self.compare_outcome(result, "reading it")? else { return Ok(()) };
+                    self.compare_blocks(title, at, &found, manner)?;
+                    at += length;
+                }
+                continue;
+            }
+            let known = match self.model.image(title) {
+                Some((image, _)) => image.known(at / BLOCK..end.div_ceil(BLOCK)),
+                None => Vec::new(),
+            };
+            for block in known {
+                self.compare_block(title, block, &[0; BLOCK_SIZE], manner)?;
+            }
+            let length = extent.length.min(64 << 10);
+            let place = at + self.random.below(extent.length - length + 1);
+            let result = device.read(place, length as usize);
+            let Outcome::Done(found) = self.compare_outcome(result, "reading where it is empty")? else {
+                return Ok(());
+            };
+            if found.iter().any(|byte| *byte != 0) {
+                return Err(format!("{length} bytes at {place} are said to be {:?} and are not zeros", extent.allocation));
+            }
+            at = end;
+        }
+        if at != capacity {
+            return Err(format!("its status covers {at} bytes of {capacity}"));
+        }
+        Ok(())
+    }
+
+    /// Comparing reads only; but a power cut that was asked for may come, and ends the comparison.
+    fn compare_outcome<T>(&mut self, result: disk::Result<T>, what: &str) -> Checked<Outcome<T>> {
+        match result {
+            Ok(value) => Ok(Outcome::Done(value)),
+            Err(_) if self.disk.is_off() => Ok(Outcome::Restarted),
+            Err(error) => Err(format!("{what}: {error}")),
+        }
+    }
+
+    fn compare_blocks(&mut self, title: &str, offset: u64, found: &[u8], manner: Manner) -> Checked {
+        for (number, part) in (offset / BLOCK..).zip(found.chunks(BLOCK_SIZE)) {
+            let mut block = [0; BLOCK_SIZE];
+            block[..part.len()].copy_from_slice(part);
+            self.compare_block(title, number, &block, manner)?;
+        }
+        Ok(())
+    }
+
+    fn compare_block(&mut self, title: &str, number: u64, found: &Block, manner: Manner) -> Checked {
+        let Some((image, _)) = self.model.image(title) else { return Ok(()) };
+        if manner == Manner::Exact || image.is_settled() {
+            return compare(number, found, image.block(number));
+        }
+        self.image_mut(title).observe(number, found, true)
+    }
+
+    /// Every reference counted, every checksum verified: nothing may be found.
+    pub(super) fn check(&mut self) -> Checked {
+        let datastore = self.datastore()?;
+        let result = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress);
+        drop(datastore);
+        match self.judge(result, None)? {
+            Outcome::Refused(error) if self.foretold(&error) => Ok(()),
+            Outcome::Refused(error) => Err(format!("check failed: {error}")),
+            Outcome::Done(report) if !report.findings.is_empty() || report.leaked > 0 => {
+                Err(format!("check finds: {:#?}, {} bytes leaked", report.findings, report.leaked))
+            }
+            _ => Ok(()),
+        }
+    }
+}

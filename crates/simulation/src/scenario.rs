@@ -1,0 +1,141 @@
+//! Whole runs from a seed, and what to say when one fails.
+
+use crate::operation::{Operation, Profile, generate};
+use crate::random::Random;
+use crate::run::{Run, Statistics};
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+/// Operations shown of a failing run.
+const SHOWN_MAX: usize = 80;
+
+/// A run that violated what must hold.
+#[derive(Debug)]
+pub struct Failure {
+    /// What was violated.
+    pub violation: String,
+    /// Its seed.
+    pub seed: u64,
+    /// Its kind.
+    pub profile: Profile,
+    /// Operations that fail, the violation in the last of them.
+    pub operations: Vec<Operation>,
+    /// What was done, targets resolved.
+    pub trace: Vec<String>,
+}
+
+impl Failure {
+    /// The words of the violation up to its first figure: what a shorter run has to violate too.
+    fn kind(&self) -> String {
+        self.violation.chars().take_while(|letter| !letter.is_ascii_digit()).take(60).collect()
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{:?} run of seed {} fails: {}", self.profile, self.seed, self.violation)?;
+        writeln!(f, "{} operations, the last of them:", self.operations.len())?;
+        for line in &self.trace[self.trace.len().saturating_sub(SHOWN_MAX)..] {
+            writeln!(f, "  {line}")?;
+        }
+        write!(f, "again: lamina-soak {} --seed {}", self.profile.name(), self.seed)
+    }
+}
+
+impl Profile {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Model, Self::PowerCuts, Self::Errors, Self::Full];
+
+    /// The word for it on a command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Model => "model",
+            Self::PowerCuts => "power-cuts",
+            Self::Errors => "errors",
+            Self::Full => "full",
+        }
+    }
+
+    /// Operations of one run.
+    pub fn length(self) -> usize {
+        match self {
+            Self::Model => 5000,
+            Self::PowerCuts => 250,
+            Self::Errors => 400,
+            Self::Full => 800,
+        }
+    }
+}
+
+/// The operations of a run.
+pub fn operations(seed: u64, profile: Profile, count: usize) -> Vec<Operation> {
+    let mut random = Random::new(seed ^ 0x6f70_6572);
+    let mut operations: Vec<Operation> = (0..count).map(|_| generate(&mut random, profile)).collect();
+    // Something to work on from the start.
+    operations.insert(0, Operation::Create { capacity: 3 << 20, kind: 7 });
+    operations.insert(1, Operation::Create { capacity: (40 << 20) + 512, kind: seed });
+    match profile {
+        Profile::PowerCuts => operations.push(Operation::Cut { after: 0, again: Some(random.below(20)) }),
+        Profile::Full => operations.insert(2, Operation::Room { bytes: random.below(8 << 20) }),
+        Profile::Model | Profile::Errors => {}
+    }
+    operations.extend([Operation::Checkpoint, Operation::Compare, Operation::Check, Operation::Reopen]);
+    operations
+}
+
+/// Carries operations out one after another; panics count as violations.
+pub fn carry_out(seed: u64, profile: Profile, operations: &[Operation]) -> Result<Statistics, Box<Failure>> {
+    let fail = |violation: String, done: usize, trace: Vec<String>| {
+        let operations = operations[..done].to_vec();
+        Box::new(Failure { violation, seed, profile, operations, trace })
+    };
+    let mut run = Run::new(seed).map_err(|violation| fail(violation, 0, Vec::new()))?;
+    for (number, operation) in operations.iter().enumerate() {
+        let step = catch_unwind(AssertUnwindSafe(|| run.step(operation)));
+        let violation = match step {
+            Ok(Ok(())) => continue,
+            Ok(Err(violation)) => violation,
+            Err(panic) => {
+                let text = panic.downcast_ref::<String>().map(String::as_str);
+                let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+                format!("panic: {}", text.unwrap_or("without words"))
+            }
+        };
+        let trace = run.trace().map(str::to_owned).collect();
+        if violation.starts_with("panic") {
+            // Locks may be held for ever by what panicked.
+            std::mem::forget(run);
+        }
+        return Err(fail(violation, number + 1, trace));
+    }
+    Ok(run.statistics)
+}
+
+/// A whole run of a seed.
+pub fn run(seed: u64, profile: Profile) -> Result<Statistics, Box<Failure>> {
+    carry_out(seed, profile, &operations(seed, profile, profile.length()))
+}
+
+/// A shorter list of operations that fails too, as far as it is found in the time given.
+pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
+    let began = Instant::now();
+    let mut part = failure.operations.len() / 2;
+    while part > 0 {
+        let mut at = 0;
+        while at < failure.operations.len() {
+            if began.elapsed() > time {
+                return failure;
+            }
+            let end = (at + part).min(failure.operations.len());
+            let mut fewer = failure.operations.clone();
+            fewer.drain(at..end);
+            match carry_out(failure.seed, failure.profile, &fewer) {
+                Err(shorter) if shorter.kind() == failure.kind() => failure = shorter,
+                _ => at = end,
+            }
+        }
+        part /= 2;
+    }
+    failure
+}

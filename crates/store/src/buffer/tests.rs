@@ -1,0 +1,214 @@
+//! Layers against maps with one item per block.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::testbed::Random;
+
+/// What a block of a layer is: its stamp, and for data the number that its bytes are made of.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Cell {
+    stamp: u64,
+    claimed: bool,
+    what: What,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum What {
+    Data(u32),
+    Unmapped,
+    Zero,
+}
+
+#[derive(Default)]
+struct Model {
+    /// Oldest first; the snapshot that closed each.
+    layers: VecDeque<(BTreeMap<u64, Cell>, Option<u64>)>,
+}
+
+const SPAN: u64 = 64;
+
+fn contents(random: &mut Random, blocks: u64) -> (Content, Vec<What>) {
+    match random.below(4) {
+        0 => (Content::Unmapped, vec![What::Unmapped; blocks as usize]),
+        1 => (Content::Zero, vec![What::Zero; blocks as usize]),
+        _ => {
+            let numbers: Vec<u32> = (0..blocks).map(|_| random.next() as u32).collect();
+            let mut buffer = backend::Buffer::zeroed(blocks as usize + 1);
+            for (block, number) in buffer[BLOCK_SIZE..].chunks_exact_mut(BLOCK_SIZE).zip(&numbers) {
+                block[..4].copy_from_slice(&number.to_le_bytes());
+            }
+            // Not from the start of the buffer: offsets within it must be kept apart from those of blocks.
+            let slice = SharedSlice::new(Arc::new(buffer), BLOCK_SIZE..(blocks as usize + 1) * BLOCK_SIZE);
+            let sums = Checksums::of(&slice);
+            (Content::Data(slice, sums), numbers.into_iter().map(What::Data).collect())
+        }
+    }
+}
+
+fn cells(piece: &Piece) -> Vec<(u64, Cell)> {
+    let whats: Vec<What> = match &piece.entry.content {
+        Content::Unmapped => vec![What::Unmapped; piece.entry.blocks as usize],
+        Content::Zero => vec![What::Zero; piece.entry.blocks as usize],
+        Content::Data(slice, sums) => {
+            assert_eq!(slice.len() as u64, piece.entry.blocks * BLOCK_SIZE as u64);
+            assert_eq!(sums.as_slice().len() as u64, piece.entry.blocks);
+            let blocks = slice.chunks_exact(BLOCK_SIZE);
+            assert!(blocks.clone().map(crate::checksum).eq(sums.as_slice().iter().copied()), "checksums of others");
+            blocks.map(|block| What::Data(u32::from_le_bytes(block[..4].try_into().unwrap()))).collect()
+        }
+    };
+    let (stamp, claimed) = (piece.entry.stamp, piece.entry.claimed);
+    (piece.logical..).zip(whats).map(|(at, what)| (at, Cell { stamp, claimed, what })).collect()
+}
+
+/// Blocks claimed and blocks of data among cells that went.
+fn tally<'a>(gone: impl Iterator<Item = &'a Cell>) -> (u64, u64) {
+    gone.fold((0, 0), |(claimed, data), cell| {
+        (claimed + u64::from(cell.claimed), data + u64::from(matches!(cell.what, What::Data(_))))
+    })
+}
+
+impl Model {
+    fn newest(&mut self) -> &mut BTreeMap<u64, Cell> {
+        &mut self.layers.back_mut().unwrap().0
+    }
+
+    fn is_empty(&self) -> bool {
+        self.layers.len() == 1 && self.layers[0].0.is_empty()
+    }
+
+    fn compare(&self, layers: &Layers) {
+        assert_eq!(layers.is_empty(), self.is_empty());
+        assert_eq!(layers.iter().count(), self.layers.len());
+        for (layer, (model, snapshot)) in layers.iter().zip(&self.layers) {
+            let pieces = layer.take(0, u64::MAX);
+            let found: Vec<(u64, Cell)> = pieces.iter().flat_map(cells).collect();
+            assert!(found.iter().map(|(at, cell)| (at, cell)).eq(model.iter()), "a layer differs");
+            assert_eq!((layer.len(), layer.is_empty()), (pieces.len(), model.is_empty()));
+            assert_eq!(layer.data_blocks, tally(model.values()).1);
+            assert_eq!(layer.snapshot, *snapshot);
+        }
+    }
+}
+
+fn overlay(layers: &Layers, model: &Model, range: Range<u64>) {
+    let (mut pieces, mut gaps) = (Vec::new(), vec![77..99]);
+    layers.overlay(range.clone(), &mut pieces, &mut gaps);
+    let mut found: Vec<(u64, Option<Cell>)> =
+        pieces.iter().flat_map(cells).map(|(at, cell)| (at, Some(cell))).collect();
+    found.extend(gaps.into_iter().flatten().map(|at| (at, None)));
+    found.sort_unstable_by_key(|(at, _)| *at);
+    let newest = |at: u64| model.layers.iter().rev().find_map(|(layer, _)| layer.get(&at).copied());
+    let expected: Vec<(u64, Option<Cell>)> = range.map(|at| (at, newest(at))).collect();
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn layers_equal_a_map_of_blocks() {
+    for seed in 0..300 {
+        let mut random = Random(seed);
+        let mut layers = Layers::default();
+        let mut model = Model { layers: VecDeque::from([Default::default()]) };
+        let (mut stamp, mut snapshot) = (0, 0);
+        for _ in 0..120 {
+            let logical = random.below(SPAN);
+            let blocks = 1 + random.below(SPAN - logical);
+            let range = logical..logical + blocks;
+            match random.below(100) {
+                0..55 => {
+                    stamp += 1;
+                    let claimed = random.chance(50);
+                    let (content, whats) = contents(&mut random, blocks);
+                    let gone = layers.insert(logical, Entry { blocks, content, stamp, claimed });
+                    let replaced: Vec<Cell> = (logical..)
+                        .zip(whats)
+                        .filter_map(|(at, what)| model.newest().insert(at, Cell { stamp, claimed, what }))
+                        .collect();
+                    assert_eq!(gone, tally(replaced.iter()));
+                }
+                55..65 => {
+                    // Write-back is done with a write: what is left of it goes, and nothing newer.
+                    let oldest = &mut model.layers[0].0;
+                    let Some((_, cell)) = oldest.range(logical..).next() else { continue };
+                    let done = cell.stamp;
+                    let mine = |at: &u64, cell: &Cell| range.contains(at) && cell.stamp == done;
+                    let gone = tally(oldest.iter().filter(|(at, cell)| mine(at, cell)).map(|(_, cell)| cell));
+                    oldest.retain(|at, cell| !mine(at, cell));
+                    let (layer, closed) = layers.oldest();
+                    assert_eq!(layer.remove(logical, blocks, done), gone);
+                    assert_eq!(closed, model.layers.len() > 1);
+                }
+                65..72 => {
+                    snapshot += 1;
+                    let waits = !model.is_empty();
+                    assert_eq!(layers.close(snapshot), waits);
+                    if waits {
+                        model.layers.back_mut().unwrap().1 = Some(snapshot);
+                        model.layers.push_back(Default::default());
+                    }
+                }
+                72..80 => {
+                    // All of the oldest layer reaches the map, and the snapshot behind it is complete.
+                    let (layer, closed) = layers.oldest();
+                    for piece in layer.take(0, u64::MAX) {
+                        layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
+                    }
+                    assert!(layer.is_empty());
+                    model.layers[0].0.clear();
+                    let expected = if closed { model.layers.pop_front().unwrap().1 } else { None };
+                    assert_eq!(layers.retire(), expected);
+                    assert_eq!(expected.is_some(), closed);
+                }
+                80..82 => {
+                    let gone = tally(model.layers.iter().flat_map(|(layer, _)| layer.values()));
+                    assert_eq!(layers.clear(), gone);
+                    model = Model { layers: VecDeque::from([Default::default()]) };
+                }
+                82..90 => {
+                    let most = 1 + random.below(20);
+                    let pieces = layers.oldest().0.take(logical, most);
+                    let data: u64 = pieces
+                        .iter()
+                        .map(|piece| if let Content::Data(..) = piece.entry.content { piece.entry.blocks } else { 0 })
+                        .sum();
+                    let last = pieces.last().map_or(0, |piece| piece.entry.blocks);
+                    assert!(data < most + last && pieces.len() as u64 <= most);
+                    assert!(pieces.iter().all(|piece| piece.logical >= logical));
+                }
+                _ => overlay(&layers, &model, range),
+            }
+            if !model.layers[0].0.is_empty() || model.layers.len() == 1 {
+                // A layer that waits is retired only when it is empty.
+                assert_eq!(layers.retire(), None);
+            }
+            model.compare(&layers);
+        }
+        overlay(&layers, &model, 0..SPAN);
+    }
+}
+
+#[test]
+fn a_partial_overwrite_yields_to_whatever_is_written_meanwhile() {
+    let mut layers = Layers::default();
+    let write = |layers: &mut Layers, logical: u64, blocks: u64| {
+        layers.insert(logical, Entry { blocks, content: Content::Unmapped, stamp: 1, claimed: false });
+    };
+    assert!(layers.begin_partial(5));
+    assert!(!layers.begin_partial(5), "one at a time");
+    assert!(layers.begin_partial(6));
+    write(&mut layers, 0, 5);
+    write(&mut layers, 6, 10);
+    assert!(layers.end_partial(5));
+    assert!(!layers.end_partial(6), "block 6 was written while it was being read");
+    assert!(!layers.end_partial(5), "it has ended");
+    assert!(layers.begin_partial(5) && layers.begin_partial(6));
+}
+
+#[test]
+fn runs_know_their_file() {
+    let file = crate::space::FILE_BLOCKS;
+    assert_eq!(place(Run { start: 0, blocks: 2 }), (0, 0, 8192));
+    assert_eq!(place(Run { start: file - 1, blocks: 1 }), (0, (file - 1) * 4096, 4096));
+    assert_eq!(place(Run { start: 3 * file + 7, blocks: 1 }), (3, 7 * 4096, 4096));
+}

@@ -1,0 +1,110 @@
+//! Room of the file system that no block claims: what a crash leaves between reserving space and the journal knowing of
+//! it, or between the journal letting go of space and the hole being punched.
+//!
+//! A region without such room takes exactly as much of the file system as its summary says is backed, so that looking
+//! for it costs one question to the file system per region; only a region that takes more is looked at block by block.
+//!
+//! What must hold: nobody reserves or punches in a region while it is looked at. Reserving happens under `meta`, which is
+//! held; punching under `punching`, which the caller holds or has no threads to fear.
+
+use super::{Engine, Meta};
+use crate::space::{REGION_BLOCKS, Run};
+use crate::{IoContext, Result};
+use backend::{BLOCK_SIZE, File};
+use std::ops::Range;
+
+/// As long as a file can be.
+const END: u64 = i64::MAX as u64;
+
+impl Engine {
+    /// Calls `each` for every run of blocks that takes room of the file system and is not backed.
+    pub(super) fn unclaimed_room(&self, each: &mut dyn FnMut(&dyn File, Run) -> Result<()>) -> Result<()> {
+        for (number, file) in (0u64..).zip(self.files.all()) {
+            let base = number * crate::space::FILE_BLOCKS;
+            let mut at = 0;
+            // Files are sparse: regions that take no room are never met.
+            while let Some(first) = next(&*file, at)? {
+                let region = base + first.start.max(at) / BLOCK_SIZE as u64 / REGION_BLOCKS * REGION_BLOCKS;
+                let mut meta = self.meta.lock();
+                let end = unclaimed_in_region(&mut meta, &*file, base, region, each)?;
+                at = end.max(at + 1);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives back what a crash left.
+    pub(super) fn return_unclaimed_room(&self) -> Result<()> {
+        let mut returned = 0;
+        self.unclaimed_room(&mut |file, run| {
+            returned += run.blocks;
+            punch(file, run)
+        })?;
+        if returned > 0 {
+            tracing::info!(blocks = returned, "gave back space that a crash had left without an owner");
+        }
+        Ok(())
+    }
+}
+
+/// Gives a run back to the file system.
+pub(super) fn punch(file: &dyn File, run: Run) -> Result<()> {
+    let (_, offset, length) = crate::buffer::place(run);
+    file.punch(offset, length).during(|| format!("giving {length} bytes without an owner back"))
+}
+
+fn next(file: &dyn File, from: u64) -> Result<Option<Range<u64>>> {
+    if from >= END {
+        return Ok(None);
+    }
+    file.next_allocated(from).during(|| "asking the file system which space a data file takes".into())
+}
+
+/// Looks at one region; returns the byte offset of its end in the file.
+fn unclaimed_in_region(
+    meta: &mut Meta,
+    file: &dyn File,
+    base: u64,
+    region: u64,
+    each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
+) -> Result<u64> {
+    let size = BLOCK_SIZE as u64;
+    let bytes = (region - base) * size..(region - base + REGION_BLOCKS) * size;
+    let mut taken: Vec<Range<u64>> = Vec::new();
+    let mut blocks = 0;
+    let mut at = bytes.start;
+    while let Some(found) = next(file, at)?
+        && found.start < bytes.end
+    {
+        // Blocks that are taken in part, at an end of file that is none of ours, count for nothing.
+        let range = found.start.max(bytes.start).div_ceil(size)..found.end.min(bytes.end) / size;
+        if !range.is_empty() {
+            blocks += range.end - range.start;
+            taken.push(range);
+        }
+        at = found.end.max(at + 1);
+        if at >= bytes.end {
+            break;
+        }
+    }
+    if blocks == meta.data.backed_in(region / REGION_BLOCKS) {
+        return Ok(bytes.end);
+    }
+    let known = meta.data.blocks();
+    for range in taken {
+        let mut unclaimed: Option<Run> = None;
+        for block in range.start + base..range.end + base {
+            if block < known && meta.entry(block)?.backed {
+                if let Some(run) = unclaimed.take() {
+                    each(file, run)?;
+                }
+                continue;
+            }
+            unclaimed.get_or_insert(Run { start: block, blocks: 0 }).blocks += 1;
+        }
+        if let Some(run) = unclaimed {
+            each(file, run)?;
+        }
+    }
+    Ok(bytes.end)
+}

@@ -1,0 +1,237 @@
+//! Write-through: large writes go to the page cache at once, past the buffer, while their data is still in the
+//! processor's caches.
+//!
+//! A large write in buffered mode costs two copies, from the socket and to the page cache; waiting in the buffer in
+//! between costs a third trip through memory and another thread. So a write of at least [`THROUGH_MIN`] blocks that
+//! meets nothing buffered goes home in the thread that brought it: overwriting in place what belongs to the head alone,
+//! into new places otherwise.
+//!
+//! What must hold:
+//!
+//! 1. Blocks are overwritten in place only under a *permit*: an announcement in the journal that they may hold anything
+//!    from now on. Permits are taken ahead of a sequential stream, many megabytes at once, and end with the next flush
+//!    of the data files: what was written under them is durable then and its checksums follow it into the journal.
+//! 2. While a range is being written, reads and writes of it wait: nobody sees a block that is half old.
+//! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
+
+use super::{Engine, Head};
+use crate::buffer::Checksums;
+use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
+use crate::space::Run;
+use crate::{IoContext, Result};
+use backend::{BLOCK_SIZE, IoMode, SharedSlice};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+/// The smallest write that goes through, in blocks (128 KiB).
+const THROUGH_MIN: u64 = 32;
+/// How far ahead of a write permits are taken, in blocks (32 MiB).
+const PERMIT_AHEAD: u64 = 8192;
+/// Permits kept at most; a store with more scattered large writes takes them anew.
+const PERMITS_MAX: usize = 4096;
+
+/// Physical ranges that the journal has announced: start to end.
+#[derive(Default)]
+pub struct Permits {
+    ranges: BTreeMap<u64, u64>,
+}
+
+impl Permits {
+    fn covers(&self, run: Run) -> bool {
+        self.ranges.range(..=run.start).next_back().is_some_and(|(_, end)| *end >= run.start + run.blocks)
+    }
+
+    fn add(&mut self, run: Run) {
+        if self.ranges.len() >= PERMITS_MAX {
+            self.ranges.clear();
+        }
+        let (mut start, mut end) = (run.start, run.start + run.blocks);
+        while let Some((&from, &to)) = self.ranges.range(..=end).next_back()
+            && to >= start
+        {
+            self.ranges.remove(&from);
+            (start, end) = (start.min(from), end.max(to));
+        }
+        self.ranges.insert(start, end);
+    }
+
+    /// Ends all permits.
+    pub fn clear(&mut self) {
+        self.ranges.clear();
+    }
+}
+
+/// What a write-through needs to go on.
+enum Outcome {
+    /// Written.
+    Done,
+    /// The buffer has to take it.
+    Buffer,
+    /// These blocks have to be announced first.
+    Announce(Vec<Run>),
+}
+
+/// A run of a write, with its place.
+struct Part {
+    logical: u64,
+    run: Run,
+    new: bool,
+}
+
+impl Engine {
+    /// Writes whole blocks at once if they are many and nothing stands in the way. False: the buffer has to take them.
+    pub(super) fn write_through(
+        &self,
+        head: &Head,
+        logical: u64,
+        data: &SharedSlice,
+        checksums: &Checksums,
+    ) -> Result<bool> {
+        let blocks = (data.len() / BLOCK_SIZE) as u64;
+        if blocks < THROUGH_MIN || self.options.mode != IoMode::Buffered || !self.options.write_through {
+            return Ok(false);
+        }
+        self.check_running()?;
+        self.make_journal_room()?;
+        // A permit may end between being taken and being used; whoever is that unlucky three times can wait.
+        for _ in 0..3 {
+            match self.try_through(head, logical..logical + blocks, data, checksums)? {
+                Outcome::Done => return Ok(true),
+                Outcome::Buffer => return Ok(false),
+                Outcome::Announce(runs) => self.announce_ahead(&runs)?,
+            }
+        }
+        Ok(false)
+    }
+
+    fn try_through(
+        &self,
+        head: &Head,
+        range: Range<u64>,
+        data: &SharedSlice,
+        checksums: &Checksums,
+    ) -> Result<Outcome> {
+        let _through = self.through.read();
+        if !head.buffer.lock().enter_through(&range)? {
+            return Ok(Outcome::Buffer);
+        }
+        let outcome = self.through_entered(head, &range, data, checksums);
+        head.buffer.lock().leave_through(&range);
+        outcome
+    }
+
+    fn through_entered(
+        &self,
+        head: &Head,
+        range: &Range<u64>,
+        data: &SharedSlice,
+        checksums: &Checksums,
+    ) -> Result<Outcome> {
+        let parts = {
+            let mut guard = self.meta.lock();
+            let meta = &mut *guard;
+            let root = meta.catalog.get(head.id)?.root;
+            let own = meta.places(root, range.clone())?;
+            let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
+            if new > 0 && self.claims.load(Ordering::Acquire) + new > self.headroom.load(Ordering::Acquire) {
+                return Ok(Outcome::Buffer);
+            }
+            let permits = self.permits.lock();
+            let lacking = own.iter().any(|(range, place)| {
+                place.is_some_and(|start| !permits.covers(Run { start, blocks: range.end - range.start }))
+            });
+            drop(permits);
+            if lacking {
+                let ahead = meta.places(root, range.start..range.end.max(range.start + PERMIT_AHEAD))?;
+                let runs = ahead.iter().filter_map(|(range, place)| {
+                    place.map(|start| Run { start, blocks: range.end - range.start })
+                });
+                return Ok(Outcome::Announce(runs.collect()));
+            }
+            let mut parts = Vec::new();
+            for (range, place) in own {
+                if let Some(start) = place {
+                    let run = Run { start, blocks: range.end - range.start };
+                    meta.forget_logged(run);
+                    parts.push(Part { logical: range.start, run, new: false });
+                    continue;
+                }
+                let mut at = range.start;
+                while at < range.end {
+                    let run = self.allocate(meta, range.end - at)?;
+                    parts.push(Part { logical: at, run, new: true });
+                    at += run.blocks;
+                }
+            }
+            self.update_headroom(meta);
+            parts
+        };
+        for part in &parts {
+            let from = (part.logical - range.start) as usize * BLOCK_SIZE;
+            let (file, offset) = self.files.locate(part.run)?;
+            file.write_at(&[&data[from..from + part.run.blocks as usize * BLOCK_SIZE]], offset, false)
+                .during(|| format!("writing {} blocks at {}", part.run.blocks, part.run.start))
+                .map_err(|error| self.stop(error))?;
+        }
+        parts.iter().for_each(|part| self.files.touch(part.run));
+        // First what a flush has to cover, then the clock that makes it look.
+        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let mut meta = self.meta.lock();
+        for part in parts {
+            let from = (part.logical - range.start) as usize;
+            let sums = checksums.as_slice()[from..from + part.run.blocks as usize].to_vec();
+            self.counters.blocks_written.fetch_add(part.run.blocks, Ordering::Relaxed);
+            if part.new {
+                let (disk, logical, run) = (head.id, part.logical, part.run);
+                let operation = Operation::Map { disk, logical, run, checksums: sums };
+                self.carry_out(&mut meta, operation, gate, Some(part.run))?;
+            } else {
+                let operation = Operation::Checksums { run: part.run, checksums: sums };
+                self.carry_out(&mut meta, operation, gate, None)?;
+            }
+        }
+        self.update_headroom(&meta);
+        let full = meta.pending_bytes > self.pending_limit();
+        drop(meta);
+        self.clock.fetch_add(1, Ordering::AcqRel);
+        if full {
+            self.request(|work| work.commit = true);
+        }
+        Ok(Outcome::Done)
+    }
+
+    /// Makes durable that blocks may hold anything from now on, and permits writing them.
+    fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+        let mut writer = Writer::default();
+        for run in runs {
+            for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
+                writer.push(&Operation::Announce { run: part });
+            }
+        }
+        let mut commit = self.commit.lock();
+        // Held over the append: whoever ends permits reads the head of the journal after it has ended these too.
+        let mut permits = self.permits.lock();
+        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())?;
+        runs.iter().for_each(|run| permits.add(*run));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn permits_cover_what_was_added_and_join_neighbours() {
+        let mut permits = Permits::default();
+        permits.add(Run { start: 100, blocks: 50 });
+        permits.add(Run { start: 200, blocks: 50 });
+        assert!(permits.covers(Run { start: 100, blocks: 50 }));
+        assert!(!permits.covers(Run { start: 140, blocks: 20 }));
+        permits.add(Run { start: 150, blocks: 50 });
+        assert!(permits.covers(Run { start: 100, blocks: 150 }));
+        permits.clear();
+        assert!(!permits.covers(Run { start: 100, blocks: 1 }));
+    }
+}

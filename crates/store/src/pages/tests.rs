@@ -1,0 +1,145 @@
+//! The page cache against plain files.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::ErrorKind;
+use crate::testbed::{Random, page_files, plain_disk, write_home};
+use backend::IoMode;
+use std::collections::BTreeMap;
+
+const LIMIT: usize = 100;
+
+fn word(page: &Block) -> u64 {
+    u64::from_le_bytes(page.0[HEADER_SIZE..HEADER_SIZE + 8].try_into().unwrap())
+}
+
+fn set_word(page: &mut Block, value: u64) {
+    page.0[HEADER_SIZE..HEADER_SIZE + 8].copy_from_slice(&value.to_le_bytes());
+}
+
+#[test]
+fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
+    for seed in 0..10 {
+        let mut random = Random(seed);
+        let files = page_files();
+        let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+        let mut model: BTreeMap<PageKey, u64> = BTreeMap::new();
+        let mut most = 0;
+        for _ in 0..5000 {
+            let file = *random.pick(&[PageFile::DataTable, PageFile::Catalog, PageFile::MapSummary]);
+            let key = PageKey::new(file, random.below(200));
+            let known = model.get(&key).copied().unwrap_or(0);
+            match random.below(100) {
+                0..60 => assert_eq!(word(pages.get(key).unwrap()), known, "{key}"),
+                60..75 => {
+                    let page = pages.get_mut(key).unwrap();
+                    assert_eq!(word(page), known);
+                    let value = random.next();
+                    set_word(page, value);
+                    model.insert(key, value);
+                }
+                75..85 => {
+                    // Given out anew: whatever the page held is gone.
+                    let page = pages.create(key).unwrap();
+                    assert_eq!(word(page), 0);
+                    model.insert(key, 0);
+                }
+                _ => {
+                    if pages.dirty() > LIMIT / 2 || random.chance(3) {
+                        let captured = pages.capture();
+                        assert_eq!(pages.dirty(), 0);
+                        assert!(captured.is_sorted_by_key(|(key, _)| *key));
+                        // What is changed from now on belongs to the next checkpoint.
+                        if let Some((key, page)) = captured.first() {
+                            let before = word(page);
+                            set_word(pages.get_mut(*key).unwrap(), !before);
+                            assert_eq!(word(page), before);
+                            model.insert(*key, !before);
+                        }
+                        write_home(&files, &captured);
+                    }
+                }
+            }
+            most = most.max(pages.cached() - pages.dirty().min(pages.cached()));
+            if random.chance(1) {
+                pages.drop_clean();
+                assert_eq!(pages.cached(), pages.dirty());
+            }
+        }
+        assert!(most <= LIMIT + 2, "{most} clean pages in a cache of {LIMIT}");
+        assert!(pages.statistics().evictions > 100 && pages.statistics().hits > 100);
+        write_home(&files, &pages.capture());
+        for (key, value) in model {
+            assert_eq!(word(&pages.read_home(key).unwrap()), value, "{key} at home");
+        }
+    }
+}
+
+#[test]
+fn a_page_forgotten_is_never_written() {
+    let mut pages = Pages::new(page_files(), LIMIT * BLOCK_SIZE);
+    let key = |number| PageKey::new(PageFile::Map, number);
+    for round in 0..50 {
+        for number in 0..300 {
+            pages.create(key(number)).unwrap();
+            pages.forget(key(number));
+        }
+        assert_eq!((pages.cached(), pages.dirty()), (0, 0));
+        assert!(pages.clock.len() < 4 * LIMIT + 2048, "names of forgotten pages pile up: round {round}");
+    }
+    assert!(pages.capture().is_empty());
+    // In the map, a page that was never written is no page.
+    assert_eq!(pages.get(key(7)).err().unwrap().kind(), ErrorKind::Corrupt);
+}
+
+#[test]
+fn no_bit_of_a_page_changes_unnoticed() {
+    for file in [PageFile::MapTable, PageFile::DataSummary, PageFile::Catalog] {
+        let disk = plain_disk();
+        let directory = disk.directory();
+        let files = PageFile::ALL.map(|file| directory.create(file.name(), IoMode::Buffered).unwrap());
+        let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+        let key = PageKey::new(file, 3);
+        set_word(pages.get_mut(key).unwrap(), 42);
+        write_home(&files, &pages.capture());
+        for at in (0..64).chain([2000, 4095]) {
+            disk.flip_bit(file.name(), key.offset() + at, (at % 8) as u8).unwrap();
+            assert_eq!(pages.read_home(key).err().unwrap().kind(), ErrorKind::Corrupt, "byte {at}");
+            disk.flip_bit(file.name(), key.offset() + at, (at % 8) as u8).unwrap();
+        }
+        assert_eq!(word(&pages.read_home(key).unwrap()), 42);
+    }
+}
+
+#[test]
+fn pages_in_the_wrong_place_or_of_another_kind_or_version_are_refused() {
+    let key = PageKey::new(PageFile::DataTable, 3);
+    let mut good = blank(key);
+    seal(&mut good);
+    verify(&mut good.clone(), key).unwrap();
+    let refused = |page: &Block, key: PageKey| verify(&mut page.clone(), key).unwrap_err();
+    let misplaced = refused(&good, PageKey::new(PageFile::DataTable, 4));
+    assert_eq!(misplaced.kind(), ErrorKind::Corrupt);
+    assert!(misplaced.to_string().contains("wrong place"), "{misplaced}");
+    assert_eq!(refused(&good, PageKey::new(PageFile::Catalog, 3)).kind(), ErrorKind::Corrupt);
+    let mut newer = good;
+    newer.0[4] = 2;
+    seal(&mut newer);
+    assert_eq!(refused(&newer, key).kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn stored_keys_name_a_page_or_nothing() {
+    for file in PageFile::ALL {
+        for number in [0, 1, (1 << 48) - 1] {
+            let key = PageKey::new(file, number);
+            let again = PageKey::from_raw(key.raw()).unwrap();
+            assert_eq!((again.file(), again.number()), (file, number));
+            assert_eq!(again.offset(), number * 4096);
+        }
+    }
+    for raw in [u64::MAX, 6 << 56, 1 << 48, 5 << 56 | 1 << 55] {
+        assert!(PageKey::from_raw(raw).is_none());
+    }
+}

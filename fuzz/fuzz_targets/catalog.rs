@@ -1,0 +1,57 @@
+//! A catalog page of arbitrary bytes: read, changed, stored and read again.
+
+#![no_main]
+
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Block, IoMode};
+use lamina_fuzz::Input;
+use libfuzzer_sys::fuzz_target;
+use store::catalog::{Catalog, Object, SLOT_SIZE, SLOTS_PER_PAGE, State};
+use store::pages::{HEADER_SIZE, PageFile, PageKey, Pages, blank, seal, verify};
+
+fuzz_target!(|data: &[u8]| {
+    let mut input = Input(data);
+    let next_id = input.word(8).clamp(1, 1 << 62);
+    let key = PageKey::new(PageFile::Catalog, 0);
+    let mut page = blank(key);
+    for slot in 0..SLOTS_PER_PAGE {
+        let length = input.word(2) as usize % (SLOT_SIZE + 1);
+        let bytes = input.bytes(length);
+        let _ = Object::decode(bytes);
+        let at = HEADER_SIZE + slot * SLOT_SIZE;
+        page.0[at..at + bytes.len()].copy_from_slice(bytes);
+    }
+    seal(&mut page);
+    verify(&mut Block(page.0), key).expect("it was sealed");
+    let directory =
+        SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() }).directory();
+    let files = PageFile::ALL
+        .map(|file| directory.create(file.name(), IoMode::Buffered).expect("a new disk takes files"));
+    files[PageFile::Catalog as usize].write_at(&[&page.0], 0, false).expect("a new disk takes bytes");
+    let mut pages = Pages::new(files, 1 << 20);
+    let Ok(mut catalog) = Catalog::open(&mut pages, SLOTS_PER_PAGE as u64, next_id) else { return };
+    let mut objects: Vec<Object> = catalog.objects().cloned().collect();
+    objects.sort_unstable_by_key(|object| object.id);
+    for object in &objects {
+        let record = object.encode();
+        assert_eq!(Object::decode(&record).expect("it was encoded").as_ref(), Some(object));
+        let _ = (catalog.disk(&object.name), catalog.snapshot(object.disk, &object.name));
+        let _ = catalog.snapshots_of(object.disk).count() + catalog.disks().count();
+    }
+    if let Some(object) = objects.first() {
+        catalog.update(object.id, |object| object.state = State::Trash).expect("it is there");
+        assert!(catalog.first_trash().is_some());
+    }
+    if let Some(object) = objects.get(1) {
+        catalog.remove(object.id);
+    }
+    let id = catalog.allocate_id();
+    catalog.set_root(id, None);
+    let mut before: Vec<Object> = catalog.objects().cloned().collect();
+    before.sort_unstable_by_key(|object| object.id);
+    catalog.store(&mut pages).expect("memory is whole");
+    let again = Catalog::open(&mut pages, catalog.slots(), catalog.next_id()).expect("what it stored it reads");
+    let mut after: Vec<Object> = again.objects().cloned().collect();
+    after.sort_unstable_by_key(|object| object.id);
+    assert_eq!(before, after);
+});
