@@ -3,8 +3,10 @@
 //! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for all
 //! answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the command
 //! line. For every sector it knows which versions a crash may leave: the last one that a flush or FUA made durable, or
-//! any that was sent after it. Snapshots must hold exactly what had been answered. The kill comes at a random instant,
-//! in some rounds while the server is still opening the datastore.
+//! any that was sent after it. A snapshot holds what had been answered before it: exactly, once a flush followed; without
+//! one the crash may have taken from it what it may take from the disk, and nothing written later may be in it. What was
+//! found after one crash has to be there after all later ones. The kill comes at a random instant, in some rounds while
+//! the server is still opening the datastore.
 
 #![allow(clippy::unwrap_used)]
 
@@ -16,7 +18,6 @@ use nbd::{Client, Command, Failure};
 use pattern::{Random, SECTOR};
 use process::Store;
 use std::process::Stdio;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -30,13 +31,15 @@ const REQUEST_SECTORS_MAX: u64 = 512;
 const SNAPSHOTS: usize = 3;
 const READ_BYTES: usize = 1 << 20;
 
+/// For each sector the versions that a crash may leave: first the durable one, last the newest.
+type Sectors = Vec<Vec<u64>>;
+
 /// What is known of one disk.
 struct Model {
     name: String,
     number: u64,
-    /// For each sector the versions that a crash may leave: first the durable one, last the newest.
-    sectors: Vec<Vec<u64>>,
-    snapshots: Vec<(String, Arc<Vec<u64>>)>,
+    sectors: Sectors,
+    snapshots: Vec<(String, Sectors)>,
 }
 
 /// One request of a round, and whether its answer made it durable.
@@ -53,36 +56,33 @@ struct Writer {
     version: u64,
     snapshot: u64,
     /// Taken by a command that was killed before it answered: there or not, but never in part.
-    uncertain: Option<(String, [Arc<Vec<u64>>; 2])>,
+    uncertain: Option<(String, [Sectors; 2])>,
     flushes: u64,
 }
 
 impl Model {
-    fn newest(&self) -> Arc<Vec<u64>> {
-        Arc::new(self.sectors.iter().map(|versions| *versions.last().unwrap()).collect())
-    }
-
-    /// Reads the disk and holds it against the model; what was found is what there is from now on.
-    fn verify(&mut self, store: &Store) -> usize {
-        let content = read_export(store, &self.name);
-        let mut younger = 0;
-        for (number, (sector, versions)) in content.chunks_exact(SECTOR).zip(&mut self.sectors).enumerate() {
-            let found = pattern::version(sector, self.number, number as u64).unwrap();
-            assert!(versions.contains(&found), "{} sector {number}: {found} is none of {versions:?}", self.name);
-            younger += usize::from(versions.len() > 1 && found != versions[0]);
-            versions.clear();
-            versions.push(found);
-        }
-        younger
-    }
-
-    fn verify_snapshot(&self, store: &Store, name: &str, expected: &[u64]) {
-        let content = read_export(store, &format!("{}@{name}", self.name));
-        for (number, (sector, version)) in content.chunks_exact(SECTOR).zip(expected).enumerate() {
-            let found = pattern::version(sector, self.number, number as u64).unwrap();
-            assert_eq!(found, *version, "{}@{name} sector {number}", self.name);
+    /// Everything sent so far is durable.
+    fn settle(&mut self) {
+        let snapshots = self.snapshots.iter_mut().map(|(_, sectors)| sectors);
+        for versions in snapshots.chain([&mut self.sectors]).flatten() {
+            versions.drain(..versions.len() - 1);
         }
     }
+}
+
+/// Reads an export and holds it against what is known; what was found is what there is from now on. The number of
+/// sectors that hold something younger than what was durable.
+fn verify(store: &Store, export: &str, number: u64, sectors: &mut Sectors) -> usize {
+    let content = read_export(store, export);
+    let mut younger = 0;
+    for (at, (sector, versions)) in content.chunks_exact(SECTOR).zip(sectors).enumerate() {
+        let found = pattern::version(sector, number, at as u64).unwrap_or_else(|e| panic!("{export}: {e}"));
+        assert!(versions.contains(&found), "{export} sector {at}: {found} is none of {versions:?}");
+        younger += usize::from(versions.len() > 1 && found != versions[0]);
+        versions.clear();
+        versions.push(found);
+    }
+    younger
 }
 
 fn read_export(store: &Store, export: &str) -> Vec<u8> {
@@ -193,9 +193,7 @@ impl Writer {
     fn flush(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
         for (client, model) in clients.iter_mut().zip(&mut self.disks) {
             client.flush()?;
-            for versions in &mut model.sectors {
-                versions.drain(..versions.len() - 1);
-            }
+            model.settle();
             self.flushes += 1;
         }
         Ok(())
@@ -204,7 +202,7 @@ impl Writer {
     fn take_snapshot(&mut self, store: &Store) -> Result<(), Failure> {
         self.snapshot += 1;
         let name = format!("s{}", self.snapshot);
-        let states = [self.disks[0].newest(), self.disks[1].newest()];
+        let states = [self.disks[0].sectors.clone(), self.disks[1].sectors.clone()];
         self.uncertain = Some((name.clone(), states.clone()));
         let [a, b] = [&self.disks[0].name, &self.disks[1].name];
         let gone = || Failure::Gone(std::io::Error::other("a command was cut off"));
@@ -247,9 +245,9 @@ impl Writer {
         }
         let mut younger = 0;
         for model in &mut self.disks {
-            younger += model.verify(store);
-            for (name, state) in &model.snapshots {
-                model.verify_snapshot(store, name, state);
+            younger += verify(store, &model.name, model.number, &mut model.sectors);
+            for (name, sectors) in &mut model.snapshots {
+                verify(store, &format!("{}@{name}", model.name), model.number, sectors);
             }
         }
         younger

@@ -84,8 +84,8 @@ impl Run {
             metadata_cache: *random.choose(&[1 << 20, 2 << 20]),
             write_buffer: *random.choose(&[64 << 10, 256 << 10, 1 << 20]),
             commit_interval: Duration::from_secs(10),
-            ..EngineOptions::default()
             threads: false,
+            ..EngineOptions::default()
         };
         let unflushed_max = *random.choose(&[16, 256, 4096]);
         let medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };

@@ -36,7 +36,7 @@ const SLACK_IDLE: u64 = 256;
 
 /// What maintenance remembers from round to round.
 struct Watch {
-    clock: u64,
+    activity: u64,
     last_write: Instant,
     last_commit: Instant,
     region: u64,
@@ -105,7 +105,7 @@ impl Engine {
 
     fn maintain_loop(&self) {
         let mut watch =
-            Watch { clock: 0, last_write: Instant::now(), last_commit: Instant::now(), region: 0, singles_done: false };
+            Watch { activity: 0, last_write: Instant::now(), last_commit: Instant::now(), region: 0, singles_done: false };
         while self.running() {
             {
                 let mut work = self.work.lock();
@@ -122,9 +122,11 @@ impl Engine {
 
     fn maintain(&self, watch: &mut Watch) -> Result<()> {
         let clock = self.clock.load(Ordering::Acquire);
-        let writes = clock - watch.clock;
+        // Bulk writers do not touch the clock, only what was written home.
+        let activity = clock + self.written.load(Ordering::Acquire);
+        let writes = activity - watch.activity;
         if writes > 0 {
-            (watch.clock, watch.last_write, watch.singles_done) = (clock, Instant::now(), false);
+            (watch.activity, watch.last_write, watch.singles_done) = (activity, Instant::now(), false);
         }
         let idle = watch.last_write.elapsed();
         let (commit_wanted, checkpoint_wanted) = {

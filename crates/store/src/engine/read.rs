@@ -299,7 +299,7 @@ impl Engine {
             let mut planned = plan(range.clone())?;
             for segment in &mut planned.segments {
                 if let Segment::Media(media) = segment {
-                    let mut buffer = Buffer::with_bytes(media.length);
+                    let mut buffer = Buffer::recycled(media.length / BLOCK_SIZE);
                     media
                         .file
                         .read_at(&mut buffer, media.offset)
@@ -310,6 +310,12 @@ impl Engine {
             let replan = |block: u64| plan(block..block + 1);
             if self.verify(name, range.start, &mut planned.segments, &replan)? == Verdict::Again {
                 continue;
+            }
+            // The usual case, one run on the medium, needs no second copy.
+            if let [Segment::Media(media)] = planned.segments.as_mut_slice()
+                && let Some(buffer) = media.buffer.take()
+            {
+                return Ok(buffer);
             }
             let mut out = Buffer::zeroed((range.end - range.start) as usize);
             let mut at = 0;
