@@ -25,8 +25,8 @@ fuzz_target!(|data: &[u8]| {
     verify(&mut Block(page.0), key).expect("it was sealed");
     let directory =
         SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() }).directory();
-    let files = PageFile::ALL
-        .map(|file| directory.create(file.name(), IoMode::Buffered).expect("a new disk takes files"));
+    let files =
+        PageFile::ALL.map(|file| directory.create(file.name(), IoMode::Buffered).expect("a new disk takes files"));
     files[PageFile::Catalog as usize].write_at(&[&page.0], 0, false).expect("a new disk takes bytes");
     let mut pages = Pages::new(files, 1 << 20);
     let Ok(mut catalog) = Catalog::open(&mut pages, SLOTS_PER_PAGE as u64, next_id) else { return };

@@ -33,7 +33,8 @@ fn seal_file(directory: &Arc<dyn Directory>, name: &str) {
 /// Every block that was ever written says what it is in text; anything else must be zeros.
 fn plausible(block: &[u8]) -> bool {
     let end = block.iter().position(|byte| *byte == 0).unwrap_or(block.len());
-    block[end..].iter().all(|byte| *byte == 0) && block[..end].iter().all(|byte| byte.is_ascii_graphic() || *byte == b' ')
+    block[end..].iter().all(|byte| *byte == 0)
+        && block[..end].iter().all(|byte| byte.is_ascii_graphic() || *byte == b' ')
 }
 
 fn use_it(directory: &Arc<dyn Directory>, input: &mut Input<'_>, trusted: bool) {

@@ -3,8 +3,8 @@
 #![no_main]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use disk::{Datastore, InitOptions, NoProgress, Provisioning};
 use disk::device::Device;
+use disk::{Datastore, InitOptions, NoProgress, Provisioning};
 use export::nbd::transport::{Transport, Wait};
 use export::nbd::{ExportName, Exports, Terms, serve};
 use lamina_fuzz::{Input, options};

@@ -17,7 +17,8 @@ const COPY_BLOCKS: u64 = 256;
 const SPANS: usize = 1024;
 
 impl Datastore {
-    fn snapshot_for(&self, disk: &Object, name: &str, incomplete: bool) -> Result<Object> {
+    /// A snapshot for an operation: it goes with a crash unless the operation completes it.
+    fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
         let mut name = name.to_owned();
         let base = name.clone();
         let mut number = 2;
@@ -25,7 +26,7 @@ impl Datastore {
             name = format!("{base}-{number}");
             number += 1;
         }
-        let new = NewSnapshot { disk: disk.id, name, uuid: names::new_uuid()?, incomplete };
+        let new = NewSnapshot { disk: disk.id, name, uuid: names::new_uuid()?, incomplete: true };
         let ids = self.engine.snapshot(&[new])?;
         self.engine.with_catalog(|catalog| catalog.get(ids[0]).cloned())
     }
@@ -66,7 +67,7 @@ impl Datastore {
         }
         let (snapshot, made) = match at {
             Point::Snapshot(name) => (self.find_snapshot(&disk, name)?, false),
-            Point::Head => (self.snapshot_for(&disk, &format!("for-{}", clone_names[0]), false)?, true),
+            Point::Head => (self.snapshot_for(&disk, &format!("for-{}", clone_names[0]))?, true),
         };
         new.iter_mut().for_each(|new| new.capacity = snapshot.capacity);
         let result = if progress.cancelled() {
@@ -95,7 +96,7 @@ impl Datastore {
             let source = self.find_disk(disk)?;
             let (snapshot, temporary) = match at {
                 Point::Snapshot(snapshot) => (self.find_snapshot(&source, snapshot)?, false),
-                Point::Head => (self.snapshot_for(&source, &format!("copying-to-{name}"), true)?, true),
+                Point::Head => (self.snapshot_for(&source, &format!("copying-to-{name}"))?, true),
             };
             let created = self.engine.create_disk(NewDisk {
                 name: name.to_owned(),
@@ -128,7 +129,7 @@ impl Datastore {
         match ended {
             Ok(()) => self.disk_info(id, false),
             Err(error) => {
-                self.engine.delete_disk(id)?;
+                self.engine.delete_disk(id, &[])?;
                 Err(error.context(format!("disk '{name}' was not made")))
             }
         }

@@ -186,7 +186,7 @@ impl Datastore {
         }
         for object in disks {
             tracing::warn!(disk = object.name, "removing a disk whose making was interrupted");
-            self.engine.delete_disk(object.id)?;
+            self.engine.delete_disk(object.id, &[])?;
         }
         Ok(())
     }

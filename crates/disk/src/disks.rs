@@ -6,7 +6,7 @@ use crate::names;
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
 use store::catalog::{Catalog, Object, Provisioning as Stored};
-use store::engine::{BulkWriter, NewDisk};
+use store::engine::{BulkWriter, Condition, NewDisk};
 use store::{Error, ErrorKind, Result};
 
 /// The smallest capacity: one sector.
@@ -82,7 +82,7 @@ impl Datastore {
                 .fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress)
                 .and_then(|()| self.engine.complete_disk(id));
             if let Err(error) = filled {
-                self.engine.delete_disk(id)?;
+                self.engine.delete_disk(id, &[])?;
                 self.engine.reclaim()?;
                 return Err(error.context(format!("disk '{name}' was not made")));
             }
@@ -185,12 +185,9 @@ impl Datastore {
             if new < old {
                 self.engine.discard_blocks(&head, new..old)?;
             }
-            let tail = (capacity % block) as usize;
-            if tail > 0 {
-                self.engine.modify_block(&head, &disk.name, capacity / block, &|content| content[tail..].fill(0))?;
-            }
             self.engine.flush()?;
         } else if capacity > disk.capacity {
+            self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {
                 let filled = self.fill(id, old..new, shown(disk.provisioning), &crate::NoProgress);
                 if let Err(error) = filled {
@@ -203,6 +200,24 @@ impl Datastore {
             self.announce_capacity(id, capacity);
         }
         self.disk_info(id, false)
+    }
+
+    /// What comes into sight when a disk grows must read as zeros: shrinking leaves the rest of the last block, and
+    /// one that a crash cut short whole blocks.
+    fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
+        let head = self.engine.head(disk.id);
+        let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);
+        if tail > 0 {
+            let spans = self.engine.spans_head(&head, last..last + 1, 1)?;
+            if spans.iter().any(|span| span.condition == Condition::Data) {
+                self.engine.modify_block(&head, &disk.name, last, &|content| content[tail..].fill(0))?;
+            }
+        }
+        if !blocks.is_empty() {
+            self.engine.discard_blocks(&head, blocks)?;
+        }
+        // Durable before the new capacity is.
+        self.engine.flush()
     }
 
     /// Renames a disk.
@@ -243,14 +258,14 @@ impl Datastore {
                     ),
                 ));
             }
-            self.promote(&snapshots, &clones)?;
         }
-        self.engine.delete_disk(disk.id)
+        self.engine.delete_disk(disk.id, &self.heirs(&snapshots, &clones))
     }
 
-    /// Hands the snapshots that clones stand on to the first of the clones, which becomes the parent of the others.
-    fn promote(&self, snapshots: &[Object], clones: &[Object]) -> Result<()> {
-        let Some(heir) = clones.first() else { return Ok(()) };
+    /// The new records when the snapshots that clones stand on go to the first of the clones, which becomes the parent
+    /// of the others.
+    fn heirs(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
+        let Some(heir) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> =
             snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
         let own: Vec<Object> = self.engine.with_catalog(|catalog| catalog.snapshots_of(heir.id).cloned().collect());
@@ -280,7 +295,7 @@ impl Datastore {
         }
         let parent = if heir.parent == 0 { heir.origin } else { heir.parent };
         changed.push(Object { origin: 0, parent, ..heir.clone() });
-        self.engine.put_objects(&changed)
+        changed
     }
 }
 

@@ -173,6 +173,14 @@ impl Image {
         }
     }
 
+    /// The disk grows from `capacity`: the rest of its last block, which comes into sight, is cleared.
+    pub fn extend(&mut self, capacity: u64) {
+        if capacity % BLOCK > 0 && self.blocks.contains_key(&(capacity / BLOCK)) {
+            let content = *self.block(capacity / BLOCK);
+            self.put(capacity / BLOCK, Arc::new(content));
+        }
+    }
+
     /// Compares a block as found after a crash, or after a write that failed, with what it may hold. What is found is
     /// its content from now on, and, if the finding came after a crash, for good.
     pub fn observe(&mut self, block: u64, found: &Block, for_good: bool) -> Result<(), String> {

@@ -36,6 +36,8 @@ pub struct Disk {
     pub snapshots: BTreeMap<String, Snapshot>,
     /// It may share blocks with others although nothing says so any more.
     pub detached: bool,
+    /// It, or what it was cloned from, was thick: blocks may be allocated that were never written.
+    pub reserved: bool,
 }
 
 /// A datastore.
@@ -137,6 +139,7 @@ impl Model {
     /// Makes a linked clone.
     pub fn clone_linked(&mut self, disk: &str, snapshot: &str, name: &str) {
         let Some(source) = self.disks.get(disk).and_then(|disk| disk.snapshots.get(snapshot)) else { return };
+        let reserved = self.disks.get(disk).is_some_and(|disk| disk.reserved);
         let clone = Disk {
             capacity: source.capacity,
             provisioning: Provisioning::Thin,
@@ -145,6 +148,7 @@ impl Model {
             image: source.image.clone(),
             snapshots: BTreeMap::new(),
             detached: false,
+            reserved,
         };
         self.disks.insert(name.to_owned(), clone);
     }

@@ -298,7 +298,8 @@ fn restore(name: &str) -> SimulatedDisk {
 }
 
 fn store_image(name: &str, directory: &dyn Directory) {
-    let mut text = format!("# A datastore of format version {}. Never changed once released.\n", store::engine::FORMAT_VERSION);
+    let mut text =
+        format!("# A datastore of format version {}. Never changed once released.\n", store::engine::FORMAT_VERSION);
     for name in directory.list().unwrap() {
         let file = directory.open(&name, IoMode::Buffered).unwrap();
         let length = file.len().unwrap();
@@ -331,8 +332,7 @@ fn write(engine: &Engine, disk: &str, logical: u64, what: &str) {
 fn content(engine: &Engine, name: &str, logical: u64) -> Vec<u8> {
     let (disk, snapshot) = name.split_once('@').map_or((name, None), |(disk, snapshot)| (disk, Some(snapshot)));
     let disk = engine.with_catalog(|catalog| catalog.disk(disk).unwrap().id);
-    let snapshot =
-        snapshot.map(|snapshot| engine.with_catalog(|catalog| catalog.snapshot(disk, snapshot).unwrap().id));
+    let snapshot = snapshot.map(|snapshot| engine.with_catalog(|catalog| catalog.snapshot(disk, snapshot).unwrap().id));
     let plan = |range| match snapshot {
         Some(snapshot) => engine.plan_snapshot(snapshot, range),
         None => engine.plan_head(&engine.head(disk), range),
@@ -367,7 +367,9 @@ fn make_closed(directory: &Arc<dyn Directory>) -> Arc<Engine> {
     let engine = Engine::open(Arc::clone(directory), options()).unwrap();
     let vm = engine.create_disk(new_disk("vm", Provisioning::Thin)).unwrap();
     let head = engine.head(vm);
-    for (logical, what) in [(0, "first"), (1, "old"), (2, "shared"), (3, "discarded later"), (256, "the last, partial block")] {
+    for (logical, what) in
+        [(0, "first"), (1, "old"), (2, "shared"), (3, "discarded later"), (256, "the last, partial block")]
+    {
         write(&engine, "vm", logical, what);
     }
     engine.settle(&head).unwrap();

@@ -133,6 +133,16 @@ impl Store {
     }
 }
 
+impl Drop for Store {
+    /// What a failed test leaves is worth a look.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.folder.disable_cleanup(true);
+            eprintln!("the datastore is kept: {}", self.path().display());
+        }
+    }
+}
+
 /// A running server.
 pub struct Serving {
     child: Child,

@@ -87,6 +87,7 @@ impl Run {
                 image: Arc::new(Image::default()),
                 snapshots: BTreeMap::new(),
                 detached: false,
+                reserved: provisioning != Provisioning::Thin,
             },
         );
         let what = format!("create {name}, {capacity} bytes, {provisioning:?}");
@@ -94,18 +95,20 @@ impl Run {
     }
 
     pub(super) fn resize(&mut self, disk: u64, capacity: u64, by_device: bool) -> Checked {
+        self.end_reads()?;
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
         let known = &self.model.disks[&name];
         let thick = known.provisioning != Provisioning::Thin;
         let capacity = if thick { capacity.min(THICK_MAX) } else { capacity };
-        let shrink = capacity < known.capacity;
-        self.end_reads()?;
-        let Some(known) = self.model.disks.get(&name) else { return Ok(()) };
         let old = known.capacity;
+        let shrink = capacity < old;
         let mut after = self.model.clone();
         if let Some(disk) = after.disks.get_mut(&name) {
             disk.capacity = capacity;
-            Arc::make_mut(&mut disk.image).truncate(capacity);
+            match shrink {
+                true => Arc::make_mut(&mut disk.image).truncate(capacity),
+                false => Arc::make_mut(&mut disk.image).extend(old),
+            }
         }
         let device = self.device(&name)?;
         if by_device && shrink {
@@ -256,6 +259,7 @@ impl Run {
                 image: Arc::new(image),
                 snapshots: BTreeMap::new(),
                 detached: false,
+                reserved: provisioning != Provisioning::Thin,
             },
         );
         let what = format!("full clone {name} of {disk} at {point:?}, cancel {cancel}");
@@ -321,8 +325,7 @@ impl Run {
         }
         for extent in &extents {
             for block in extent.offset / BLOCK..(extent.offset + extent.length).div_ceil(BLOCK) {
-                let thick = self.model.disks[&name].provisioning != Provisioning::Thin;
-                if apart.binary_search(&block).is_err() && !thick {
+                if apart.binary_search(&block).is_err() && !self.model.disks[&name].reserved {
                     return Err(format!("{context}: block {block} is reported and was not written"));
                 }
             }

@@ -174,6 +174,9 @@ impl Meta {
                 }
                 self.forget_logged(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), freed)?;
+                if fresh {
+                    self.data.annotate(&mut self.pages, *run, |_, entry| entry.fresh = true)?;
+                }
             }
             Operation::Written { disk, logical, run, checksums } => {
                 self.data.add_references(&mut self.pages, *run)?;

@@ -228,13 +228,15 @@ impl Engine {
             let synced = self.synced.load(Ordering::Acquire);
             let mut writer = Writer::default();
             let mut taken: Vec<Pending> = Vec::new();
+            let mut joined = false;
             {
                 let mut meta = self.meta.lock();
                 while let Some(next) = meta.pending.front()
                     && next.gate <= synced
-                    && writer.len() < body_max / 2
+                    && (writer.len() < body_max / 2 || joined)
                 {
                     writer.push(&next.operation);
+                    joined = next.joined;
                     taken.extend(meta.pending.pop_front());
                 }
                 if taken.is_empty() {

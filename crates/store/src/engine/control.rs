@@ -42,7 +42,24 @@ impl Engine {
         look(&self.meta.lock().catalog)
     }
 
-    /// Carries out catalog operations that `plan` names after a look at the catalog, and makes them durable.
+    /// What takes effect at once goes into one batch of the journal: it must fit.
+    fn refuse_too_many(&self, operations: &[Operation]) -> Result<()> {
+        let size: usize = operations.iter().map(|operation| operation.catalog_size()).sum();
+        if size as u64 <= self.journal_size() / 4 {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{} changes at once are more than the journal of {} bytes takes as one: make fewer at a time",
+                operations.len(),
+                self.journal_size()
+            ),
+        ))
+    }
+
+    /// Carries out catalog operations that `plan` names after a look at the catalog, all of them or none, and makes
+    /// them durable.
     fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
         self.check_running()?;
         self.make_journal_room()?;
@@ -52,8 +69,13 @@ impl Engine {
             // Room first: what is carried out in memory cannot be taken back.
             let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
             self.reserve_metadata(&meta, records as u64)?;
-            for operation in operations {
+            self.refuse_too_many(&operations)?;
+            let last = operations.len().saturating_sub(1);
+            for (i, operation) in operations.into_iter().enumerate() {
                 self.carry_out(&mut meta, operation, 0, None)?;
+                if let Some(pending) = meta.pending.back_mut() {
+                    pending.joined = i < last;
+                }
             }
             self.update_headroom(&meta);
             outcome
@@ -211,7 +233,11 @@ impl Engine {
         self.wait_sealed(snapshot)?;
         self.change(|catalog| {
             let source = catalog.get(snapshot)?.clone();
-            let mut operations = Vec::with_capacity(new.len());
+            let mut operations = Vec::with_capacity(new.len() + 1);
+            if source.incomplete {
+                // Taken for these clones: it stays if they do.
+                operations.push(Operation::Put { record: Object { incomplete: false, ..source.clone() }.encode() });
+            }
             let mut ids = Vec::with_capacity(new.len());
             let mut names = std::collections::BTreeSet::new();
             for new in new {
@@ -249,13 +275,23 @@ impl Engine {
         self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
     }
 
-    /// Deletes a disk and its snapshots.
-    pub fn delete_disk(&self, disk: u64) -> Result<()> {
+    /// Deletes a disk and its snapshots, but for those that `heirs` has new records of: they are handed over to another
+    /// disk, whose record is among them too.
+    pub fn delete_disk(&self, disk: u64, heirs: &[Object]) -> Result<()> {
         let _control = self.control.lock();
+        for object in heirs.iter().filter(|object| object.is_snapshot()) {
+            self.wait_sealed(object.id)?;
+        }
         self.abandon(disk)?;
         self.change(|catalog| {
-            let mut operations: Vec<Operation> =
-                catalog.snapshots_of(disk).map(|snapshot| Operation::Trash { object: snapshot.id }).collect();
+            let mut operations = Vec::with_capacity(heirs.len() + 1);
+            for object in heirs {
+                check_name(&object.name)?;
+                let state = catalog.get(object.id)?.state;
+                operations.push(Operation::Put { record: Object { state, ..object.clone() }.encode() });
+            }
+            let left = catalog.snapshots_of(disk).filter(|snapshot| heirs.iter().all(|heir| heir.id != snapshot.id));
+            operations.extend(left.map(|snapshot| Operation::Trash { object: snapshot.id }));
             operations.push(Operation::Trash { object: disk });
             Ok((operations, ()))
         })
@@ -279,23 +315,6 @@ impl Engine {
         self.change(|catalog| {
             let object = Object { origin: 0, ..catalog.get(disk)?.clone() };
             Ok((vec![Operation::Put { record: object.encode() }], ()))
-        })
-    }
-
-    /// Replaces records of objects that exist, all at once: handing snapshots over to another disk.
-    pub fn put_objects(&self, objects: &[Object]) -> Result<()> {
-        let _control = self.control.lock();
-        for object in objects.iter().filter(|object| object.is_snapshot()) {
-            self.wait_sealed(object.id)?;
-        }
-        self.change(|catalog| {
-            let mut operations = Vec::with_capacity(objects.len());
-            for object in objects {
-                check_name(&object.name)?;
-                let state = catalog.get(object.id)?.state;
-                operations.push(Operation::Put { record: Object { state, ..object.clone() }.encode() });
-            }
-            Ok((operations, ()))
         })
     }
 }

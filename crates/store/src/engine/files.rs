@@ -40,7 +40,8 @@ impl DataFiles {
         while names.contains(&data_file_name(files.len() as u64)) {
             let name = data_file_name(files.len() as u64);
             let file = directory.open(&name, mode).during(|| format!("opening {name}"))?;
-            files.push(DataFile { file, dirty: AtomicBool::new(false) });
+            // What a process that was killed had written may still wait in the page cache, and recovery reads it.
+            files.push(DataFile { file, dirty: AtomicBool::new(true) });
         }
         Ok(Self { directory, mode, files: RwLock::new(files) })
     }

@@ -285,7 +285,7 @@ impl Engine {
 
 impl Meta {
     /// The first mapped block at or after `from`, found by walking nodes, not by looking block by block.
-    fn next_mapped(&mut self, root: NodeId, from: u64, end: u64) -> Result<Option<u64>> {
+    pub(super) fn next_mapped(&mut self, root: NodeId, from: u64, end: u64) -> Result<Option<u64>> {
         let mut width = STRIDE;
         let mut at = from;
         while at < end {

@@ -114,6 +114,8 @@ struct Pending {
     freed: Vec<Run>,
     /// Blocks that must not be overwritten in place before it is durable.
     fresh: Option<Run>,
+    /// It takes effect together with the next one or not at all: both go into one batch.
+    joined: bool,
 }
 
 /// Everything behind the metadata lock.
@@ -381,7 +383,7 @@ impl Meta {
         self.pending_bytes += size;
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
-        self.pending.push_back(Pending { operation, gate, freed, fresh });
+        self.pending.push_back(Pending { operation, gate, freed, fresh, joined: false });
     }
 
     /// Makes blocks allocatable whose freeing is durable and which no read names any more.

@@ -273,12 +273,19 @@ impl Engine {
                 }
             }
             Operation::Synced { position: settled } => {
-                let done: Vec<u64> =
-                    replay.announced.iter().filter(|(_, (at, _))| at < settled).map(|(block, _)| *block).collect();
-                for block in done {
+                let done: Vec<(u64, bool)> = replay
+                    .announced
+                    .iter()
+                    .filter(|(_, (at, _))| at < settled)
+                    .map(|(block, (_, sum))| (*block, sum.is_some()))
+                    .collect();
+                for (block, written) in done {
                     replay.announced.remove(&block);
-                    // What was announced is durable at home: older payload must not come over it.
-                    meta.forget_logged(Run { start: block, blocks: 1 });
+                    // What was overwritten is durable at home: older payload must not come over it. What was only
+                    // permitted to be overwritten has said by its checksums whether it was.
+                    if written {
+                        meta.forget_logged(Run { start: block, blocks: 1 });
+                    }
                     let Meta { data, pages, .. } = meta;
                     data.annotate(pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = false)?;
                 }
@@ -298,10 +305,18 @@ impl Engine {
             }
             meta.data.release(run);
         }
-        if let Operation::Map { run, .. } | Operation::Written { run, .. } = operation {
-            for block in run.start..run.start + run.blocks {
-                replay.announced.remove(&block);
+        match operation {
+            Operation::Map { run, .. } | Operation::Written { run, .. } => {
+                for block in run.start..run.start + run.blocks {
+                    replay.announced.remove(&block);
+                }
             }
+            // Read while it was being overwritten: what was found then is no longer what has to be there.
+            Operation::Resolve { block, .. } if replay.announced.contains_key(block) => {
+                let Meta { data, pages, .. } = meta;
+                data.annotate(pages, Run { start: *block, blocks: 1 }, |_, entry| entry.suspect = true)?;
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -356,6 +371,7 @@ impl Engine {
             for object in incomplete {
                 self.carry_out(&mut meta, Operation::Trash { object }, 0, None)?;
             }
+            self.clear_behind_ends(&mut meta)?;
             self.restore_reserves(&mut meta)?;
             drop(meta);
             self.return_unclaimed_room()?;
@@ -363,6 +379,25 @@ impl Engine {
         }
         if self.options.threads {
             self.start_threads()?;
+        }
+        Ok(())
+    }
+
+    /// A shrink that a crash cut short has the new capacity and still the blocks behind it.
+    fn clear_behind_ends(&self, meta: &mut Meta) -> Result<()> {
+        let disks: Vec<(u64, u64)> = meta
+            .catalog
+            .disks()
+            .map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64)))
+            .collect();
+        for (disk, mut end) in disks {
+            while let Some(root) = meta.catalog.get(disk)?.root
+                && let Some(first) = meta.next_mapped(root, end, crate::tree::LOGICAL_LIMIT)?
+            {
+                end = crate::tree::LOGICAL_LIMIT.min(first + super::writeback::UNMAP_MAX);
+                let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
+                self.carry_out(meta, operation, 0, None)?;
+            }
         }
         Ok(())
     }

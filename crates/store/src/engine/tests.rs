@@ -1,1 +1,193 @@
+//! The engine as a whole, where a small case says more than a random one: damage to metadata files, and states that only
+//! a restart brings about. Random histories and power cuts are the simulation's.
 
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::catalog::Provisioning;
+use crate::testbed::{Random, plain_disk};
+use backend::simulated::SimulatedDisk;
+use backend::{BLOCK_SIZE, Buffer};
+
+const RING: u64 = 4 << 20;
+const BLOCKS: u64 = 4096;
+
+fn options() -> EngineOptions {
+    EngineOptions { metadata_cache: 2 << 20, write_buffer: 1 << 20, threads: false, ..EngineOptions::default() }
+}
+
+fn open(disk: &SimulatedDisk) -> Result<Arc<Engine>> {
+    Engine::open(disk.directory(), options())
+}
+
+/// A store with one thin disk, number 1.
+fn made() -> (SimulatedDisk, Arc<Engine>) {
+    let disk = plain_disk();
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let engine = open(&disk).unwrap();
+    let new = NewDisk {
+        name: "vm".into(),
+        capacity: BLOCKS * BLOCK_SIZE as u64,
+        provisioning: Provisioning::Thin,
+        uuid: [1; 16],
+        incomplete: false,
+    };
+    assert_eq!(engine.create_disk(new).unwrap(), 1);
+    (disk, engine)
+}
+
+fn write(engine: &Engine, logical: u64, value: u8) {
+    let mut buffer = Buffer::zeroed(1);
+    buffer.fill(value);
+    engine.write_blocks(&engine.head(1), logical, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
+}
+
+fn value(engine: &Engine, logical: u64) -> Result<u8> {
+    let head = engine.head(1);
+    let block = engine.read_blocks("vm", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
+    assert!(block.iter().all(|byte| *byte == block[0]));
+    Ok(block[0])
+}
+
+fn is_whole(engine: &Engine) {
+    let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+    assert_eq!((report.findings, report.leaked), (vec![], 0));
+}
+
+#[test]
+fn what_is_left_of_the_map_is_known_after_a_restart() {
+    let (disk, mut engine) = made();
+    for round in 0..4 {
+        // Every second block: an entry each, so that the tree has many nodes, and twice as many after a snapshot.
+        for block in (0..BLOCKS).step_by(2) {
+            write(&engine, (block * 37 + round) % BLOCKS, round as u8 + 1);
+        }
+        let name = format!("{round}");
+        engine.snapshot(&[NewSnapshot { disk: 1, name, uuid: [2; 16], incomplete: false }]).unwrap();
+        engine.flush().unwrap();
+        let before = engine.counts().map;
+        assert!(before.used > 8 && before.free <= before.backed - before.used, "{before:?}");
+        engine.close().unwrap();
+        engine = open(&disk).unwrap();
+        let after = engine.counts().map;
+        assert_eq!((after.used, after.backed), (before.used, before.backed));
+        assert_eq!(after.free, after.backed - after.used, "{after:?}");
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn recovery_can_be_done_again_and_again() {
+    let (disk, engine) = made();
+    let mut random = Random(5);
+    let mut model = vec![0; BLOCKS as usize];
+    let mut engine = Some(engine);
+    for round in 0..20 {
+        let now = engine.take().unwrap_or_else(|| open(&disk).unwrap());
+        for _ in 0..100 {
+            let (block, byte) = (random.below(BLOCKS), random.next() as u8);
+            write(&now, block, byte);
+            model[block as usize] = byte;
+            if random.chance(10) {
+                now.pump().unwrap();
+            }
+        }
+        now.flush().unwrap();
+        // Killed: only what was flushed counts, and all of it was.
+        drop(now);
+        for _ in 0..round % 3 {
+            drop(open(&disk).unwrap());
+        }
+        let now = open(&disk).unwrap();
+        for block in 0..BLOCKS {
+            assert_eq!(value(&now, block).unwrap(), model[block as usize]);
+        }
+        is_whole(&now);
+    }
+}
+
+#[test]
+fn damage_in_the_middle_of_the_journal_is_not_taken_for_its_end() {
+    let (disk, engine) = made();
+    let places: Vec<u64> = (0..4)
+        .map(|i| {
+            let at = engine.journal_head.load(Ordering::Acquire);
+            write(&engine, i, 9);
+            engine.flush().unwrap();
+            at
+        })
+        .collect();
+    drop(engine);
+    for at in &places[..3] {
+        disk.flip_bit(JOURNAL_FILE, (at + 70) % RING, 3).unwrap();
+        let refused = open(&disk).err().expect("acknowledged writes are lost");
+        assert_eq!(refused.kind(), ErrorKind::Corrupt);
+        assert!(refused.to_string().contains("journal is damaged"), "{refused}");
+        disk.flip_bit(JOURNAL_FILE, (at + 70) % RING, 3).unwrap();
+    }
+    let engine = open(&disk).unwrap();
+    assert!((0..4).all(|i| value(&engine, i).unwrap() == 9));
+}
+
+#[test]
+fn with_one_copy_of_the_superblock_the_state_is_right_or_refused() {
+    for seed in 0..30 {
+        let (disk, engine) = made();
+        let mut random = Random(seed);
+        for round in 0..random.below(6) {
+            for _ in 0..random.below(400) {
+                write(&engine, random.below(256), 1 + round as u8);
+            }
+            if random.chance(70) {
+                engine.checkpoint().unwrap();
+            }
+        }
+        (0..256).for_each(|block| write(&engine, block, 200));
+        engine.flush().unwrap();
+        match random.below(3) {
+            0 => engine.close().unwrap(),
+            1 => engine.checkpoint().unwrap(),
+            _ => {}
+        }
+        drop(engine);
+        let copy = random.below(2) * BLOCK_SIZE as u64;
+        disk.flip_bit(files::SUPERBLOCK_FILE, copy + 48 + random.below(72), 1).unwrap();
+        match open(&disk) {
+            Ok(engine) => {
+                assert!((0..256).all(|block| value(&engine, block).unwrap() == 200), "seed {seed}");
+                is_whole(&engine);
+            }
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt, "seed {seed}"),
+        }
+    }
+}
+
+#[test]
+fn truncated_metadata_is_refused_by_name() {
+    for name in ["map", "catalog", "journal", "superblock"] {
+        let (disk, engine) = made();
+        write(&engine, 0, 1);
+        engine.close().unwrap();
+        disk.directory().open(name, IoMode::Buffered).unwrap().set_len(0).unwrap();
+        let refused = open(&disk).err().unwrap_or_else(|| panic!("{name} is gone and nobody noticed"));
+        assert_eq!(refused.kind(), ErrorKind::Corrupt);
+        assert!(refused.to_string().contains(name), "{refused}");
+    }
+}
+
+#[test]
+fn no_bit_of_a_superblock_changes_unnoticed() {
+    let (disk, engine) = made();
+    engine.close().unwrap();
+    drop(engine);
+    let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+    let good = Superblock::read(&*file).unwrap();
+    let newest = good.sequence % 2 * BLOCK_SIZE as u64;
+    for at in (0..128).chain([200, 4095]) {
+        disk.flip_bit(files::SUPERBLOCK_FILE, newest + at, (at % 8) as u8).unwrap();
+        let found = Superblock::read(&*file).unwrap();
+        assert_eq!(found.sequence, good.sequence - 1, "byte {at} may change unnoticed");
+        disk.flip_bit(files::SUPERBLOCK_FILE, newest + at, (at % 8) as u8).unwrap();
+    }
+    assert_eq!(Superblock::read(&*file).unwrap(), good);
+}

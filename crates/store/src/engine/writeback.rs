@@ -23,7 +23,7 @@ const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub(super) const LANE_DEPTH: u32 = 64;
 /// Longest range of one unmap operation, in blocks (4 GiB).
-const UNMAP_MAX: u64 = 1 << 20;
+pub(super) const UNMAP_MAX: u64 = 1 << 20;
 
 /// What write-back keeps between batches.
 pub struct Lane {
@@ -136,6 +136,10 @@ impl Engine {
             }
             self.update_headroom(&meta);
             return Err(error);
+        }
+        // Older payload of these must not go home beside or after what is written now. The journal still has it.
+        for home in homes.iter().filter(|home| home.way == Way::InPlace) {
+            meta.forget_logged(home.run);
         }
         drop(meta);
         self.announce(commit, &homes)?;
@@ -315,7 +319,6 @@ impl Engine {
             let checksums = home.checksums.clone();
             let operation = match home.way {
                 Way::InPlace => {
-                    meta.forget_logged(home.run);
                     meta.note_overwritten(home.run, &checksums)?;
                     None
                 }
@@ -391,7 +394,8 @@ impl Engine {
                     for part in chunks(physical..physical + (range.end - range.start), crate::journal::RUN_MAX) {
                         let logical = range.start + (part.start - physical);
                         let operation = Operation::Unwritten { disk, logical, run: part, fresh: false };
-                        self.carry_out(meta, operation, 0, None)?;
+                        // Until the journal says so, recovery expects the old content: nothing may be written there.
+                        self.carry_out(meta, operation, 0, Some(part))?;
                     }
                 }
                 Way::New => {

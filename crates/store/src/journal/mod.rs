@@ -133,6 +133,9 @@ impl Journal {
     /// of no earlier opening. A crash never leaves one (only the last batch can be torn), so what lies between was
     /// damaged since, or the superblock that named the tail is an old one. Returns the place of the batch found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
+        if end.position > POSITION_MAX {
+            return Ok(None);
+        }
         let reach = (padded(BODY_MAX) as u64 + BLOCK_SIZE as u64).min(self.size);
         let mut piece = Buffer::zeroed(PIECE_BLOCKS);
         let mut ahead = 0;

@@ -55,6 +55,14 @@ pub enum Operation {
 }
 
 impl Operation {
+    /// About how many bytes of the journal a change of the catalog takes.
+    pub fn catalog_size(&self) -> usize {
+        match self {
+            Self::Put { record } | Self::Clone { record, .. } => 32 + record.len(),
+            _ => 32,
+        }
+    }
+
     /// True when it may change a tree in a way that takes new nodes.
     pub fn changes_map(&self) -> bool {
         matches!(

@@ -200,7 +200,10 @@ fn operation(random: &mut Random, code: u64) -> Operation {
     let checksums: Vec<u32> = (0..blocks).map(|_| random.next() as u32).collect();
     let data = |random: &mut Random| -> Vec<SharedSlice> {
         let buffer: Arc<Buffer> = Buffer::copy_of(&random.bytes(blocks as usize * BLOCK_SIZE)).into();
-        vec![SharedSlice::new(Arc::clone(&buffer), 0..BLOCK_SIZE), SharedSlice::new(buffer, BLOCK_SIZE..blocks as usize * BLOCK_SIZE)]
+        vec![
+            SharedSlice::new(Arc::clone(&buffer), 0..BLOCK_SIZE),
+            SharedSlice::new(buffer, BLOCK_SIZE..blocks as usize * BLOCK_SIZE),
+        ]
     };
     let length = random.below(400) as usize;
     match code {
@@ -246,7 +249,8 @@ fn decode(body: &[u8]) -> Result<Vec<Operation>> {
 fn operations_survive_their_encoding() {
     for seed in 0..200 {
         let mut random = Random(seed);
-        let operations: Vec<Operation> = (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % 16)).collect();
+        let operations: Vec<Operation> =
+            (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % 16)).collect();
         let body = encode(&operations);
         let again = decode(&body).unwrap();
         assert_eq!(again.len(), operations.len());

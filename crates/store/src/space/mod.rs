@@ -126,7 +126,7 @@ impl Space {
         if kind == SpaceKind::Map {
             space.set_backed_length(backed_length);
             // What is used lies below the reserved length: it was counted as free with the rest of it.
-            space.counts.free = space.counts.free.saturating_sub(space.counts.used);
+            space.counts.free = space.regions.iter().map(Region::estimate).sum();
         }
         Ok(space)
     }
@@ -337,20 +337,16 @@ impl Space {
     fn count_used(&mut self, run: Run, used: bool) {
         for (number, _, count) in region::parts(run) {
             let region = &mut self.regions[number as usize];
+            let before = region.estimate();
             if used {
                 region.used += count as u16;
                 self.counts.used += count;
-                // Allocated in memory before: then it is no longer counted as free.
-                if region.bitmaps.is_none() {
-                    self.counts.free = self.counts.free.saturating_sub(count);
-                }
             } else {
                 region.used -= count as u16;
                 self.counts.used -= count;
-                if region.bitmaps.is_none() {
-                    self.counts.free += count;
-                }
             }
+            // Changes nothing where bitmaps are in memory: allocation and release count there.
+            self.counts.free = self.counts.free + region.estimate() - before;
             self.dirty_regions.insert(number);
         }
     }
@@ -379,6 +375,7 @@ impl Space {
             self.unload_some();
         }
         let mut bitmaps = Box::new(Bitmaps::new());
+        let mut backed_count = 0;
         let base = number * REGION_BLOCKS;
         for page in 0..REGION_PAGES {
             let key = PageKey::new(self.table, number * REGION_PAGES + page);
@@ -395,14 +392,23 @@ impl Space {
                 };
                 if backed {
                     bitmaps.set_backed(block, 1, true);
+                    backed_count += 1;
                 }
             }
         }
         let region = &mut self.regions[number as usize];
-        let before = u64::from(region.backed.saturating_sub(region.used));
-        let free = bitmaps.free();
-        // The summary's estimate gives way to the count.
-        self.counts.free = (self.counts.free + free).saturating_sub(before);
+        let before = region.estimate();
+        let known = (u64::from(region.used), u64::from(region.backed));
+        let counted = (bitmaps.used(), backed_count);
+        if known != counted {
+            // The table is the truth (invariant 3): a summary that was damaged or lost is made anew from it.
+            tracing::warn!(region = number, file = self.summary.name(), ?known, ?counted, "a summary is put right");
+            (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
+            self.counts.used = self.counts.used + counted.0 - known.0;
+            self.counts.backed = self.counts.backed + counted.1 - known.1;
+            self.dirty_regions.insert(number);
+        }
+        self.counts.free = self.counts.free + bitmaps.free() - before;
         region.bitmaps = Some(bitmaps);
         self.loaded += 1;
         Ok(())
@@ -415,7 +421,7 @@ impl Space {
             let Some(bitmaps) = &region.bitmaps else { continue };
             if bitmaps.used() == u64::from(region.used) {
                 let estimate = u64::from(region.backed.saturating_sub(region.used));
-                self.counts.free = (self.counts.free + estimate).saturating_sub(bitmaps.free());
+                self.counts.free = self.counts.free + estimate - bitmaps.free();
                 region.bitmaps = None;
                 self.loaded -= 1;
                 give_up -= 1;
@@ -507,6 +513,10 @@ impl Space {
         debug_assert_eq!(self.kind, SpaceKind::Data);
         self.grow_for(run)?;
         for (number, first, count) in region::parts(run) {
+            if !backed {
+                // What is taken away must have been counted: see there.
+                self.load(pages, number)?;
+            }
             let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
             let mut changed = 0u64;
             self.change(pages, part, |_, entry| {

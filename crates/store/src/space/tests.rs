@@ -355,3 +355,33 @@ fn a_summary_that_counts_too_much_is_refused() {
     let refused = Space::open(SpaceKind::Data, 1, 0, &mut world.pages);
     assert_eq!(refused.err().unwrap().kind(), ErrorKind::Corrupt);
 }
+
+#[test]
+fn a_summary_that_was_lost_is_made_anew_from_the_table() {
+    for kind in [SpaceKind::Data, SpaceKind::Map] {
+        let mut world = World::new(kind, 11);
+        for _ in 0..300 {
+            world.step();
+        }
+        world.reopen();
+        // A page of zeros passes for one that was never written.
+        let file = if kind == SpaceKind::Data { PageFile::DataSummary } else { PageFile::MapSummary };
+        world.files[file as usize].set_len(0).unwrap();
+        world.pages = Pages::new(world.files.clone(), CACHE);
+        let length = if kind == SpaceKind::Map { world.counts().backed } else { 0 };
+        let regions = world.space.regions();
+        world.space = Space::open(kind, regions, length, &mut world.pages).unwrap();
+        // Whatever is done to a region first brings its counts back.
+        for number in 0..regions {
+            world.space.load(&mut world.pages, number).unwrap();
+        }
+        assert_eq!(world.space.counts(), world.counts());
+        while world.referenced_part().is_some() || !world.adopted.is_empty() {
+            world.drop();
+        }
+        world.release();
+        world.reopen();
+        world.compare();
+        assert_eq!(world.counts().used, 0);
+    }
+}
