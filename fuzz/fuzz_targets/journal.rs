@@ -34,7 +34,7 @@ fuzz_target!(|data: &[u8]| {
     while let Some(batch) = journal.read(at, incarnation).expect("the medium is whole") {
         assert!(batch.next > at && batch.incarnation >= incarnation);
         let mut reader = Reader::new(&batch.body);
-        while let Ok(Some(_)) = reader.next() {}
+        while let Ok(Some(_)) = reader.next_operation() {}
         (at, incarnation) = (batch.next, batch.incarnation);
         if at.position - tail.position > SIZE as u64 {
             break;

@@ -9,7 +9,7 @@ fn decode(body: &[u8]) -> (Vec<Operation>, bool) {
     let mut reader = Reader::new(body);
     let mut operations = Vec::new();
     loop {
-        match reader.next() {
+        match reader.next_operation() {
             Ok(Some(operation)) => operations.push(operation),
             Ok(None) => return (operations, true),
             Err(_) => return (operations, false),

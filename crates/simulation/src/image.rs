@@ -95,10 +95,8 @@ impl Image {
 
     fn put(&mut self, block: u64, content: Arc<Block>) {
         let before = self.blocks.insert(block, Arc::clone(&content));
-        let history = self
-            .history
-            .entry(block)
-            .or_insert_with(|| History { versions: vec![before], floor: [0; SECTORS] });
+        let history =
+            self.history.entry(block).or_insert_with(|| History { versions: vec![before], floor: [0; SECTORS] });
         history.versions.push(Some(content));
     }
 

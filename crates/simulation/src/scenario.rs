@@ -34,7 +34,13 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "{:?} run of seed {}: {} operations, the last of them:", self.profile, self.seed, self.operations.len())?;
+        writeln!(
+            f,
+            "{:?} run of seed {}: {} operations, the last of them:",
+            self.profile,
+            self.seed,
+            self.operations.len()
+        )?;
         for line in &self.trace[self.trace.len().saturating_sub(SHOWN_MAX)..] {
             writeln!(f, "  {line}")?;
         }

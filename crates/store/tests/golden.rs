@@ -40,11 +40,8 @@ fn shown(page: &str, name: &str) -> BTreeMap<usize, u8> {
     for line in block.lines().skip(1) {
         let mut words = line.split_whitespace();
         let Some(offset) = words.next() else { continue };
-        let mut at = usize::from_str_radix(offset, 16).unwrap();
-        for word in words {
-            bytes.insert(at, u8::from_str_radix(word, 16).unwrap());
-            at += 1;
-        }
+        let from = usize::from_str_radix(offset, 16).unwrap();
+        bytes.extend((from..).zip(words.map(|word| u8::from_str_radix(word, 16).unwrap())));
     }
     bytes
 }
@@ -389,7 +386,7 @@ fn make_closed(directory: &Arc<dyn Directory>) -> Arc<Engine> {
     let gone = engine.create_disk(new_disk("gone", Provisioning::Thin)).unwrap();
     write(&engine, "gone", 0, "deleted");
     engine.flush().unwrap();
-    engine.delete_disk(gone).unwrap();
+    engine.delete_disk(gone, &[]).unwrap();
     engine
 }
 

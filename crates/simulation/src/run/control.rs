@@ -45,6 +45,7 @@ impl Run {
                 if !self.foretold(&error) {
                     return Err(format!("{what}: {error}"));
                 }
+                self.note(format!("  refused: {error}"));
             }
             Outcome::Done(_) => {
                 self.model = after;
@@ -287,11 +288,11 @@ impl Run {
     pub(super) fn diff(&mut self, disk: u64, from: u64, to: u64) -> Checked {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
         let known = &self.model.disks[&name];
-        let point = |number: u64| match known.snapshots.keys().nth((number % (known.snapshots.len() as u64 + 1)) as usize)
-        {
-            Some(snapshot) => (Point::Snapshot(snapshot.clone()), format!("{name}@{snapshot}")),
-            None => (Point::Head, name.clone()),
-        };
+        let point =
+            |number: u64| match known.snapshots.keys().nth((number % (known.snapshots.len() as u64 + 1)) as usize) {
+                Some(snapshot) => (Point::Snapshot(snapshot.clone()), format!("{name}@{snapshot}")),
+                None => (Point::Head, name.clone()),
+            };
         let ((from, from_title), (to, to_title)) = (point(from), point(to));
         let mut extents = Vec::new();
         let result = self.datastore()?.diff(&name, &from, &to, &mut |extent| {

@@ -67,6 +67,8 @@ pub struct Run {
     next_name: u64,
     /// A fault of the medium was asked for and not met yet, or met and not got over.
     faulty: bool,
+    /// A flush of the medium may have failed: what the page cache shows then is not what the medium has.
+    unsure: bool,
     /// The file system may be full.
     full: bool,
     cut_in_recovery: Option<u64>,
@@ -104,6 +106,7 @@ impl Run {
             random,
             next_name: 0,
             faulty: false,
+            unsure: false,
             full: false,
             cut_in_recovery: None,
             trace: VecDeque::new(),
@@ -188,7 +191,7 @@ impl Run {
                 Ok(())
             }
             Operation::FailSyncs { count } => {
-                self.faulty = true;
+                (self.faulty, self.unsure) = (true, true);
                 self.disk.fail_syncs(*count as u32);
                 Ok(())
             }

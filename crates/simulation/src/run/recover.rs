@@ -56,7 +56,7 @@ impl Run {
         self.held.clear();
         self.devices.clear();
         self.datastore = None;
-        let power = self.disk.is_off() || self.faulty && self.random.percent(50);
+        let power = self.disk.is_off() || self.unsure || self.faulty && self.random.percent(50);
         if power {
             self.disk = self.disk.crash();
         }
@@ -77,7 +77,7 @@ impl Run {
             self.compare_images(Manner::Exact)
                 .map_err(|violation| format!("what a restart had found did not stay: {violation}"))?;
         }
-        self.faulty = false;
+        (self.faulty, self.unsure) = (false, false);
         Ok(())
     }
 
@@ -203,7 +203,10 @@ impl Run {
                 return Ok(());
             };
             if found.iter().any(|byte| *byte != 0) {
-                return Err(format!("{length} bytes at {place} are said to be {:?} and are not zeros", extent.allocation));
+                return Err(format!(
+                    "{length} bytes at {place} are said to be {:?} and are not zeros",
+                    extent.allocation
+                ));
             }
             at = end;
         }

@@ -93,7 +93,9 @@ impl Model {
 }
 
 fn overlay(layers: &Layers, model: &Model, range: Range<u64>) {
-    let (mut pieces, mut gaps) = (Vec::new(), vec![77..99]);
+    let mut pieces = Vec::new();
+    let mut gaps = Vec::new();
+    gaps.push(77..99);
     layers.overlay(range.clone(), &mut pieces, &mut gaps);
     let mut found: Vec<(u64, Option<Cell>)> =
         pieces.iter().flat_map(cells).map(|(at, cell)| (at, Some(cell))).collect();

@@ -29,6 +29,7 @@ impl<'a> BulkWriter<'a> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
+            engine.extend_for(blocks - at)?;
             let run = {
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
@@ -58,6 +59,7 @@ impl<'a> BulkWriter<'a> {
         while at < range.end {
             engine.check_running()?;
             engine.make_journal_room()?;
+            engine.extend_for((range.end - at).min(RUN_MAX))?;
             let mut meta = engine.meta.lock();
             let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
@@ -78,7 +80,7 @@ impl<'a> BulkWriter<'a> {
         if dirty > self.engine.dirty_limit() {
             self.engine.checkpoint_if_needed()?;
         } else if pending > self.engine.pending_limit() {
-            self.engine.commit_all()?;
+            self.engine.commit_changes()?;
         }
         Ok(())
     }

@@ -84,7 +84,7 @@ impl Engine {
         let _control = self.control.lock();
         // A hole about to be punched is no leak.
         let _punching = self.punching.lock();
-        self.commit_all()?;
+        self.commit_changes()?;
         while self.drop_all_trash()? {}
         let checkpoint = self.checkpoint.lock();
         self.checkpoint_locked(false)?;
@@ -162,7 +162,7 @@ impl Engine {
             while end < window.range.end
                 && end - at < VERIFY_BLOCKS
                 && written(end)
-                && end % crate::space::FILE_BLOCKS != 0
+                && !end.is_multiple_of(crate::space::FILE_BLOCKS)
             {
                 end += 1;
             }

@@ -1,22 +1,28 @@
 //! Checkpoints: the metadata pages of one moment, made whole on the medium so that the journal before it can go.
 //!
-//! 1. Payload goes home and the data files are flushed, while everything runs on.
-//! 2. Under the gate and the commit lock, briefly: the rest of the payload, one more flush, everything pending is
-//!    appended, the dirty pages are captured. Nothing is in flight: the pages are the state at this journal position.
+//! 1. Under all locks, for as long as it takes to copy a list: the dirty pages are captured, and where the journal ends
+//!    then (the tail to be). Nothing is being overwritten at that moment. Changes may be pending that the pages
+//!    contain already.
+//! 2. While everything runs on: the payload that was in the journal then goes home, the data files are flushed, and the
+//!    pending changes that were captured are appended; where they end is where replay of such changes will begin.
+//!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
 //! 3. The captured pages are appended to the journal, then a record that ends the checkpoint. From here on recovery
 //!    would take them from there.
-//! 4. The pages are written home and flushed; the superblock lets go of the journal before the position.
+//! 4. The pages are written home and flushed; the superblock lets go of the journal before the tail.
 
-use super::{Engine, encode_place};
+use super::Engine;
+use super::superblock::Superblock;
 use crate::journal::{BatchKind, Place};
 use crate::pages::{PageFile, PageKey};
-use crate::{IoContext, Result};
-use backend::{BLOCK_SIZE, Block, File};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Block, File, SharedSlice};
+use parking_lot::MutexGuard;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Pages per journal batch.
-const PAGES_PER_BATCH: usize = 128;
+const PAGES_PER_BATCH: usize = 64;
 /// Payload blocks taken home at a time.
 pub(super) const LOGGED_ROUND: usize = 256;
 
@@ -48,79 +54,97 @@ impl Engine {
 
     pub(super) fn checkpoint_locked(&self, clean: bool) -> Result<()> {
         self.check_running()?;
-        while self.write_logged(LOGGED_ROUND)? == LOGGED_ROUND {}
-        self.sync_data()?;
+        let Capture { mut next, images, mut payload, batches } = self.capture()?;
 
-        let gate = self.gate.lock();
+        while !payload.is_empty() {
+            self.write_logged(LOGGED_ROUND)?;
+            let meta = self.meta.lock();
+            payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));
+        }
+        // Newer content of such a block may be on its way home instead: let that arrive.
+        drop(self.gate.lock());
+        self.sync_all_data()?;
+
         let mut commit = self.commit.lock();
-        while self.write_logged(LOGGED_ROUND)? > 0 {}
-        let (mut guard, through) = loop {
-            let through = self.sync_data_quiet()?;
-            self.append_pending(&mut commit)?;
-            // Some changes need no more than `meta` (new space, deleted trees): one may have slipped in since. Captured
-            // and still to be appended, it would be carried out twice by recovery.
-            let guard = self.meta.lock();
-            if guard.pending.is_empty() {
-                break (guard, through);
-            }
-        };
-        let mut next = commit.superblock;
-        let images = {
-            let meta = &mut *guard;
-            debug_assert!(meta.logged.is_empty());
-            meta.catalog.store(&mut meta.pages)?;
-            meta.data.store_summaries(&mut meta.pages)?;
-            meta.map.store_summaries(&mut meta.pages)?;
-            next.data_regions = meta.data.regions();
-            next.map_regions = meta.map.regions();
-            next.map_length = meta.map.counts().backed;
-            next.catalog_slots = meta.catalog.slots();
-            next.next_id = meta.catalog.next_id();
-            meta.pages.capture()
-        };
-        drop(guard);
-        drop(through);
-        let place = commit.journal.head();
-        next.tail = place;
-        next.incarnation = commit.journal.incarnation();
-        drop(gate);
+        self.append_pending(&mut commit)?;
+        next.ordered = commit.ordered.take().ok_or_else(|| {
+            self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
+        })?;
         if next.map_length > commit.superblock.map_length {
             // The record below will vouch for this length, also when no page of the map is among the images.
-            let map = Arc::clone(self.meta.lock().pages.file(PageFile::Map));
-            map.sync().during(|| "flushing the map".into()).map_err(|error| self.stop(error))?;
+            self.page_files[PageFile::Map as usize]
+                .sync()
+                .during(|| "flushing the map".into())
+                .map_err(|error| self.stop(error))?;
         }
         for batch in images.chunks(PAGES_PER_BATCH) {
             let body = encode_pages(batch);
-            self.append(&mut commit.journal, BatchKind::Pages, &[&body])?;
-            // Flushes may go between.
-            parking_lot::MutexGuard::bump(&mut commit);
+            self.append(&mut commit, BatchKind::Pages, &[&body])?;
+            // Flushes and snapshots go between.
+            MutexGuard::bump(&mut commit);
         }
-        let mut record = encode_place(place).to_vec();
-        record.extend_from_slice(&next.data_regions.to_le_bytes());
-        record.extend_from_slice(&next.map_regions.to_le_bytes());
-        record.extend_from_slice(&next.map_length.to_le_bytes());
-        record.extend_from_slice(&next.catalog_slots.to_le_bytes());
-        record.extend_from_slice(&next.next_id.to_le_bytes());
-        self.append(&mut commit.journal, BatchKind::Checkpoint, &[&record])?;
+        let record = CheckpointRecord::of(&next).encode();
+        self.append(&mut commit, BatchKind::Checkpoint, &[&record])?;
         drop(commit);
 
-        let files = {
-            let meta = self.meta.lock();
-            PageFile::ALL.map(|file| Arc::clone(meta.pages.file(file)))
-        };
-        write_home(&files, &images).map_err(|error| self.stop(error))?;
+        write_home(&self.page_files, &images).map_err(|error| self.stop(error))?;
         drop(images);
 
         let mut commit = self.commit.lock();
         next.sequence = commit.superblock.sequence;
-        next.clean = clean && commit.journal.head().position == place.position;
+        next.clean = clean && commit.batches == batches;
+        if next.clean {
+            // Nothing but the checkpoint itself lies behind the tail: let go of that too.
+            next.tail = commit.journal.head();
+            next.ordered = next.tail;
+        }
         next.write(&*self.superblock_file).map_err(|error| self.stop(error))?;
         commit.superblock = next;
-        commit.journal.release(place);
-        self.journal_tail.store(place.position, Ordering::Release);
+        commit.journal.release(next.tail);
+        self.journal_tail.store(next.tail.position, Ordering::Release);
         self.counters.checkpoints.fetch_add(1, Ordering::AcqRel);
         Ok(())
     }
+
+    /// The moment of the checkpoint.
+    fn capture(&self) -> Result<Capture> {
+        let _gate = self.gate.lock();
+        let mut commit = self.commit.lock();
+        let _through = self.through.write();
+        // Whoever overwrites in place from now on announces it behind the tail.
+        self.permits.lock().clear();
+        let mut guard = self.meta.lock();
+        let meta = &mut *guard;
+        meta.catalog.store(&mut meta.pages)?;
+        meta.data.store_summaries(&mut meta.pages)?;
+        meta.map.store_summaries(&mut meta.pages)?;
+        meta.captured = Some(meta.pending.len());
+        commit.ordered = None;
+        let next = Superblock {
+            tail: commit.journal.head(),
+            incarnation: commit.journal.incarnation(),
+            data_regions: meta.data.regions(),
+            map_regions: meta.map.regions(),
+            map_length: meta.map.counts().backed,
+            catalog_slots: meta.catalog.slots(),
+            next_id: meta.catalog.next_id(),
+            ..commit.superblock
+        };
+        Ok(Capture { next, images: meta.pages.capture(), payload: meta.logged.clone(), batches: commit.batches })
+    }
+}
+
+/// What a checkpoint holds on to.
+struct Capture {
+    next: Superblock,
+    images: Vec<(PageKey, Arc<Block>)>,
+    /// Payload in the journal before the tail that is not home.
+    payload: BTreeMap<u64, SharedSlice>,
+    batches: u64,
+}
+
+fn same(a: &SharedSlice, b: &SharedSlice) -> bool {
+    std::ptr::eq(a.as_ptr(), b.as_ptr())
 }
 
 fn encode_pages(pages: &[(PageKey, Arc<Block>)]) -> Vec<u8> {
@@ -159,9 +183,12 @@ pub(super) fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(Pag
     Ok(())
 }
 
-/// What the record at the end of a checkpoint says.
+/// What the record at the end of a checkpoint says: nine numbers of eight bytes.
 pub(super) struct CheckpointRecord {
-    pub place: Place,
+    /// From where urgent batches are replayed, and images looked for.
+    pub tail: Place,
+    /// From where all batches are replayed.
+    pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
     pub map_length: u64,
@@ -170,18 +197,48 @@ pub(super) struct CheckpointRecord {
 }
 
 impl CheckpointRecord {
+    const WORDS: usize = 9;
+
+    fn of(superblock: &Superblock) -> Self {
+        Self {
+            tail: superblock.tail,
+            ordered: superblock.ordered,
+            data_regions: superblock.data_regions,
+            map_regions: superblock.map_regions,
+            map_length: superblock.map_length,
+            catalog_slots: superblock.catalog_slots,
+            next_id: superblock.next_id,
+        }
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let words: [u64; Self::WORDS] = [
+            self.tail.position,
+            self.tail.sequence,
+            self.ordered.position,
+            self.ordered.sequence,
+            self.data_regions,
+            self.map_regions,
+            self.map_length,
+            self.catalog_slots,
+            self.next_id,
+        ];
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
     pub(super) fn decode(body: &[u8]) -> Option<Self> {
-        if body.len() != 56 {
+        if body.len() != 8 * Self::WORDS {
             return None;
         }
         let word = |i: usize| u64::from_le_bytes(body[8 * i..8 * i + 8].try_into().expect("eight bytes"));
         Some(Self {
-            place: Place { position: word(0), sequence: word(1) },
-            data_regions: word(2),
-            map_regions: word(3),
-            map_length: word(4),
-            catalog_slots: word(5),
-            next_id: word(6),
+            tail: Place { position: word(0), sequence: word(1) },
+            ordered: Place { position: word(2), sequence: word(3) },
+            data_regions: word(4),
+            map_regions: word(5),
+            map_length: word(6),
+            catalog_slots: word(7),
+            next_id: word(8),
         })
     }
 }

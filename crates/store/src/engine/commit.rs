@@ -18,7 +18,7 @@ use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::tree;
 use backend::{BLOCK_SIZE, SharedSlice};
-use parking_lot::{MutexGuard, RwLockWriteGuard};
+use parking_lot::MutexGuard;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -29,19 +29,27 @@ impl Engine {
     /// Makes everything acknowledged before this call durable.
     pub fn flush(&self) -> Result<()> {
         let ticket = self.clock.load(Ordering::Acquire);
-        self.flush_to(ticket, false)
+        self.flush_to(ticket)
     }
 
-    /// Makes everything acknowledged and every change of the catalog carried out before this call durable.
-    pub(super) fn commit_all(&self) -> Result<()> {
-        let ticket = self.clock.load(Ordering::Acquire);
-        self.flush_to(ticket, true)
+    /// Makes every change of the map and the catalog carried out before this call durable; what is only buffered is
+    /// left alone.
+    pub(super) fn commit_changes(&self) -> Result<()> {
+        self.check_running()?;
+        self.make_journal_room()?;
+        self.append_pending(&mut self.commit.lock())?;
+        if self.meta.lock().pending.is_empty() {
+            return Ok(());
+        }
+        // What is left waits for data; whatever was pending when this was called waits for no more than this flush.
+        self.sync_data()?;
+        self.append_pending(&mut self.commit.lock())
     }
 
-    fn flush_to(&self, ticket: u64, changes: bool) -> Result<()> {
+    fn flush_to(&self, ticket: u64) -> Result<()> {
         loop {
             self.check_running()?;
-            if !changes && self.durable.load(Ordering::Acquire) >= ticket {
+            if self.durable.load(Ordering::Acquire) >= ticket {
                 return Ok(());
             }
             self.make_journal_room()?;
@@ -54,7 +62,7 @@ impl Engine {
             let gate = self.gate.lock();
             self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
             let mut commit = self.commit.lock();
-            if !changes && self.durable.load(Ordering::Acquire) >= ticket {
+            if self.durable.load(Ordering::Acquire) >= ticket {
                 return Ok(());
             }
             if self.buffered.load(Ordering::Acquire) * BLOCK_SIZE as u64 > 2 * self.payload_max() {
@@ -102,13 +110,14 @@ impl Engine {
         self.end_sync(settled, written)
     }
 
-    /// As [`Engine::sync_data`], with nothing written past the buffer from before it until the guard goes.
-    pub(super) fn sync_data_quiet(&self) -> Result<RwLockWriteGuard<'_, ()>> {
+    /// As [`Engine::sync_data`], and whatever else was written to the data files: payload taken home does not count as
+    /// written, because flushes need not wait for it.
+    pub(super) fn sync_all_data(&self) -> Result<()> {
         let _sync = self.sync.lock();
         let through = self.through.write();
         let (settled, written) = self.begin_sync();
-        self.end_sync(settled, written)?;
-        Ok(through)
+        drop(through);
+        self.end_sync(settled, written)
     }
 
     /// Ends all permits; what a flush of the data files from now on settles: (announcements before this journal
@@ -231,22 +240,29 @@ impl Engine {
             let mut joined = false;
             {
                 let mut meta = self.meta.lock();
+                if meta.captured == Some(0) {
+                    meta.captured = None;
+                    commit.ordered = Some(commit.journal.head());
+                }
                 while let Some(next) = meta.pending.front()
                     && next.gate <= synced
                     && (writer.len() < body_max / 2 || joined)
+                    && meta.captured != Some(0)
                 {
                     writer.push(&next.operation);
                     joined = next.joined;
                     taken.extend(meta.pending.pop_front());
+                    meta.captured = meta.captured.map(|left| left - 1);
                 }
                 if taken.is_empty() {
                     return Ok(());
                 }
+                // The end of what a checkpoint captured is noted in the next round.
                 if meta.pending.is_empty() {
                     meta.pending_bytes = 0;
                 }
             }
-            self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())?;
+            self.append(commit, BatchKind::Operations, &writer.finish())?;
             self.retire_committed(taken)?;
         }
     }
@@ -279,7 +295,7 @@ impl Engine {
         for operation in operations {
             writer.push(operation);
         }
-        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())
+        self.append(commit, BatchKind::Urgent, &writer.finish())
     }
 
     pub(super) fn journal_size(&self) -> u64 {

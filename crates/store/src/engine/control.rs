@@ -80,7 +80,7 @@ impl Engine {
             self.update_headroom(&meta);
             outcome
         };
-        self.commit_all()?;
+        self.commit_changes()?;
         Ok(outcome)
     }
 
@@ -132,6 +132,7 @@ impl Engine {
         let _control = self.control.lock();
         self.check_running()?;
         self.make_journal_room()?;
+        self.extend_for_snapshots(wanted)?;
         let mut ids = Vec::new();
         let mut objects = Vec::new();
         {
@@ -149,16 +150,8 @@ impl Engine {
                 }
                 let mut reserved = disk.reserved;
                 if disk.provisioning != Provisioning::Thin {
-                    // From now on every write of the thick disk needs a new place: set that aside, or refuse.
+                    // From now on every write of the thick disk needs a new place: that is set aside.
                     reserved = disk.capacity.div_ceil(backend::BLOCK_SIZE as u64);
-                    let more = reserved.saturating_sub(disk.reserved);
-                    let claims = self.claims.load(Ordering::Acquire) + more;
-                    self.extend(meta, claims).map_err(|error| {
-                        error.context(format!(
-                            "disk '{}' is thick and a snapshot of it needs its whole size again, {} bytes",
-                            disk.name, disk.capacity
-                        ))
-                    })?;
                 }
                 let id = meta.catalog.allocate_id();
                 ids.push(id);
@@ -207,6 +200,30 @@ impl Engine {
         self.append_urgent(&mut commit, &operations)?;
         self.request(|work| work.write_back = true);
         Ok(ids)
+    }
+
+    /// Reserves what snapshots of thick disks need, or refuses.
+    fn extend_for_snapshots(&self, wanted: &[NewSnapshot]) -> Result<()> {
+        let mut more = 0;
+        let mut names = Vec::new();
+        self.with_catalog(|catalog| {
+            for disk in wanted.iter().filter_map(|new| catalog.find(new.disk)) {
+                if disk.provisioning != Provisioning::Thin {
+                    more += disk.capacity.div_ceil(backend::BLOCK_SIZE as u64).saturating_sub(disk.reserved);
+                    names.push(disk.name.clone());
+                }
+            }
+        });
+        if more == 0 {
+            return Ok(());
+        }
+        self.extend(self.claims.load(Ordering::Acquire) + more).map_err(|error| {
+            error.context(format!(
+                "disk {} is thick and a snapshot of it needs its whole size again: {} bytes",
+                names.join(", "),
+                more * backend::BLOCK_SIZE as u64
+            ))
+        })
     }
 
     /// Waits until the last writes of a snapshot are in the map.

@@ -6,7 +6,6 @@ use crate::buffer::{Content, Piece};
 use crate::space::SpaceCounts;
 use crate::tree::{self, NodeId};
 use std::ops::Range;
-use std::sync::Arc;
 
 /// Blocks looked at under one hold of the lock (1 GiB of disk).
 const STRIDE: u64 = 1 << 18;
@@ -177,6 +176,11 @@ impl Engine {
     ) -> Result<()> {
         self.complete(from)?;
         self.complete(to)?;
+        // Where the earlier point ended within a block, the rest of that block is new, whatever the trees say: it
+        // may be shared, and was never to be seen.
+        let ends = self.with_catalog(|catalog| Ok((catalog.get(from)?.capacity, catalog.get(to)?.capacity)))?;
+        let block = backend::BLOCK_SIZE as u64;
+        let mut new_tail = (ends.0 < ends.1 && !ends.0.is_multiple_of(block)).then_some(ends.0 / block);
         let mut at = range.start;
         let mut last: Option<Changed> = None;
         while at < range.end {
@@ -186,15 +190,26 @@ impl Engine {
             {
                 let mut meta = self.meta.lock();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
-                if a == b && at < range.end {
+                if a == b && at < range.end && new_tail.is_none_or(|tail| tail < part.start) {
                     // One tree: nothing can differ anywhere.
                     break;
                 }
                 let mut freed = Vec::new();
-                tree::diff(&mut meta.nodes(&mut freed), a, b, part, &mut |extent| {
+                tree::diff(&mut meta.nodes(&mut freed), a, b, part.clone(), &mut |extent| {
                     found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
                     Ok(())
                 })?;
+                if let Some(tail) = new_tail.filter(|tail| part.contains(tail)) {
+                    new_tail = None;
+                    let mut spans = Vec::new();
+                    meta.spans(b, tail..tail + 1, &mut spans)?;
+                    let data = spans.iter().any(|span| span.condition == Condition::Data);
+                    let after = found.partition_point(|changed| changed.logical <= tail);
+                    let known = after > 0 && found[after - 1].logical + found[after - 1].blocks > tail;
+                    if data && !known {
+                        found.insert(after, Changed { logical: tail, blocks: 1, zero: false });
+                    }
+                }
             }
             for changed in found {
                 match &mut last {
@@ -272,11 +287,7 @@ impl Engine {
     pub fn allocated_bytes(&self) -> Result<u64> {
         use crate::IoContext;
         let mut sum = self.files.allocated()? + self.ring + 2 * backend::BLOCK_SIZE as u64;
-        let files = {
-            let meta = self.meta.lock();
-            crate::pages::PageFile::ALL.map(|file| Arc::clone(meta.pages.file(file)))
-        };
-        for file in files {
+        for file in &self.page_files {
             sum += file.allocated().during(|| "measuring a metadata file".into())?;
         }
         Ok(sum)

@@ -104,16 +104,25 @@ impl Engine {
     }
 
     fn maintain_loop(&self) {
-        let mut watch =
-            Watch { activity: 0, last_write: Instant::now(), last_commit: Instant::now(), region: 0, singles_done: false };
+        let mut watch = Watch {
+            activity: 0,
+            last_write: Instant::now(),
+            last_commit: Instant::now(),
+            region: 0,
+            singles_done: false,
+        };
         while self.running() {
+            let extend;
             {
                 let mut work = self.work.lock();
-                if !(work.commit || work.checkpoint) {
+                if !(work.commit || work.checkpoint || work.extend) {
                     self.work_ready.wait_for(&mut work, TICK);
                 }
+                // Asked for by writers many times a second: nothing else has to be looked at for that.
+                extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
             }
-            if let Err(error) = self.maintain(&mut watch) {
+            let done = if extend { self.extend_ahead() } else { self.maintain(&mut watch) };
+            if let Err(error) = done {
                 tracing::warn!(%error, "maintenance has to wait");
                 std::thread::sleep(TICK);
             }
@@ -150,6 +159,9 @@ impl Engine {
             self.checkpoint_if_needed()?;
             watch.last_commit = Instant::now();
         }
+        if writes > 0 {
+            self.extend_ahead()?;
+        }
         // Commits flush data, which in buffered mode costs whoever writes now: not more often than of use.
         let undurable = pending > 0 || self.durable.load(Ordering::Acquire) < clock;
         let since = watch.last_commit.elapsed();
@@ -162,7 +174,12 @@ impl Engine {
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
-            self.commit_all()?;
+            // Idle, or long enough: what is only buffered becomes durable too.
+            if undurable && (since > interval || idle > IDLE / 2) {
+                self.flush()?
+            } else {
+                self.commit_changes()?
+            }
             watch.last_commit = Instant::now();
         }
         if self.drop_trash(DROP_ROUNDS)? {
@@ -185,7 +202,7 @@ impl Engine {
             let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
             if full {
-                self.commit_all()?;
+                self.commit_changes()?;
             }
         }
         Ok(true)
@@ -195,7 +212,7 @@ impl Engine {
     pub(super) fn drop_all_trash(&self) -> Result<bool> {
         self.make_journal_room()?;
         let more = self.drop_trash(DROP_ROUNDS)?;
-        self.commit_all()?;
+        self.commit_changes()?;
         Ok(more)
     }
 
@@ -249,7 +266,7 @@ impl Engine {
             return Ok(0);
         }
         // The medium must not lose the space while the journal could still call it ours.
-        self.commit_all()?;
+        self.commit_changes()?;
         let mut given = 0;
         for run in &runs {
             let (file, offset) = self.files.locate(*run)?;
@@ -282,9 +299,9 @@ impl Engine {
 
     /// Gives everything back that can be: for stores opened without threads, and before measuring.
     pub fn reclaim(&self) -> Result<u64> {
-        self.commit_all()?;
+        self.flush()?;
         while self.drop_trash(DROP_ROUNDS)? {}
-        self.commit_all()?;
+        self.commit_changes()?;
         let mut given = 0;
         for least in [PUNCH_RUN, 1] {
             let mut region = 0;

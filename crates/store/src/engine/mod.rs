@@ -18,8 +18,8 @@
 //! 1. All changes of metadata go through [`apply`], at run time and in replay, in the order of the journal. Its effect
 //!    depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed snapshots
 //!    may be appended ahead of pending changes: they commute with them, see [`commit`].)
-//! 2. The journal position of a checkpoint and the pages it captures are the same state: nothing pending, nothing
-//!    being overwritten, no payload that is not home.
+//! 2. A checkpoint captures the pages at one moment, with nothing being overwritten, and ends only when all that they
+//!    describe is durable at home: data written back, payload of the journal, and the pending changes in their order.
 //! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
 //!    before is under way.
 //! 4. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
@@ -37,6 +37,7 @@ mod check;
 mod checkpoint;
 mod commit;
 mod control;
+mod extend;
 mod files;
 mod inspect;
 mod maintain;
@@ -130,6 +131,8 @@ struct Meta {
     logged_in_flight: std::ops::Range<u64>,
     pending: VecDeque<Pending>,
     pending_bytes: usize,
+    /// Pending changes that the checkpoint under way has captured already.
+    captured: Option<usize>,
     /// Held by reads that may name blocks mapped now; replaced at each commit.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable, waiting for the reads of their epoch.
@@ -204,6 +207,10 @@ impl Head {
 struct Committer {
     journal: Journal,
     superblock: Superblock,
+    /// Where the pending changes ended that the checkpoint under way has captured.
+    ordered: Option<Place>,
+    /// Batches of operations appended since opening.
+    batches: u64,
 }
 
 /// Counters for people and tests.
@@ -230,6 +237,7 @@ pub struct Engine {
     uuid: [u8; 16],
     files: DataFiles,
     superblock_file: Arc<dyn File>,
+    page_files: [Arc<dyn File>; PageFile::COUNT],
     /// Size of the journal ring in bytes.
     ring: u64,
     /// Bytes reserved in each metadata file.
@@ -239,6 +247,8 @@ pub struct Engine {
     logged_lane: Mutex<writeback::LoggedLane>,
     commit: Mutex<Committer>,
     sync: Mutex<()>,
+    /// One reservation of space from the file system at a time.
+    extending: Mutex<()>,
     /// Shared by writes past the buffer; exclusive where none may be under way.
     through: RwLock<()>,
     permits: Mutex<through::Permits>,
@@ -293,6 +303,7 @@ struct Work {
     commit: bool,
     checkpoint: bool,
     reclaim: bool,
+    extend: bool,
 }
 
 impl Engine {
@@ -376,7 +387,9 @@ impl Meta {
             Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
                 run.blocks as usize * backend::BLOCK_SIZE + 32
             }
-            Operation::Map { run, .. } | Operation::Written { run, .. } | Operation::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
+            Operation::Map { run, .. } | Operation::Written { run, .. } | Operation::Checksums { run, .. } => {
+                32 + 4 * run.blocks as usize
+            }
             Operation::Put { record } | Operation::Clone { record, .. } => 16 + record.len(),
             _ => 32,
         };
@@ -403,14 +416,6 @@ impl Meta {
 
 fn now() -> u64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-/// Where replay has to start, as a checkpoint batch says it.
-fn encode_place(place: Place) -> [u8; 16] {
-    let mut out = [0; 16];
-    out[..8].copy_from_slice(&place.position.to_le_bytes());
-    out[8..].copy_from_slice(&place.sequence.to_le_bytes());
-    out
 }
 
 #[cfg(test)]

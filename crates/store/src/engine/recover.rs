@@ -94,6 +94,7 @@ impl Engine {
             sequence: 0,
             journal_size: size,
             tail: start,
+            ordered: start,
             data_regions: 0,
             map_regions: 0,
             map_length: MAP_RESERVE,
@@ -137,7 +138,7 @@ impl Engine {
         let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
 
         let found = survey(&journal, superblock.incarnation)?;
-        let mut replay_from = superblock.tail;
+        let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
             let mut images = Vec::new();
             collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
@@ -147,10 +148,11 @@ impl Engine {
             superblock.map_length = checkpoint.record.map_length;
             superblock.catalog_slots = checkpoint.record.catalog_slots;
             superblock.next_id = checkpoint.record.next_id;
-            replay_from = checkpoint.record.place;
+            (replay_from, ordered_from) = (checkpoint.record.tail, checkpoint.record.ordered);
         }
         let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         check_lengths(&page_files, files.all().len() as u64, &superblock)?;
+        let kept_files = page_files.clone();
         let mut pages = Pages::new(page_files, options.metadata_cache);
         let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
         let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
@@ -167,6 +169,7 @@ impl Engine {
             logged_in_flight: 0..0,
             pending: VecDeque::new(),
             pending_bytes: 0,
+            captured: None,
             epoch: Arc::new(()),
             limbo: VecDeque::new(),
             held: 0,
@@ -178,6 +181,7 @@ impl Engine {
             uuid: superblock.uuid,
             files,
             superblock_file,
+            page_files: kept_files,
             ring: superblock.journal_size,
             metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
             control: Mutex::new(()),
@@ -185,8 +189,9 @@ impl Engine {
             logged_lane: Mutex::new(logged_lane),
             journal_head: AtomicU64::new(journal.head().position),
             journal_tail: AtomicU64::new(journal.tail().position),
-            commit: Mutex::new(Committer { journal, superblock }),
+            commit: Mutex::new(Committer { journal, superblock, ordered: None, batches: 0 }),
             sync: Mutex::new(()),
+            extending: Mutex::new(()),
             checkpoint: Mutex::new(()),
             punching: Mutex::new(()),
             meta: Mutex::new(meta),
@@ -218,7 +223,7 @@ impl Engine {
         });
         let crashed = !superblock.clean || found.end != superblock.tail;
         if crashed {
-            let operations = engine.replay(replay_from, found.end)?;
+            let operations = engine.replay(replay_from, ordered_from, found.end)?;
             tracing::info!(operations, "recovered the datastore from its journal");
         }
         engine.update_headroom(&engine.meta.lock());
@@ -226,8 +231,8 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Carries out the operations from `from` to `end` again.
-    fn replay(&self, from: Place, end: Place) -> Result<u64> {
+    /// Carries out the operations from `from` to `end` again: urgent ones all, others from `ordered` on.
+    fn replay(&self, from: Place, ordered: Place, end: Place) -> Result<u64> {
         let mut replay = Replay::default();
         let mut count = 0;
         let mut place = from;
@@ -242,9 +247,10 @@ impl Engine {
                     format!("the journal could be read a moment ago and cannot now, at {}", place.position),
                 ));
             };
-            if kind == BatchKind::Operations {
+            // What was pending when the checkpoint captured its pages is in them already.
+            if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
-                while let Some(operation) = reader.next()? {
+                while let Some(operation) = reader.next_operation()? {
                     self.replay_one(&mut replay, &operation, place.position).map_err(|error| {
                         error.context(format!("replaying the journal at {} failed", place.position))
                     })?;
@@ -377,6 +383,14 @@ impl Engine {
             self.return_unclaimed_room()?;
             self.checkpoint()?;
         }
+        // From here on the files change: space is reserved before the journal knows of it.
+        let mut commit = self.commit.lock();
+        if commit.superblock.clean {
+            commit.superblock.clean = false;
+            let file = Arc::clone(&self.superblock_file);
+            commit.superblock.write(&*file)?;
+        }
+        drop(commit);
         if self.options.threads {
             self.start_threads()?;
         }
@@ -385,11 +399,8 @@ impl Engine {
 
     /// A shrink that a crash cut short has the new capacity and still the blocks behind it.
     fn clear_behind_ends(&self, meta: &mut Meta) -> Result<()> {
-        let disks: Vec<(u64, u64)> = meta
-            .catalog
-            .disks()
-            .map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64)))
-            .collect();
+        let disks: Vec<(u64, u64)> =
+            meta.catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect();
         for (disk, mut end) in disks {
             while let Some(root) = meta.catalog.get(disk)?.root
                 && let Some(first) = meta.next_mapped(root, end, crate::tree::LOGICAL_LIMIT)?
@@ -432,12 +443,6 @@ impl Engine {
         self.flush()?;
         let _guard = self.checkpoint.lock();
         self.checkpoint_locked(true)?;
-        // Nothing but the checkpoint itself lies behind its place: let go of that too.
-        let commit = self.commit.lock();
-        let mut superblock = commit.superblock;
-        superblock.tail = commit.journal.head();
-        superblock.clean = true;
-        superblock.write(&*self.superblock_file).map_err(|error| self.stop(error))?;
         self.stopped.store(true, Ordering::Release);
         *self.stop_reason.lock() = Some("it was closed".into());
         Ok(())
@@ -471,7 +476,8 @@ fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
         }
         if batch.kind == BatchKind::Checkpoint
             && let Some(record) = CheckpointRecord::decode(&batch.body)
-            && record.place >= journal.tail()
+            && record.tail >= journal.tail()
+            && record.ordered >= record.tail
         {
             found.checkpoint = Some(FoundCheckpoint { record, end: batch.place });
         }
@@ -500,7 +506,7 @@ fn collect_images(
     images: &mut Vec<(PageKey, Arc<Block>)>,
 ) -> Result<()> {
     let damaged = || Error::new(ErrorKind::Corrupt, "a checkpoint in the journal holds an impossible page");
-    let mut place = checkpoint.record.place.max(tail);
+    let mut place = checkpoint.record.tail.max(tail);
     while place != checkpoint.end {
         let batch = journal.read(place, 0)?.ok_or_else(damaged)?;
         if batch.kind == BatchKind::Pages {
@@ -522,10 +528,9 @@ fn collect_images(
 /// A truncated metadata file is noticed here, not at some later read; and no size is believed that no file bears out.
 fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], data_files: u64, superblock: &Superblock) -> Result<()> {
     let slots_per_page = crate::catalog::SLOTS_PER_PAGE as u64;
-    for (file, pages) in [
-        (PageFile::Map, superblock.map_length),
-        (PageFile::Catalog, superblock.catalog_slots.div_ceil(slots_per_page)),
-    ] {
+    for (file, pages) in
+        [(PageFile::Map, superblock.map_length), (PageFile::Catalog, superblock.catalog_slots.div_ceil(slots_per_page))]
+    {
         let length = files[file as usize].len().during(|| format!("measuring {}", file.name()))?;
         if length < pages * BLOCK_SIZE as u64 {
             return Err(Error::new(

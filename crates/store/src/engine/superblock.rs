@@ -17,6 +17,8 @@
 //! | 96 | 8 | next object id |
 //! | 104 | 8 | creation time, seconds since 1970 |
 //! | 112 | 1 | 1: closed cleanly, the journal is empty |
+//! | 128 | 8 | position from which pending operations are replayed: those between the tail and it are in the pages |
+//! | 136 | 8 | its sequence number |
 //! | 120 | 8 | incarnation: the last opening that appended to the journal |
 
 use crate::journal::Place;
@@ -34,6 +36,8 @@ pub struct Superblock {
     pub sequence: u64,
     pub journal_size: u64,
     pub tail: Place,
+    /// Where batches of pending operations are replayed from; urgent ones are from the tail on.
+    pub ordered: Place,
     pub data_regions: u64,
     pub map_regions: u64,
     pub map_length: u64,
@@ -67,6 +71,8 @@ impl Superblock {
         }
         out[112] = u8::from(self.clean);
         out[120..128].copy_from_slice(&self.incarnation.to_le_bytes());
+        out[128..136].copy_from_slice(&self.ordered.position.to_le_bytes());
+        out[136..144].copy_from_slice(&self.ordered.sequence.to_le_bytes());
         let sum = checksum(&out);
         out[12..16].copy_from_slice(&sum.to_le_bytes());
         out
@@ -94,6 +100,7 @@ impl Superblock {
             sequence: word(32),
             journal_size: word(40),
             tail: Place { position: word(48), sequence: word(56) },
+            ordered: Place { position: word(128), sequence: word(136) },
             data_regions: word(64),
             map_regions: word(72),
             map_length: word(80),
@@ -109,6 +116,9 @@ impl Superblock {
             && superblock.tail.position.is_multiple_of(BLOCK_SIZE as u64)
             && superblock.tail.position < 1 << 62
             && superblock.tail.sequence < 1 << 62
+            && superblock.ordered.position < 1 << 62
+            && superblock.ordered.sequence < 1 << 62
+            && superblock.ordered >= superblock.tail
             && superblock.incarnation < 1 << 62
             && superblock.sequence < 1 << 62
             && superblock.next_id < 1 << 62

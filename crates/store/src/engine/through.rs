@@ -144,9 +144,9 @@ impl Engine {
             drop(permits);
             if lacking {
                 let ahead = meta.places(root, range.start..range.end.max(range.start + PERMIT_AHEAD))?;
-                let runs = ahead.iter().filter_map(|(range, place)| {
-                    place.map(|start| Run { start, blocks: range.end - range.start })
-                });
+                let runs = ahead
+                    .iter()
+                    .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
                 return Ok(Outcome::Announce(runs.collect()));
             }
             let mut parts = Vec::new();
@@ -212,7 +212,7 @@ impl Engine {
         let mut commit = self.commit.lock();
         // Held over the append: whoever ends permits reads the head of the journal after it has ended these too.
         let mut permits = self.permits.lock();
-        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())?;
+        self.append(&mut commit, BatchKind::Urgent, &writer.finish())?;
         runs.iter().for_each(|run| permits.add(*run));
         Ok(())
     }

@@ -3,26 +3,17 @@
 use super::read::gone;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, Entry};
-use crate::journal::Operation;
-use crate::pages::PageFile;
-use crate::space::{REGION_PAGES, Run};
+use crate::space::Run;
 use crate::tree;
-use crate::{Error, ErrorKind, IoContext, Result};
+use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Reservations from the file system are made in pieces of at least this many blocks (1 MiB) ...
-const EXTENSION_MIN: u64 = 256;
-/// ... and at most this many (32 MiB).
-const EXTENSION_MAX: u64 = 8192;
-/// One part in so many of what is used is reserved ahead.
-const EXTENSION_SHARE: u64 = 32;
-/// The smallest reservation tried when the file system is nearly full, in blocks.
-const EXTENSION_LEAST: u64 = 16;
-
+/// Free blocks beyond what is claimed that let a writer go on without asking for more (4 MiB).
+const CLAIMS_AHEAD: u64 = 1024;
 /// Blocks zeroed with one entry (256 MiB): an entry is brought into the map in one go.
 const ZERO_MAX: u64 = 1 << 16;
 
@@ -184,16 +175,14 @@ impl Engine {
     /// Sets aside free blocks for a write of `blocks`; 0 when all of it fits where it is mapped.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
         let claims = self.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
-        if claims <= self.headroom.load(Ordering::Acquire) {
+        let headroom = self.headroom.load(Ordering::Acquire);
+        if claims <= headroom {
+            if claims + CLAIMS_AHEAD > headroom && claims / 64 != (claims - blocks) / 64 {
+                self.request(|work| work.extend = true);
+            }
             return Ok(blocks);
         }
-        let mut meta = self.meta.lock();
-        meta.release_limbo();
-        self.update_headroom(&meta);
-        if claims <= self.headroom.load(Ordering::Acquire) {
-            return Ok(blocks);
-        }
-        match self.extend(&mut meta, claims) {
+        match self.extend(claims) {
             Ok(()) => return Ok(blocks),
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             Err(error) => {
@@ -203,6 +192,7 @@ impl Engine {
         }
         // The file system is full. What only overwrites its own blocks still fits.
         self.claims.fetch_sub(blocks, Ordering::AcqRel);
+        let mut meta = self.meta.lock();
         let own = meta.own_blocks(head.id, logical..logical + blocks)?;
         let object = meta.catalog.get(head.id)?;
         if own == blocks || object.reserved >= blocks - own {
@@ -219,89 +209,6 @@ impl Engine {
                  in guests and discard it"
             ),
         ))
-    }
-
-    /// Reserves more space until `claims` fit into what is free.
-    pub(super) fn extend(&self, meta: &mut Meta, claims: u64) -> Result<()> {
-        loop {
-            let free = self.headroom.load(Ordering::Acquire);
-            if claims <= free {
-                return Ok(());
-            }
-            let share = (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX);
-            let mut want = share.max((claims - free).min(EXTENSION_MAX));
-            loop {
-                match self.extend_by(meta, want) {
-                    Ok(()) => break,
-                    Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
-                        want = (want / 2).max(EXTENSION_LEAST);
-                    }
-                    Err(error) => return Err(error),
-                }
-            }
-            self.update_headroom(meta);
-        }
-    }
-
-    fn extend_by(&self, meta: &mut Meta, want: u64) -> Result<()> {
-        let run = meta.data.plan_extension(&mut meta.pages, want)?;
-        self.files.ensure(run)?;
-        let (file, offset) = self.files.locate(run)?;
-        self.reserve_metadata(meta, 0)?;
-        let length = run.blocks * BLOCK_SIZE as u64;
-        file.reserve(offset, length).during(|| format!("reserving {length} bytes for data"))?;
-        self.files.touch(run);
-        // The reservation itself must be durable before the journal says so.
-        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
-        let operation = Operation::Backed { run, backed: true };
-        let mut freed = Vec::new();
-        meta.apply(&operation, false, &mut freed)?;
-        meta.push(operation, gate, freed, None);
-        Ok(())
-    }
-
-    /// Makes sure that the next operation finds enough nodes.
-    pub(super) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
-        while meta.map.counts().free < nodes {
-            let counts = meta.map.counts();
-            let more = (counts.used / 16).clamp(256, 4096).max(nodes - counts.free);
-            let length = counts.backed + more;
-            let bytes = length * BLOCK_SIZE as u64;
-            meta.pages
-                .file(PageFile::Map)
-                .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
-                .during(|| format!("reserving {bytes} bytes for metadata"))?;
-            meta.map.set_backed_length(length);
-            self.reserve_metadata(meta, 0)?;
-        }
-        Ok(())
-    }
-
-    /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
-    /// system: a checkpoint must not find it full.
-    pub(super) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
-        let table = |regions: u64| regions * REGION_PAGES;
-        let summary = |regions: u64| regions / 1016 + 1;
-        let needed = [
-            (PageFile::MapTable, table(meta.map.regions())),
-            (PageFile::MapSummary, summary(meta.map.regions())),
-            (PageFile::DataTable, table(meta.data.regions())),
-            (PageFile::DataSummary, summary(meta.data.regions())),
-            (PageFile::Catalog, (meta.catalog.slots() + records) / 8 + 64),
-        ];
-        for (file, pages) in needed {
-            let bytes = pages * BLOCK_SIZE as u64;
-            let known = &self.metadata_reserved[file as usize];
-            let from = known.load(Ordering::Acquire);
-            if bytes > from {
-                meta.pages
-                    .file(file)
-                    .reserve(from, bytes - from)
-                    .during(|| format!("reserving {bytes} bytes for {}", file.name()))?;
-                known.store(bytes, Ordering::Release);
-            }
-        }
-        Ok(())
     }
 }
 

@@ -5,9 +5,9 @@
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
 use super::write::chunks;
-use super::{Engine, Head, Meta};
+use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
-use crate::journal::{BatchKind, Journal, Operation, Writer};
+use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::tree::{self, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -222,15 +222,13 @@ impl Engine {
             if attempt == 0 && meta.release_limbo() {
                 continue;
             }
-            let free = meta.data.counts().free;
-            self.headroom.store(free, Ordering::Release);
-            self.extend(meta, free + want.min(256))?;
+            self.extend_locked(meta, want)?;
         }
         Err(Error::new(ErrorKind::NoSpace, "no free blocks although the file system gave some; run 'lamina check'"))
     }
 
     /// Makes durable which blocks are about to be overwritten in place.
-    fn announce(&self, mut commit: parking_lot::MutexGuard<'_, super::Committer>, homes: &[Home]) -> Result<()> {
+    fn announce(&self, mut commit: parking_lot::MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
         let mut writer = Writer::default();
         for home in homes.iter().filter(|home| home.way == Way::InPlace) {
             writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
@@ -239,18 +237,19 @@ impl Engine {
             return Ok(());
         }
         self.announced.store(commit.journal.head().position, Ordering::Release);
-        self.append(&mut commit.journal, BatchKind::Operations, &writer.finish())
+        self.append(&mut commit, BatchKind::Urgent, &writer.finish())
     }
 
     /// Appends a batch; a failure stops the datastore.
-    pub(super) fn append(&self, journal: &mut Journal, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
-        journal.append(kind, parts).map_err(|error| self.stop(error))?;
+    pub(super) fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        commit.journal.append(kind, parts).map_err(|error| self.stop(error))?;
+        commit.batches += u64::from(matches!(kind, BatchKind::Operations | BatchKind::Urgent));
         self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
-        self.journal_head.store(journal.head().position, Ordering::Release);
+        self.journal_head.store(commit.journal.head().position, Ordering::Release);
         Ok(())
     }
 
-    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut Vec<Home>) -> Result<()> {
+    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut [Home]) -> Result<()> {
         // Physical order: the medium likes it, and neighbours become one write.
         homes.sort_unstable_by_key(|home| home.run.start);
         let mut groups: Vec<Range<usize>> = Vec::new();

@@ -36,6 +36,8 @@ pub const BODY_MAX: usize = 32 << 20;
 pub enum BatchKind {
     /// Operations, in order.
     Operations,
+    /// Operations appended ahead of those that were pending: they commute with them.
+    Urgent,
     /// Page images of a checkpoint under way.
     Pages,
     /// The end of a checkpoint: its pages are all in the journal. Body: sequence number from which to replay.
@@ -48,11 +50,12 @@ impl BatchKind {
             Self::Operations => 1,
             Self::Pages => 2,
             Self::Checkpoint => 3,
+            Self::Urgent => 4,
         }
     }
 
     fn from_code(code: u16) -> Option<Self> {
-        [Self::Operations, Self::Pages, Self::Checkpoint].into_iter().find(|kind| kind.code() == code)
+        [Self::Operations, Self::Pages, Self::Checkpoint, Self::Urgent].into_iter().find(|kind| kind.code() == code)
     }
 }
 
@@ -269,7 +272,7 @@ fn padded(body: usize) -> usize {
 /// |---|---|---|
 /// | 0 | 4 | magic `LMJB` |
 /// | 4 | 2 | version, 1 |
-/// | 6 | 2 | kind: 1 operations, 2 pages, 3 checkpoint |
+/// | 6 | 2 | kind: 1 operations, 2 pages, 3 checkpoint, 4 urgent |
 /// | 8 | 8 | salt: first half of the datastore's UUID |
 /// | 16 | 8 | incarnation |
 /// | 24 | 8 | sequence number |

@@ -67,7 +67,11 @@ impl Operation {
     pub fn changes_map(&self) -> bool {
         matches!(
             self,
-            Self::Map { .. } | Self::MapData { .. } | Self::Unmap { .. } | Self::Unwritten { .. } | Self::Written { .. }
+            Self::Map { .. }
+                | Self::MapData { .. }
+                | Self::Unmap { .. }
+                | Self::Unwritten { .. }
+                | Self::Written { .. }
         )
     }
 }
@@ -324,7 +328,7 @@ impl<'a> Reader<'a> {
     }
 
     /// The next operation; `None` at the end.
-    pub fn next(&mut self) -> Result<Option<Operation>> {
+    pub fn next_operation(&mut self) -> Result<Option<Operation>> {
         if self.left.is_empty() {
             return Ok(None);
         }

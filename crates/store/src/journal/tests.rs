@@ -239,7 +239,7 @@ fn encode(operations: &[Operation]) -> Vec<u8> {
 fn decode(body: &[u8]) -> Result<Vec<Operation>> {
     let mut reader = Reader::new(body);
     let mut out = Vec::new();
-    while let Some(operation) = reader.next()? {
+    while let Some(operation) = reader.next_operation()? {
         out.push(operation);
     }
     Ok(out)
@@ -290,7 +290,11 @@ fn impossible_numbers_are_refused() {
         Operation::Map { disk: 1, logical: 1 << 40, run: Run { start: 0, blocks: 1 }, checksums: vec![1] },
     ];
     for operation in impossible {
-        assert_eq!(decode(&encode(&[operation.clone()])).unwrap_err().kind(), ErrorKind::Corrupt, "{operation:?}");
+        assert_eq!(
+            decode(&encode(std::slice::from_ref(&operation))).unwrap_err().kind(),
+            ErrorKind::Corrupt,
+            "{operation:?}"
+        );
     }
     // A run longer than any: refused before anything is allocated for it.
     let mut body = encode(&[Operation::Overwrite { run: Run { start: 0, blocks: 1 }, checksums: vec![1] }]);

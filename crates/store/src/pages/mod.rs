@@ -143,6 +143,9 @@ impl Pages {
             .read_at(&mut page.0, key.offset())
             .during(|| format!("reading {key} of the datastore's metadata"))?;
         verify(&mut page, key)?;
+        if key.file() == PageFile::DataTable {
+            crate::space::forget_fresh(&mut page);
+        }
         Ok(page)
     }
 

@@ -17,7 +17,7 @@ mod region;
 mod table;
 
 pub use region::{REGION_BLOCKS, REGION_PAGES};
-pub use table::{Entry, TABLE_ENTRIES};
+pub use table::{Entry, TABLE_ENTRIES, forget_fresh};
 
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};

@@ -13,7 +13,7 @@ pub const REGION_PAGES: u64 = 32;
 /// Blocks per region: 63.5 MiB.
 pub const REGION_BLOCKS: u64 = REGION_PAGES * TABLE_ENTRIES;
 const WORDS: usize = (REGION_BLOCKS / 64) as usize;
-const _: () = assert!(REGION_BLOCKS % 64 == 0 && REGION_BLOCKS <= u16::MAX as u64);
+const _: () = assert!(REGION_BLOCKS.is_multiple_of(64) && REGION_BLOCKS <= u16::MAX as u64);
 
 const SUMMARY_SIZE: usize = 4;
 /// Regions per summary page.

@@ -28,7 +28,7 @@ pub struct Entry {
     pub backed: bool,
     /// An overwrite was under way when the machine stopped: whatever it holds now is what was left of it.
     pub suspect: bool,
-    /// Mapped by an operation that is not durable yet. Never set on the medium.
+    /// Mapped by an operation that is not durable yet. Meaningless on the medium, where checkpoints may leave it.
     pub fresh: bool,
 }
 
@@ -60,6 +60,13 @@ pub fn read(page: &Block, index: usize) -> Entry {
         backed: word & BACKED != 0,
         suspect: word & SUSPECT != 0,
         fresh: word & FRESH != 0,
+    }
+}
+
+/// Clears what only meant something to the process that wrote the page.
+pub fn forget_fresh(page: &mut Block) {
+    for entry in page.0[HEADER_SIZE..].chunks_exact_mut(ENTRY_SIZE) {
+        entry[7] &= !((FRESH >> 24) as u8);
     }
 }
 

@@ -1,0 +1,50 @@
+//! fio writes and verifies through its NBD engine: at depth, in mixed sizes, with flushes and trims between, and once
+//! more after a restart.
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Store, tool};
+
+fn fio(store: &Store, disk: &str, arguments: &[&str]) {
+    let uri = format!("--uri={}", store.uri(disk));
+    let name = format!("--name={disk}");
+    let folder = tempfile::tempdir().unwrap();
+    let state = format!("--aux-path={}", folder.path().display());
+    let common = [&*name, "--ioengine=nbd", &uri, &state, "--thread=1", "--verify=crc32c", "--verify_fatal=1"];
+    let text = tool("fio", &[&common[..], arguments].concat());
+    assert!(text.contains("err= 0"), "{text}");
+}
+
+#[test]
+fn what_fio_writes_it_finds() {
+    let store = Store::new();
+    store.run("disk create vm1 64M").ok();
+    store.run("disk create vm2 64M --provisioning zeroedthick").ok();
+    store.run("disk create vm3 64M").ok();
+    let random = ["--rw=randwrite", "--size=64M", "--iodepth=16", "--bs=4k", "--fsync=64", "--randseed=1"];
+    let mixed = [
+        "--rw=randrw",
+        "--size=64M",
+        "--iodepth=8",
+        "--bsrange=512-64k",
+        "--bs_unaligned=1",
+        "--fdatasync=16",
+        "--randseed=2",
+    ];
+    let trims = ["--rw=randwrite", "--size=64M", "--iodepth=16", "--bs=8k", "--randseed=3", "--trim_percentage=30"];
+    let trims = [&trims[..], &["--trim_backlog=64", "--trim_verify_zero=1", "--fsync=128"]].concat();
+    let jobs: [(&str, &[&str]); 3] = [("vm1", &random), ("vm2", &mixed), ("vm3", &trims)];
+    for options in ["", "--io direct"] {
+        let mut server = store.serve(options);
+        for (disk, arguments) in jobs {
+            fio(&store, disk, arguments);
+        }
+        assert_eq!(server.stop("TERM"), Some(0));
+        let mut server = store.serve("");
+        fio(&store, "vm1", &[&random[..], &["--verify_only=1"]].concat());
+        assert_eq!(server.stop("TERM"), Some(0));
+        store.is_clean();
+    }
+}

@@ -1,0 +1,93 @@
+//! TLS over TCP with client certificates, with the clients and the certificates that people have: made by openssl,
+//! used by libnbd and QEMU (both GnuTLS).
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Store, tool};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+/// An authority with certificates for a server and a client, under the names that both clients look for.
+fn authority(folder: &Path) {
+    std::fs::create_dir(folder).unwrap();
+    let path = |name: &str| folder.join(name).to_str().unwrap().to_string();
+    let key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"];
+    let run = |arguments: &[&str]| tool("openssl", &[&["req"], &key[..], arguments].concat());
+    let (ca, ca_key) = (path("ca-cert.pem"), path("ca-key.pem"));
+    let extensions = ["-addext", "basicConstraints=critical,CA:TRUE", "-addext", "keyUsage=critical,keyCertSign"];
+    run(&[&["-x509", "-subj", "/CN=test authority", "-keyout", &ca_key, "-out", &ca], &extensions[..]].concat());
+    for (name, usage) in [("server", "serverAuth"), ("client", "clientAuth")] {
+        let (request, certificate) = (path(&format!("{name}.csr")), path(&format!("{name}-cert.pem")));
+        let subject = format!("/CN={name}");
+        run(&["-subj", &subject, "-keyout", &path(&format!("{name}-key.pem")), "-out", &request]);
+        std::fs::write(
+            path("extensions"),
+            format!("subjectAltName=DNS:localhost,IP:127.0.0.1\nextendedKeyUsage={usage}\nbasicConstraints=CA:FALSE\n"),
+        )
+        .unwrap();
+        let sign = ["x509", "-req", "-days", "2", "-in", &request, "-CA", &ca, "-CAkey", &ca_key, "-CAcreateserial"];
+        tool("openssl", &[&sign[..], &["-extfile", &path("extensions"), "-out", &certificate]].concat());
+    }
+}
+
+fn succeeds(program: &str, arguments: &[&str]) -> bool {
+    let mut command = Command::new(program);
+    let status = command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.unwrap_or_else(|e| panic!("{program}: {e}; the tests need it")).success()
+}
+
+#[test]
+fn only_clients_with_a_certificate_of_ours_come_in() {
+    let folder = tempfile::tempdir().unwrap();
+    let [ours, theirs, nobody] = ["ours", "theirs", "nobody"].map(|name| folder.path().join(name));
+    authority(&ours);
+    authority(&theirs);
+    // Somebody who knows our authority and has no certificate.
+    std::fs::create_dir(&nobody).unwrap();
+    std::fs::copy(ours.join("ca-cert.pem"), nobody.join("ca-cert.pem")).unwrap();
+    std::fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
+
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    let file = |name: &str| ours.join(name).display().to_string();
+    let mut server = store.serve(&format!(
+        "--json --tcp 127.0.0.1:0 --tls-cert {} --tls-key {} --tls-client-ca {}",
+        file("server-cert.pem"),
+        file("server-key.pem"),
+        file("ca-cert.pem")
+    ));
+    let ready: serde_json::Value = serde_json::from_str(&server.ready).unwrap();
+    let tcp = ready["nbd"].as_array().unwrap().iter().find_map(|uri| {
+        let uri = uri.as_str().unwrap();
+        uri.strip_prefix("nbds://").or(uri.strip_prefix("nbd://")).map(|rest| rest.trim_end_matches('/').to_string())
+    });
+    let tcp = tcp.unwrap();
+    let port = tcp.rsplit(':').next().unwrap();
+    let uri = |folder: &Path| format!("nbds://{tcp}/vm1?tls-certificates={}", folder.display());
+    let object = |folder: &Path| format!("tls-creds-x509,id=tls0,endpoint=client,dir={}", folder.display());
+    let image =
+        format!("driver=nbd,server.type=inet,server.host=127.0.0.1,server.port={port},export=vm1,tls-creds=tls0");
+
+    let image_path = folder.path().join("image");
+    let image_text = image_path.to_str().unwrap();
+    std::fs::write(&image_path, vec![0x5a; 16 << 20]).unwrap();
+    tool("nbdcopy", &["--flush", image_text, &uri(&ours)]);
+    assert_eq!(tool("nbdinfo", &["--size", &uri(&ours)]).trim(), (16 << 20).to_string());
+    assert!(tool("nbdinfo", &[&uri(&ours)]).contains("TLS"));
+    let io = ["--object", &object(&ours), "--image-opts", &image, "-c", "read -P 0x5a 0 16M", "-c", "write -P 1 0 64k"];
+    let text = tool("qemu-io", &[&io[..], &["-c", "flush"]].concat());
+    assert!(!text.contains("failed"), "{text}");
+    tool("qemu-img", &["info", "--object", &object(&ours), "--image-opts", &image]);
+
+    for folder in [&nobody, &theirs] {
+        assert!(!succeeds("nbdinfo", &["--size", &uri(folder)]), "{}", folder.display());
+        assert!(!succeeds("qemu-img", &["info", "--object", &object(folder), "--image-opts", &image]));
+    }
+    assert!(!succeeds("nbdinfo", &["--size", &format!("nbd://{tcp}/vm1")]), "nothing in clear text");
+    // The unix socket is ours by its permissions.
+    assert!(succeeds("nbdinfo", &["--size", &store.uri("vm1")]));
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}

@@ -1,0 +1,194 @@
+//! Taking space from the file system: data blocks ahead of the writes that need them, room for metadata ahead of both.
+//!
+//! A reservation can wait for the file system's own journal for a long time, so it is made without the metadata lock:
+//! by maintenance ahead of need, else by the writer that finds nothing left. Only where neither came in time does it
+//! happen under the lock.
+
+use super::{Engine, Meta};
+use crate::journal::Operation;
+use crate::pages::PageFile;
+use crate::space::{REGION_PAGES, Run};
+use crate::{ErrorKind, IoContext, Result};
+use backend::BLOCK_SIZE;
+use std::sync::atomic::Ordering;
+
+/// Reservations of data are made in pieces of at least this many blocks (1 MiB) ...
+const EXTENSION_MIN: u64 = 256;
+/// ... and at most this many (32 MiB).
+const EXTENSION_MAX: u64 = 8192;
+/// One part in so many of what is used is reserved ahead.
+const EXTENSION_SHARE: u64 = 32;
+/// The smallest reservation tried when the file system is nearly full, in blocks.
+const EXTENSION_LEAST: u64 = 16;
+/// Map nodes reserved at a time: one part in 16 of what is used, within these bounds.
+const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
+/// Free map nodes that maintenance keeps while writes come in.
+const NODES_AHEAD: u64 = 1024;
+
+/// What a metadata file has to grow to, in bytes.
+type Needs = [(PageFile, u64); 5];
+
+impl Engine {
+    /// Reserves more space until `claims` blocks fit into what is free.
+    pub(super) fn extend(&self, claims: u64) -> Result<()> {
+        let _extending = self.extending.lock();
+        let mut largest = EXTENSION_MAX;
+        loop {
+            let (run, needs) = {
+                let mut meta = self.meta.lock();
+                meta.release_limbo();
+                self.update_headroom(&meta);
+                let free = self.headroom.load(Ordering::Acquire);
+                if claims <= free {
+                    return Ok(());
+                }
+                let want = extension(&meta).max((claims - free).min(EXTENSION_MAX)).min(largest);
+                let Meta { data, pages, .. } = &mut *meta;
+                let run = data.plan_extension(pages, want)?;
+                (run, needs(&meta, 0))
+            };
+            match self.reserve_run(run, &needs) {
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::NoSpace && largest > EXTENSION_LEAST => {
+                    largest = (run.blocks.min(largest) / 2).max(EXTENSION_LEAST);
+                    continue;
+                }
+                Err(error) => return Err(error),
+            }
+            let mut meta = self.meta.lock();
+            self.note_backed(&mut meta, run)?;
+        }
+    }
+
+    /// Makes sure that `blocks` can be taken beside what buffered writes may need.
+    pub(super) fn extend_for(&self, blocks: u64) -> Result<()> {
+        let needed = self.claims.load(Ordering::Acquire) + blocks;
+        if needed <= self.headroom.load(Ordering::Acquire) { Ok(()) } else { self.extend(needed) }
+    }
+
+    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and finds less than it set
+    /// aside.
+    pub(super) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
+        let Some(_extending) = self.extending.try_lock() else { return Ok(()) };
+        let mut want = extension(meta).max(want.min(EXTENSION_MAX));
+        loop {
+            let run = meta.data.plan_extension(&mut meta.pages, want)?;
+            match self.reserve_run(run, &needs(meta, 0)) {
+                Ok(()) => return self.note_backed(meta, run),
+                Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
+                    want = (want / 2).max(EXTENSION_LEAST);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {
+        self.files.ensure(run)?;
+        self.reserve_needs(needs)?;
+        let (file, offset) = self.files.locate(run)?;
+        let length = run.blocks * BLOCK_SIZE as u64;
+        file.reserve(offset, length).during(|| format!("reserving {length} bytes for data"))?;
+        self.files.touch(run);
+        Ok(())
+    }
+
+    fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
+        // The reservation itself must be durable before the journal says so.
+        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let operation = Operation::Backed { run, backed: true };
+        let mut freed = Vec::new();
+        meta.apply(&operation, false, &mut freed)?;
+        meta.push(operation, gate, freed, None);
+        self.update_headroom(meta);
+        Ok(())
+    }
+
+    /// Keeps some space ahead of writes that come in.
+    pub(super) fn extend_ahead(&self) -> Result<()> {
+        let (short, length) = {
+            let meta = self.meta.lock();
+            let claims = self.claims.load(Ordering::Acquire);
+            let ahead = claims + extension(&meta) / 2;
+            let short = (ahead > self.headroom.load(Ordering::Acquire)).then_some(ahead);
+            let counts = meta.map.counts();
+            let length = (counts.free < NODES_AHEAD && counts.used > NODES_AHEAD / 2)
+                .then(|| (counts.backed, counts.backed + nodes_more(counts.used)));
+            (short, length)
+        };
+        let full = |error: &crate::Error| error.kind() == ErrorKind::NoSpace;
+        if let Some(claims) = short {
+            // Nobody asked yet: a full file system is told to who does.
+            self.extend(claims).or_else(|error| if full(&error) { Ok(()) } else { Err(error) })?;
+        }
+        if let Some((from, to)) = length {
+            let size = BLOCK_SIZE as u64;
+            if self.page_files[PageFile::Map as usize].reserve(from * size, (to - from) * size).is_ok() {
+                let needs = {
+                    let mut meta = self.meta.lock();
+                    meta.map.set_backed_length(to);
+                    needs(&meta, 0)
+                };
+                self.reserve_needs(&needs).or_else(|error| if full(&error) { Ok(()) } else { Err(error) })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes sure that the next operation finds enough nodes.
+    pub(super) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
+        while meta.map.counts().free < nodes {
+            let counts = meta.map.counts();
+            let more = nodes_more(counts.used).max(nodes - counts.free);
+            let length = counts.backed + more;
+            let bytes = length * BLOCK_SIZE as u64;
+            self.page_files[PageFile::Map as usize]
+                .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
+                .during(|| format!("reserving {bytes} bytes for metadata"))?;
+            meta.map.set_backed_length(length);
+            self.reserve_metadata(meta, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
+    /// system: a checkpoint must not find it full.
+    pub(super) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
+        self.reserve_needs(&needs(meta, records))
+    }
+
+    fn reserve_needs(&self, needs: &Needs) -> Result<()> {
+        for (file, bytes) in *needs {
+            let known = &self.metadata_reserved[file as usize];
+            let from = known.load(Ordering::Acquire);
+            if bytes > from {
+                self.page_files[file as usize]
+                    .reserve(from, bytes - from)
+                    .during(|| format!("reserving {bytes} bytes for {}", file.name()))?;
+                known.fetch_max(bytes, Ordering::AcqRel);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn extension(meta: &Meta) -> u64 {
+    (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX)
+}
+
+fn nodes_more(used: u64) -> u64 {
+    (used / 16).clamp(*NODES.start(), *NODES.end())
+}
+
+fn needs(meta: &Meta, records: u64) -> Needs {
+    let table = |regions: u64| regions * REGION_PAGES;
+    let summary = |regions: u64| regions / 1016 + 1;
+    [
+        (PageFile::MapTable, table(meta.map.regions())),
+        (PageFile::MapSummary, summary(meta.map.regions())),
+        (PageFile::DataTable, table(meta.data.regions())),
+        (PageFile::DataSummary, summary(meta.data.regions())),
+        (PageFile::Catalog, (meta.catalog.slots() + records) / 8 + 64),
+    ]
+    .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
+}
