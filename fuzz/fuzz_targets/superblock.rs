@@ -8,7 +8,7 @@ use store::Engine;
 use store::engine::CheckOptions;
 
 /// Bytes of a copy that mean something.
-const USED: usize = 128;
+const USED: usize = 144;
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);

@@ -18,7 +18,7 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 const OPEN_OPTIONS: OpenOptions = OpenOptions {
     mode: backend::IoMode::Buffered,
     queue: QueueChoice::Auto,
-    metadata_cache: 256 << 20,
+    metadata_cache: 128 << 20,
     write_buffer: 64 << 20,
 };
 

@@ -30,11 +30,11 @@ fn what_fio_writes_it_finds() {
         "--iodepth=8",
         "--bsrange=512-64k",
         "--bs_unaligned=1",
-        "--fdatasync=16",
+        "--fsync=16",
         "--randseed=2",
     ];
-    let trims = ["--rw=randwrite", "--size=64M", "--iodepth=16", "--bs=8k", "--randseed=3", "--trim_percentage=30"];
-    let trims = [&trims[..], &["--trim_backlog=64", "--trim_verify_zero=1", "--fsync=128"]].concat();
+    // Trims each block before it is written.
+    let trims = ["--rw=randtrimwrite", "--size=64M", "--iodepth=16", "--bs=8k", "--fsync=128", "--randseed=3"];
     let jobs: [(&str, &[&str]); 3] = [("vm1", &random), ("vm2", &mixed), ("vm3", &trims)];
     for options in ["", "--io direct"] {
         let mut server = store.serve(options);

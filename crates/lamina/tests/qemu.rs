@@ -66,7 +66,7 @@ fn requests_of_every_kind_and_alignment() {
                 "write -z 0 64M",
                 "write -P 0x11 0 1M",
                 "write -P 0x22 1000 5000",
-                "write -P 0x33 512 512",
+                "write -P 0x33 512 488",
                 "write -f -P 0x44 65535 2",
                 "read -P 0x11 0 512",
                 "read -P 0x33 512 488",

@@ -339,7 +339,7 @@ pub struct ServeArguments {
     #[arg(long, value_enum, value_name = "ENGINE", default_value = "auto")]
     pub queue: QueueArgument,
     /// Most memory for cached metadata.
-    #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_memory)]
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
     pub metadata_cache: usize,
     /// Most memory for writes that are not at home yet.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]

@@ -52,7 +52,7 @@ pub enum Command {
         /// The folder.
         path: PathBuf,
         /// Size of the journal ring, from 4M to 4G.
-        #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = size::parse_size)]
+        #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
     },
     /// Show capacity, allocation, over-commitment and how the datastore is served.

@@ -131,6 +131,11 @@ impl Engine {
                 self.verify_window(&mut meta, &window, &mut report, &mut step)?;
             }
         }
+        if report.findings.iter().any(|finding| finding.repaired.is_some()) {
+            let meta = &mut *meta;
+            meta.map.recount(&mut meta.pages)?;
+            meta.data.recount(&mut meta.pages)?;
+        }
         drop(meta);
         self.compare_room(options.repair, &mut report)?;
         drop(_through);

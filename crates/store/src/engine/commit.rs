@@ -263,6 +263,10 @@ impl Engine {
                 }
             }
             self.append(commit, BatchKind::Operations, &writer.finish())?;
+            if taken.iter().all(|pending| matches!(pending.operation, Operation::Synced { .. })) {
+                // Changes nothing that a checkpoint holds: a clean one may let go of it.
+                commit.batches -= 1;
+            }
             self.retire_committed(taken)?;
         }
     }

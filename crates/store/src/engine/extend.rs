@@ -88,7 +88,11 @@ impl Engine {
         self.reserve_needs(needs)?;
         let (file, offset) = self.files.locate(run)?;
         let length = run.blocks * BLOCK_SIZE as u64;
-        file.reserve(offset, length).during(|| format!("reserving {length} bytes for data"))?;
+        if let Err(error) = file.reserve(offset, length) {
+            // A file system that runs full on the way keeps what it had found: nobody would know of it.
+            let _ = file.punch(offset, length);
+            return Err(error).during(|| format!("reserving {length} bytes for data"));
+        }
         self.files.touch(run);
         Ok(())
     }

@@ -25,8 +25,10 @@ const DROP_STEPS: u32 = 4;
 const DROP_ROUNDS: usize = 64;
 /// The shortest run given back at once, in blocks (64 KiB).
 const PUNCH_RUN: u64 = 16;
-/// Blocks given back per round.
-const PUNCH_BLOCKS: u64 = 1 << 18;
+/// Blocks given back per round in long runs (256 MiB) ...
+const PUNCH_BLOCKS: u64 = 1 << 16;
+/// ... and one by one: nobody can have them while they are being punched.
+const PUNCH_SINGLES: u64 = 512;
 /// Free backed blocks kept for the writes to come while the datastore is busy: one part in so many of what is used ...
 const SLACK_SHARE: u64 = 32;
 /// ... within these bounds.
@@ -225,7 +227,12 @@ impl Engine {
             let meta = self.meta.lock();
             (meta.data.counts().used / SLACK_SHARE).clamp(*SLACK.start(), *SLACK.end())
         };
-        let given = self.punch_free(&mut watch.region, least, keep)?;
+        let began = Instant::now();
+        let mut given = self.punch_free(&mut watch.region, least, keep)?;
+        let quiet = || self.clock.load(Ordering::Acquire) + self.written.load(Ordering::Acquire) == watch.activity;
+        while given > 0 && began.elapsed() < TICK && quiet() && self.running() {
+            given = self.punch_free(&mut watch.region, least, keep)?;
+        }
         if given == 0 && least == 1 && watch.region == 0 {
             watch.singles_done = true;
         }
@@ -234,6 +241,7 @@ impl Engine {
 
     /// Gives free runs of at least `least` blocks back, keeping `keep` blocks free; the number given back.
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64) -> Result<u64> {
+        let most = if least < PUNCH_RUN { PUNCH_SINGLES } else { PUNCH_BLOCKS };
         let _punching = self.punching.lock();
         let runs = {
             let mut guard = self.meta.lock();
@@ -250,7 +258,7 @@ impl Engine {
             if *region >= meta.data.regions() {
                 *region = 0;
             }
-            let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(PUNCH_BLOCKS))?;
+            let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
             self.update_headroom(meta);
             for run in &runs {
                 for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {

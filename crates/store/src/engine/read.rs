@@ -255,8 +255,25 @@ impl Engine {
         }
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
-        if entry.checksum != planned || entry.references == 0 {
+        if entry.checksum != planned {
             return Ok(Verdict::Again);
+        }
+        if entry.references == 0 {
+            drop(meta);
+            let still = replan(logical)?;
+            // Freed a moment ago, or lost from the table while the map names it: that no plan will change.
+            return match still.segments.first() {
+                Some(Segment::Media(media)) if media.block == run.start => Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!(
+                        "{name}: the table knows nothing of physical block {} at offset {}: it was damaged; run 'lamina \
+                         check --repair', and restore what it cannot from a snapshot or backup",
+                        run.start,
+                        logical * BLOCK_SIZE as u64
+                    ),
+                )),
+                _ => Ok(Verdict::Again),
+            };
         }
         if entry.suspect {
             // A write that nobody was told is durable was cut off here: what is left of it is the content now.

@@ -26,10 +26,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
 /// The largest journal: 4 GiB.
 pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
-/// The journal of a datastore made without a word about it: 64 MiB.
-pub const JOURNAL_SIZE_DEFAULT: u64 = 64 << 20;
+/// The journal of a datastore made without a word about it: 128 MiB.
+pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
 /// Blocks of the map reserved from the start.
 const MAP_RESERVE: u64 = 256;
+/// Regions of data believed without a file that bears them out.
+const REGIONS_AHEAD: u64 = 1024;
 
 /// How a store is made.
 #[derive(Clone, Copy, Debug)]
@@ -151,7 +153,7 @@ impl Engine {
             (replay_from, ordered_from) = (checkpoint.record.tail, checkpoint.record.ordered);
         }
         let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
-        check_lengths(&page_files, files.all().len() as u64, &superblock)?;
+        check_lengths(&page_files, &files.all(), &superblock)?;
         let kept_files = page_files.clone();
         let mut pages = Pages::new(page_files, options.metadata_cache);
         let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
@@ -441,6 +443,8 @@ impl Engine {
             let _ = thread.join();
         }
         self.flush()?;
+        // Also what no write waits for: the checkpoint then has nothing to append.
+        self.commit_changes()?;
         let _guard = self.checkpoint.lock();
         self.checkpoint_locked(true)?;
         self.stopped.store(true, Ordering::Release);
@@ -526,7 +530,11 @@ fn collect_images(
 }
 
 /// A truncated metadata file is noticed here, not at some later read; and no size is believed that no file bears out.
-fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], data_files: u64, superblock: &Superblock) -> Result<()> {
+fn check_lengths(
+    files: &[Arc<dyn File>; PageFile::COUNT],
+    data_files: &[Arc<dyn File>],
+    superblock: &Superblock,
+) -> Result<()> {
     let slots_per_page = crate::catalog::SLOTS_PER_PAGE as u64;
     for (file, pages) in
         [(PageFile::Map, superblock.map_length), (PageFile::Catalog, superblock.catalog_slots.div_ceil(slots_per_page))]
@@ -543,17 +551,23 @@ fn check_lengths(files: &[Arc<dyn File>; PageFile::COUNT], data_files: u64, supe
             ));
         }
     }
-    // A region is described before the file that it lies in is made: one file may be missing yet.
-    let regions_max = (data_files + 1) * crate::space::FILE_REGIONS;
+    // A region is described before its space is reserved: some may lie behind the end of the last file.
+    let mut regions_max = (data_files.len() as u64).saturating_sub(1) * crate::space::FILE_REGIONS + REGIONS_AHEAD;
+    if let Some(last) = data_files.last() {
+        let length = last.len().during(|| "measuring the last data file".into())?;
+        regions_max += length.div_ceil(crate::space::REGION_BLOCKS * BLOCK_SIZE as u64);
+    }
     if superblock.data_regions > regions_max
         || superblock.map_regions > superblock.map_length.div_ceil(crate::space::REGION_BLOCKS)
     {
         return Err(Error::new(
             ErrorKind::Corrupt,
             format!(
-                "the superblock names {} regions of data and {} of the map, more than the {data_files} data files and \
-                 the map can hold: data files are missing, or it is damaged",
-                superblock.data_regions, superblock.map_regions
+                "the superblock names {} regions of data and {} of the map, more than the {} data files and the \
+                 map can hold: data files are missing or cut short, or it is damaged",
+                superblock.data_regions,
+                superblock.map_regions,
+                data_files.len()
             ),
         ));
     }

@@ -4,8 +4,8 @@
 //! A region without such room takes exactly as much of the file system as its summary says is backed, so that looking
 //! for it costs one question to the file system per region; only a region that takes more is looked at block by block.
 //!
-//! What must hold: nobody reserves or punches in a region while it is looked at. Reserving happens under `meta`, which is
-//! held; punching under `punching`, which the caller holds or has no threads to fear.
+//! What must hold: nobody reserves or punches in a region while it is looked at. Reserving happens under `extending`,
+//! which is held; punching under `punching`, which the caller holds or has no threads to fear.
 
 use super::{Engine, Meta};
 use crate::space::{REGION_BLOCKS, Run};
@@ -19,6 +19,7 @@ const END: u64 = i64::MAX as u64;
 impl Engine {
     /// Calls `each` for every run of blocks that takes room of the file system and is not backed.
     pub(super) fn unclaimed_room(&self, each: &mut dyn FnMut(&dyn File, Run) -> Result<()>) -> Result<()> {
+        let _extending = self.extending.lock();
         for (number, file) in (0u64..).zip(self.files.all()) {
             let base = number * crate::space::FILE_BLOCKS;
             let mut at = 0;

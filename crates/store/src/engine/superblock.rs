@@ -17,9 +17,9 @@
 //! | 96 | 8 | next object id |
 //! | 104 | 8 | creation time, seconds since 1970 |
 //! | 112 | 1 | 1: closed cleanly, the journal is empty |
+//! | 120 | 8 | incarnation: the last opening that appended to the journal |
 //! | 128 | 8 | position from which pending operations are replayed: those between the tail and it are in the pages |
 //! | 136 | 8 | its sequence number |
-//! | 120 | 8 | incarnation: the last opening that appended to the journal |
 
 use crate::journal::Place;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};

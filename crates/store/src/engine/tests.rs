@@ -163,6 +163,21 @@ fn with_one_copy_of_the_superblock_the_state_is_right_or_refused() {
 }
 
 #[test]
+fn a_closed_store_has_nothing_to_replay() {
+    let (disk, mut engine) = made();
+    for round in 0..5 {
+        (0..50).for_each(|block| write(&engine, block * 3 + round, round as u8));
+        engine.snapshot(&[NewSnapshot { disk: 1, name: format!("{round}"), uuid: [2; 16], incomplete: false }]).unwrap();
+        write(&engine, round, 77);
+        engine.close().unwrap();
+        let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
+        let superblock = Superblock::read(&*file).unwrap();
+        assert!(superblock.clean && superblock.tail == superblock.ordered, "round {round}: {superblock:?}");
+        engine = open(&disk).unwrap();
+    }
+}
+
+#[test]
 fn truncated_metadata_is_refused_by_name() {
     for name in ["map", "catalog", "journal", "superblock"] {
         let (disk, engine) = made();

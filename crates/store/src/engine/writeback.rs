@@ -16,8 +16,15 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Blocks of data per batch (1 MiB): short enough that a flush does not wait long for the gate.
-const BATCH_BLOCKS: u64 = 256;
+/// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long enough
+/// that announcements are few.
+fn batch_blocks(mode: IoMode) -> u64 {
+    match mode {
+        IoMode::Buffered => 1024,
+        IoMode::Direct => 256,
+    }
+}
+
 /// Slices per write: the kernel takes no more (`IOV_MAX`).
 const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
@@ -105,6 +112,7 @@ impl Engine {
 
     /// One batch of one disk. False when its buffer is empty.
     fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<bool> {
+        let batch = batch_blocks(self.options.mode);
         let commit = self.commit.lock();
         let pieces = {
             let mut buffer = head.buffer.lock();
@@ -118,9 +126,9 @@ impl Engine {
                     self.seal_oldest(&mut buffer)?;
                     continue;
                 }
-                let mut pieces = layer.take(cursor, BATCH_BLOCKS);
+                let mut pieces = layer.take(cursor, batch);
                 if pieces.is_empty() {
-                    pieces = layer.take(0, BATCH_BLOCKS);
+                    pieces = layer.take(0, batch);
                 }
                 buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
                 break pieces;
@@ -237,7 +245,10 @@ impl Engine {
             return Ok(());
         }
         self.announced.store(commit.journal.head().position, Ordering::Release);
-        self.append(&mut commit, BatchKind::Urgent, &writer.finish())
+        let appended = self.append(&mut commit, BatchKind::Urgent, &writer.finish());
+        // Somebody may be waiting to take a snapshot, or to flush.
+        parking_lot::MutexGuard::unlock_fair(commit);
+        appended
     }
 
     /// Appends a batch; a failure stops the datastore.

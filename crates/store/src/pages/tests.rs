@@ -27,7 +27,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
         let mut model: BTreeMap<PageKey, u64> = BTreeMap::new();
         let mut most = 0;
         for _ in 0..5000 {
-            let file = *random.pick(&[PageFile::DataTable, PageFile::Catalog, PageFile::MapSummary]);
+            let file = *random.pick(&[PageFile::DataSummary, PageFile::Catalog, PageFile::MapSummary]);
             let key = PageKey::new(file, random.below(200));
             let known = model.get(&key).copied().unwrap_or(0);
             match random.below(100) {

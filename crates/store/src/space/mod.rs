@@ -31,7 +31,7 @@ pub const FILE_BLOCKS: u64 = FILE_REGIONS * REGION_BLOCKS;
 /// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that they meet the end of it.
 const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// Regions that one operation may add: replay meets new ones in order, so a record that jumps further is damaged.
-const REGIONS_AHEAD_MAX: u64 = 1024;
+const REGIONS_AHEAD_MAX: u64 = 8;
 /// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only when no longer one is left.
 const GOOD_RUN: u64 = 16;
 /// The shortest unbacked run inside existing regions worth reserving again, in blocks (1 MiB).
@@ -322,13 +322,37 @@ impl Space {
         let run = Run { start: block, blocks: 1 };
         self.check_range(run)?;
         let before = self.entry(pages, block)?.references;
+        let holds_data = self.kind == SpaceKind::Data && references > 0;
         self.change(pages, run, |_, entry| {
             entry.references = references;
+            // Whoever is mapped was written: the space is there.
+            entry.backed |= holds_data;
             Ok(())
         })?;
-        if (before == 0) != (references == 0) {
+        // Without bitmaps the counts may be wrong as well: they are made anew by [`Space::recount`].
+        let exact = self.regions[(block / REGION_BLOCKS) as usize].bitmaps.is_some();
+        if exact && (before == 0) != (references == 0) {
             self.count_used(run, references > 0);
             self.mark(run, references > 0);
+        }
+        Ok(())
+    }
+
+    /// Counts every region anew whose bitmaps are not in memory: the end of a repair.
+    pub fn recount(&mut self, pages: &mut Pages) -> Result<()> {
+        for number in 0..self.regions() {
+            let region = &mut self.regions[number as usize];
+            if region.bitmaps.is_some() {
+                continue;
+            }
+            let before = region.estimate();
+            self.counts.used -= u64::from(std::mem::take(&mut region.used));
+            self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
+            self.counts.free -= before;
+            region.damaged = false;
+            // A summary that counts nothing is lower than any table, and put right.
+            self.dirty_regions.insert(number);
+            self.load(pages, number)?;
         }
         Ok(())
     }
@@ -368,7 +392,11 @@ impl Space {
     }
 
     fn load(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
-        if self.regions[number as usize].bitmaps.is_some() {
+        let region = &self.regions[number as usize];
+        if region.damaged {
+            return Err(lost(self.table, number));
+        }
+        if region.bitmaps.is_some() {
             return Ok(());
         }
         if self.loaded >= LOADED_REGIONS_MAX {
@@ -400,8 +428,14 @@ impl Space {
         let before = region.estimate();
         let known = (u64::from(region.used), u64::from(region.backed));
         let counted = (bitmaps.used(), backed_count);
+        if counted.0 < known.0 || counted.1 < known.1 {
+            // Pages of the table are gone: what they described must not be taken for free space.
+            region.damaged = true;
+            self.counts.free -= before;
+            return Err(lost(self.table, number));
+        }
         if known != counted {
-            // The table is the truth (invariant 3): a summary that was damaged or lost is made anew from it.
+            // A summary that was lost is made anew from the table (invariant 3).
             tracing::warn!(region = number, file = self.summary.name(), ?known, ?counted, "a summary is put right");
             (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
             self.counts.used = self.counts.used + counted.0 - known.0;
@@ -412,6 +446,23 @@ impl Space {
         region.bitmaps = Some(bitmaps);
         self.loaded += 1;
         Ok(())
+    }
+
+    /// Loads a region to allocate from it; false when it is damaged: then it is passed over.
+    fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
+        if self.regions[number as usize].damaged {
+            return Ok(false);
+        }
+        match self.load(pages, number) {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                tracing::error!(%error, "a region is not allocated from any more");
+                let region = &mut self.regions[number as usize];
+                self.counts.free -= region.estimate();
+                region.damaged = true;
+                Ok(false)
+            }
+            other => other.map(|()| true),
+        }
     }
 
     /// Gives up bitmaps that hold nothing the table does not know.
@@ -455,12 +506,7 @@ impl Space {
         for step in 0..=count {
             let number = (start + step) % count;
             let region = &self.regions[number as usize];
-            let may = match &region.bitmaps {
-                Some(bitmaps) => bitmaps.free() >= least,
-                None => u64::from(region.backed.saturating_sub(region.used)) >= least,
-            };
-            if may {
-                self.load(pages, number)?;
+            if region.estimate() >= least && self.load_whole(pages, number)? {
                 let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
                 if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
                     let run = Run { start: number * REGION_BLOCKS + first, blocks };
@@ -496,7 +542,9 @@ impl Space {
             if u64::from(self.regions[number as usize].backed) + EXTENSION_RUN.min(want) > REGION_BLOCKS {
                 continue;
             }
-            self.load(pages, number)?;
+            if !self.load_whole(pages, number)? {
+                continue;
+            }
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             if let Some((first, blocks)) = bitmaps.find_unbacked(EXTENSION_RUN.min(want), want) {
                 self.extension_hint = number;
@@ -554,11 +602,10 @@ impl Space {
         while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
-            if candidate.estimate() < least {
+            if candidate.estimate() < least || !self.load_whole(pages, number)? {
                 *region += 1;
                 continue;
             }
-            self.load(pages, number)?;
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             let mut from = 0;
             let mut found = Vec::new();
@@ -600,6 +647,16 @@ fn twice(file: PageFile, block: u64) -> Error {
     Error::new(
         ErrorKind::Corrupt,
         format!("block {block} in {} would be given out twice; run 'lamina check'", file.name()),
+    )
+}
+
+fn lost(file: PageFile, region: u64) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        format!(
+            "region {region} in {} has lost blocks that are in use: it was damaged; run 'lamina check --repair'",
+            file.name()
+        ),
     )
 }
 

@@ -27,11 +27,13 @@ pub struct Region {
     pub backed: u16,
     /// Free and backed bits, when in memory.
     pub bitmaps: Option<Box<Bitmaps>>,
+    /// Its table lost blocks that the summary still counts: nothing is allocated from it until `check` repaired it.
+    pub damaged: bool,
 }
 
 impl Region {
     pub fn empty() -> Self {
-        Self { used: 0, backed: 0, bitmaps: None }
+        Self { used: 0, backed: 0, bitmaps: None, damaged: false }
     }
 
     pub fn read(page: &Block, index: u64) -> Self {
@@ -49,6 +51,7 @@ impl Region {
     /// Free backed blocks: exact with bitmaps, from the counts without.
     pub fn estimate(&self) -> u64 {
         match &self.bitmaps {
+            _ if self.damaged => 0,
             Some(bitmaps) => bitmaps.free(),
             None => u64::from(self.backed.saturating_sub(self.used)),
         }

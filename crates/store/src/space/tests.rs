@@ -385,3 +385,34 @@ fn a_summary_that_was_lost_is_made_anew_from_the_table() {
         assert_eq!(world.counts().used, 0);
     }
 }
+
+#[test]
+fn a_table_page_that_was_lost_is_no_free_space() {
+    let mut world = World::new(SpaceKind::Data, 12);
+    let run = Run { start: 0, blocks: 2 * REGION_BLOCKS };
+    world.space.set_backed(&mut world.pages, run, true).unwrap();
+    world.space.adopt(&mut world.pages, Run { start: 10, blocks: 30 }).unwrap();
+    world.space.store_summaries(&mut world.pages).unwrap();
+    reopened(&world.files, &mut world.pages, CACHE);
+    world.files[PageFile::DataTable as usize].punch(0, 4096).unwrap();
+    let mut space = Space::open(SpaceKind::Data, 2, 0, &mut world.pages).unwrap();
+    // Everything else is given out, none of the region that lost a page.
+    while let Some(run) = space.allocate(&mut world.pages, 1000).unwrap() {
+        assert!(run.start >= REGION_BLOCKS, "{run:?}");
+        space.adopt(&mut world.pages, run).unwrap();
+    }
+    assert_eq!((space.counts().free, space.counts().used), (0, REGION_BLOCKS + 30));
+    let refused = space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new());
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
+    assert!(space.plan_extension(&mut world.pages, 300).unwrap().start >= 2 * REGION_BLOCKS);
+    // What check counted in the trees is put back, and what it implies.
+    for block in 10..40 {
+        space.repair_references(&mut world.pages, block, 1).unwrap();
+    }
+    space.recount(&mut world.pages).unwrap();
+    let lost = 508 - 30;
+    let counts = space.counts();
+    assert_eq!((counts.used, counts.backed), (REGION_BLOCKS + 30, 2 * REGION_BLOCKS - lost));
+    assert_eq!(counts.free, counts.backed - counts.used);
+    space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new()).unwrap();
+}

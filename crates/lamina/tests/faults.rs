@@ -1,0 +1,143 @@
+//! Faults that a medium and an operator bring: a flipped bit in data, a block that went to the wrong place, a second
+//! owner. What is damaged is an error, and what is not stays as it was.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::{Client, EIO, Failure};
+use process::Store;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+const BLOCK: usize = 4096;
+const BLOCKS: u64 = 64;
+
+/// A disk whose blocks can be told apart, stopped.
+fn store_with_data(options: &str) -> Store {
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    let mut server = store.serve(options);
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    for block in 0..BLOCKS {
+        client.write(block * BLOCK as u64, &pattern::bytes(block, BLOCK)).unwrap();
+    }
+    client.flush().unwrap();
+    store.run("snapshot create vm1@a").ok();
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store
+}
+
+/// Where the content of a block is on the medium: (data file, byte offset).
+fn find(store: &Store, block: u64) -> (PathBuf, u64) {
+    let content = pattern::bytes(block, BLOCK);
+    for name in process::files(&store.path()).into_iter().filter(|name| name.starts_with("data.0")) {
+        let path = store.path().join(name);
+        let bytes = std::fs::read(&path).unwrap();
+        if let Some(at) = bytes.chunks_exact(BLOCK).position(|chunk| chunk == content) {
+            return (path, (at * BLOCK) as u64);
+        }
+    }
+    panic!("block {block} is not on the medium as it was written");
+}
+
+fn write_medium(path: &PathBuf, offset: u64, bytes: &[u8]) {
+    File::options().write(true).open(path).unwrap().write_all_at(bytes, offset).unwrap();
+}
+
+/// Reads every block by itself; the damaged ones must be errors, all others what was written.
+fn verify(store: &Store, export: &str, damaged: &[u64]) {
+    let mut client = Client::connect(&store.socket(), export).unwrap();
+    for block in 0..BLOCKS {
+        match client.read(block * BLOCK as u64, BLOCK as u32) {
+            Ok(content) => {
+                assert!(!damaged.contains(&block), "{export}: block {block} is damaged and was handed out");
+                assert!(content == pattern::bytes(block, BLOCK), "{export}: block {block}");
+            }
+            Err(Failure::Errno(EIO)) => assert!(damaged.contains(&block), "{export}: block {block} is good"),
+            Err(failure) => panic!("{export}: block {block}: {failure:?}"),
+        }
+    }
+    // A read over many blocks fails as a whole, and in no other way.
+    let all = client.read(0, (BLOCKS as usize * BLOCK) as u32);
+    assert_eq!(matches!(all, Err(Failure::Errno(EIO))), !damaged.is_empty());
+}
+
+#[test]
+fn a_flipped_bit_in_data_costs_one_block() {
+    for options in ["", "--io direct", "--queue threads"] {
+        let store = store_with_data(options);
+        let (path, offset) = find(&store, 17);
+        let mut content = pattern::bytes(17, BLOCK);
+        content[1234] ^= 0x10;
+        write_medium(&path, offset, &content);
+
+        let done = store.run("check --data");
+        assert_eq!(done.code, 6, "{done:?}");
+        assert!(done.stdout.contains("'vm1' at offset 69632"), "the disk and the place are named: {done:?}");
+        assert!(done.stdout.contains("'vm1@a' at offset 69632"), "and the snapshot: {done:?}");
+        assert_eq!(store.run("check").code, 0, "metadata is sound");
+
+        let mut server = store.serve(options);
+        verify(&store, "vm1", &[17]);
+        verify(&store, "vm1@a", &[17]);
+        assert!(store.run("status --json").json()["checksum_errors"].as_u64().unwrap() > 0);
+        let served = store.run("check --data");
+        assert_eq!((served.code, served.stdout.contains("'vm1' at offset 69632")), (6, true), "{served:?}");
+        // A part of it cannot be written: what would be kept is not known. Nor can it pass into a copy.
+        let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+        assert!(matches!(client.write(17 * BLOCK as u64 + 512, &[1; 512]), Err(Failure::Errno(EIO))));
+        let copy = store.run("clone vm1 copy --full");
+        assert_eq!(copy.code, 6, "{copy:?}");
+        store.run("disk show copy").fails(3, "copy");
+        // Restored as a whole it is good again, there.
+        client.write(17 * BLOCK as u64, &pattern::bytes(17, BLOCK)).unwrap();
+        client.flush().unwrap();
+        verify(&store, "vm1", &[]);
+        verify(&store, "vm1@a", &[17]);
+        drop(client);
+        // With the snapshot the damage goes.
+        store.run("snapshot delete vm1@a").ok();
+        store.is_clean();
+        assert_eq!(server.stop("TERM"), Some(0));
+        store.is_clean();
+    }
+}
+
+#[test]
+fn blocks_in_each_others_places_are_not_mistaken() {
+    let store = store_with_data("");
+    let (path, offset) = find(&store, 3);
+    let (other, other_offset) = find(&store, 40);
+    write_medium(&path, offset, &pattern::bytes(40, BLOCK));
+    write_medium(&other, other_offset, &pattern::bytes(3, BLOCK));
+    // A hole where data was: zeros are no less wrong.
+    let (lost, lost_offset) = find(&store, 50);
+    write_medium(&lost, lost_offset, &[0; BLOCK]);
+    let _server = store.serve("");
+    verify(&store, "vm1", &[3, 40, 50]);
+    assert_eq!(store.run("check --data").code, 6);
+}
+
+#[test]
+fn a_second_owner_is_refused_and_does_no_harm() {
+    let store = store_with_data("");
+    let mut server = store.serve("");
+    for _ in 0..3 {
+        store.run("serve").fails(4, "");
+        assert!(process::files(&store.path()).contains(&"control.sock".to_string()));
+        // The first one is as well as before.
+        verify(&store, "vm1", &[]);
+    }
+    // Another path to the same folder is the same datastore.
+    let link = store.path().with_file_name("link");
+    std::os::unix::fs::symlink(store.path(), &link).unwrap();
+    process::run(&format!("serve {}", link.display())).fails(4, "");
+    verify(&store, "vm1", &[]);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}

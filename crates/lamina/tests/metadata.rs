@@ -1,0 +1,282 @@
+//! Damaged metadata: every metadata file, a datastore that was closed and one that was killed, bits flipped, pages
+//! zeroed or swapped, files cut. The promise is not that everything can be repaired, but that nothing wrong is handed
+//! out: each sector reads as it was flushed or is an error, also after more was written, and after `check --repair`.
+//!
+//! One thing no journal can promise: damage to the very last batch looks like a write that was cut off. What the test
+//! holds on to was flushed before that.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::{Client, EIO, Failure};
+use pattern::{Random, SECTOR};
+use process::{Done, Serving, Store, lamina, run};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+const FILES: [&str; 8] =
+    ["superblock", "journal", "map", "map.table", "map.summary", "data.table", "data.summary", "catalog"];
+const PAGE: u64 = 4096;
+const CAPACITY: u64 = 12 << 20;
+const READ: usize = 64 << 10;
+
+/// What each export must read as.
+type Contents = BTreeMap<String, Vec<u8>>;
+
+/// Three disks and a snapshot with a history; left closed or killed.
+fn build(killed: bool) -> (Store, Contents) {
+    let store = Store::at(&std::env::temp_dir(), "4M");
+    for disk in ["vm1", "vm2", "scratch"] {
+        store.run(&format!("disk create {disk} {CAPACITY}")).ok();
+    }
+    let mut contents = Contents::new();
+    let mut random = Random(4242);
+    let mut server = store.serve("");
+    let mut clients = ["vm1", "vm2"].map(|disk| Client::connect(&store.socket(), disk).unwrap());
+    let mut images = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
+    // More than the ring holds, so that it has gone round.
+    for round in 0..1200 {
+        for (client, image) in clients.iter_mut().zip(&mut images) {
+            let length = if round % 16 == 0 { 64 << 10 } else { SECTOR << random.below(5) };
+            let offset = random.below((CAPACITY as usize - length) as u64 / 512) as usize * 512;
+            let data = pattern::bytes(random.next(), length);
+            client.write(offset as u64, &data).unwrap();
+            image[offset..offset + length].copy_from_slice(&data);
+            if round % 8 == 0 {
+                client.flush().unwrap();
+            }
+        }
+        if round == 600 {
+            store.run("snapshot create vm1@middle vm2@middle").ok();
+            contents.insert("vm1@middle".into(), images[0].clone());
+            contents.insert("vm2@middle".into(), images[1].clone());
+            store.run("clone vm1@middle twin").ok();
+            contents.insert("twin".into(), images[0].clone());
+        }
+    }
+    clients.iter_mut().for_each(|client| client.flush().unwrap());
+    let [vm1, vm2] = images;
+    contents.insert("vm1".into(), vm1);
+    contents.insert("vm2".into(), vm2);
+    // The batches that no journal can vouch for.
+    let mut scratch = Client::connect(&store.socket(), "scratch").unwrap();
+    for _ in 0..3 {
+        scratch.write(0, &[1; 4096]).unwrap();
+        scratch.flush().unwrap();
+    }
+    assert_eq!(server.stop(if killed { "KILL" } else { "TERM" }), if killed { None } else { Some(0) });
+    (store, contents)
+}
+
+fn copy_of(store: &Store, folder: &Path) -> PathBuf {
+    let copy = folder.join("copy");
+    let (from, to) = (store.path().display().to_string(), copy.display().to_string());
+    process::tool("cp", &["-r", "--sparse=always", &from, &to]);
+    for socket in ["nbd.sock", "control.sock"] {
+        let _ = std::fs::remove_file(copy.join(socket));
+    }
+    copy
+}
+
+/// Damages a file in one of many ways; what was done.
+fn damage(path: &Path, random: &mut Random) -> String {
+    let file = File::options().read(true).write(true).open(path).unwrap();
+    let length = file.metadata().unwrap().len();
+    let pages = (length / PAGE).max(1);
+    let mut page = [0; PAGE as usize];
+    // Most pages of most files are empty: look for one that is not.
+    let mut used = 0;
+    for _ in 0..256 {
+        used = random.below(pages);
+        let count = file.read_at(&mut page, used * PAGE).unwrap();
+        if page[..count].iter().any(|&byte| byte != 0) {
+            break;
+        }
+    }
+    match random.below(8) {
+        0 => {
+            let length = random.below(length + 1);
+            file.set_len(length).unwrap();
+            format!("cut to {length} bytes")
+        }
+        1 => {
+            file.set_len(0).unwrap();
+            "cut to nothing".into()
+        }
+        2 => {
+            file.write_all_at(&[0; PAGE as usize], used * PAGE).unwrap();
+            format!("page {used} zeroed")
+        }
+        3 => {
+            let to = random.below(pages);
+            file.write_all_at(&page, to * PAGE).unwrap();
+            format!("page {used} written over page {to}")
+        }
+        4 => {
+            file.write_all_at(&pattern::bytes(random.next(), PAGE as usize), used * PAGE).unwrap();
+            format!("page {used} overwritten with noise")
+        }
+        _ => {
+            let bits: Vec<u64> = (0..=random.below(3)).map(|_| random.below(PAGE * 8)).collect();
+            bits.iter().for_each(|bit| page[(bit / 8) as usize] ^= 1 << (bit % 8));
+            file.write_all_at(&page, used * PAGE).unwrap();
+            format!("bits {bits:?} of page {used} flipped")
+        }
+    }
+}
+
+/// Serves a damaged datastore if it lets itself be opened.
+fn try_serve(path: &Path, log: &Path) -> Option<Serving> {
+    let mut command = lamina();
+    command.arg("serve").arg(path).stdout(Stdio::null());
+    let probe = run(&format!("status -d {}", path.display()));
+    assert!(!probe.stderr.contains("panicked"), "{probe:?}");
+    std::fs::write(log, &probe.stderr).unwrap();
+    (probe.code == 0).then(|| Serving::start(command))
+}
+
+/// Each sector as it was, or an error. The number of sectors that are errors.
+fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
+    let mut errors = 0;
+    for (export, image) in contents {
+        // A disk that cannot be opened is an error of all of it.
+        let Ok(mut client) = Client::connect(socket, export) else {
+            errors += image.len() / SECTOR;
+            continue;
+        };
+        for offset in (0..image.len()).step_by(READ) {
+            match client.read(offset as u64, READ as u32) {
+                Ok(found) => assert!(found == image[offset..offset + READ], "{what}: {export} near {offset} is wrong"),
+                Err(Failure::Errno(_)) => {
+                    for at in (offset..offset + READ).step_by(4096) {
+                        match client.read(at as u64, 4096) {
+                            Ok(found) => assert!(found == image[at..at + 4096], "{what}: {export} at {at} is wrong"),
+                            Err(Failure::Errno(EIO)) => errors += 8,
+                            Err(failure) => panic!("{what}: {export} at {at}: {failure:?}"),
+                        }
+                    }
+                }
+                Err(failure) => panic!("{what}: {export} at {offset}: {failure:?}"),
+            }
+        }
+    }
+    errors
+}
+
+/// New data on the scratch disk must not hurt the others: damaged metadata may call their blocks free.
+fn write_scratch(socket: &Path) {
+    let Ok(mut client) = Client::connect(socket, "scratch") else { return };
+    for at in 0..64 {
+        match client.write(at * 64 << 10, &[at as u8; 64 << 10]) {
+            Ok(()) | Err(Failure::Errno(_)) => {}
+            Err(failure) => panic!("{failure:?}"),
+        }
+    }
+    let _ = client.flush();
+}
+
+#[test]
+fn damaged_metadata_is_noticed_and_never_believed() {
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let (mut cases, mut opened, mut noticed, mut repaired) = (0, 0, 0, 0);
+    for killed in [false, true] {
+        let (store, contents) = build(killed);
+        for file in FILES {
+            for seed in 0..12 {
+                let mut random = Random(seed * 31 + file.len() as u64);
+                let copy = copy_of(&store, folder.path());
+                let what = format!("{file}, {}: {}", if killed { "killed" } else { "closed" }, {
+                    damage(&copy.join(file), &mut random)
+                });
+                let mut errors = 0;
+                for _ in 0..2 {
+                    if let Some(mut server) = try_serve(&copy, &log) {
+                        opened += 1;
+                        let socket = copy.join("nbd.sock");
+                        errors += verify(&socket, &contents, &what);
+                        write_scratch(&socket);
+                        errors += verify(&socket, &contents, &format!("{what}; then written to"));
+                        // It may be unable to write its metadata home; then it has to say so.
+                        let end = server.stop("TERM");
+                        assert!(matches!(end, Some(0 | 1 | 6)), "{what}: {end:?}");
+                        errors += usize::from(end != Some(0));
+                    } else {
+                        let said = std::fs::read_to_string(&log).unwrap();
+                        assert!(said.starts_with("lamina: ") && said.lines().count() == 1, "{what}: {said}");
+                        errors += 1;
+                    }
+                    let check: Done = run(&format!("check --repair -d {}", copy.display()));
+                    assert!(matches!(check.code, 0 | 1 | 6), "{what}: {check:?}");
+                    assert!(!check.stderr.contains("panicked"), "{what}: {check:?}");
+                    repaired += usize::from(check.stdout.contains("repaired: "));
+                }
+                cases += 1;
+                noticed += usize::from(errors > 0);
+                std::fs::remove_dir_all(&copy).unwrap();
+            }
+        }
+    }
+    println!("{cases} damages, opened {opened} times of {}, {noticed} noticed, {repaired} repairs", 2 * cases);
+    assert!(noticed > cases / 4 && opened > cases / 4, "the damages are all too harmless, or all too harmful");
+}
+
+/// CRC32C, bit by bit.
+fn crc32c(bytes: &[u8]) -> u32 {
+    !bytes.iter().fold(!0, |crc, &byte| {
+        (0..8).fold(crc ^ u32::from(byte), |crc, _| crc >> 1 ^ if crc & 1 == 1 { 0x82f6_3b78 } else { 0 })
+    })
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    let path = store.path().join("superblock");
+    let original = std::fs::read(&path).unwrap();
+    let mut changed = original.clone();
+    for copy in changed.chunks_exact_mut(4096).filter(|copy| copy[..8] == *b"LAMINADS") {
+        copy[8..12].copy_from_slice(&77u32.to_le_bytes());
+        copy[12..16].fill(0);
+        let sum = crc32c(copy);
+        copy[12..16].copy_from_slice(&sum.to_le_bytes());
+    }
+    std::fs::write(&path, &changed).unwrap();
+    for verb in ["status", "check --repair", "disk list", "serve", "disk create vm2 1M"] {
+        store.run(verb).fails(1, "version 77");
+    }
+    assert!(std::fs::read(&path).unwrap() == changed, "nothing was written to what is not understood");
+    std::fs::write(&path, &original).unwrap();
+    store.is_clean();
+}
+
+#[test]
+fn one_good_copy_of_the_superblock_is_enough() {
+    for killed in [false, true] {
+        let (store, contents) = build(killed);
+        let folder = tempfile::tempdir().unwrap();
+        for copy_number in 0..2 {
+            let copy = copy_of(&store, folder.path());
+            let file = File::options().write(true).open(copy.join("superblock")).unwrap();
+            file.write_all_at(&[0xff; 512], copy_number * PAGE).unwrap();
+            // The older copy may lead to a journal that has been overwritten since: then it must not be believed.
+            match try_serve(&copy, &folder.path().join("log")) {
+                Some(mut server) => {
+                    let errors = verify(&copy.join("nbd.sock"), &contents, &format!("copy {copy_number} lost"));
+                    assert_eq!((errors, server.stop("TERM")), (0, Some(0)));
+                }
+                None => {
+                    let done = run(&format!("status -d {}", copy.display()));
+                    done.fails(6, "");
+                }
+            }
+            std::fs::remove_dir_all(&copy).unwrap();
+        }
+    }
+}
