@@ -247,17 +247,15 @@ impl Datastore {
         for snapshot in &snapshots {
             self.refuse_in_use(snapshot.id, &format!("snapshot '{name}@{}'", snapshot.name))?;
         }
-        if !clones.is_empty() {
-            if !promote {
-                return Err(Error::new(
-                    ErrorKind::Busy,
-                    format!(
-                        "disk '{name}' is the parent of linked clones: {}; delete or detach them, or use --promote to hand \
-                         them the snapshots they stand on",
-                        list(clones.iter().map(|clone| clone.name.as_str()))
-                    ),
-                ));
-            }
+        if !clones.is_empty() && !promote {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "disk '{name}' is the parent of linked clones: {}; delete or detach them, or use --promote to hand \
+                     them the snapshots they stand on",
+                    list(clones.iter().map(|clone| clone.name.as_str()))
+                ),
+            ));
         }
         self.engine.delete_disk(disk.id, &self.heirs(&snapshots, &clones))
     }

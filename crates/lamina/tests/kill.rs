@@ -1,12 +1,12 @@
 //! A server killed with SIGKILL, again and again, under writers that know what must be there afterwards.
 //!
-//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for all
-//! answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the command
-//! line. For every sector it knows which versions a crash may leave: the last one that a flush or FUA made durable, or
-//! any that was sent after it. A snapshot holds what had been answered before it: exactly, once a flush followed; without
-//! one the crash may have taken from it what it may take from the disk, and nothing written later may be in it. What was
-//! found after one crash has to be there after all later ones. The kill comes at a random instant, in some rounds while
-//! the server is still opening the datastore.
+//! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for
+//! all answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the
+//! command line. For every sector it knows which versions a crash may leave: the last one that a flush or FUA made
+//! durable, or any that was sent after it. A snapshot holds what had been answered before it: exactly, once a flush
+//! followed; without one the crash may have taken from it what it may take from the disk, and nothing written later
+//! may be in it. What was found after one crash has to be there after all later ones. The kill comes at a random
+//! instant, in some rounds while the server is still opening the datastore.
 
 #![allow(clippy::unwrap_used)]
 

@@ -173,7 +173,7 @@ fn verify(socket: &Path, contents: &Contents, what: &str) -> usize {
 fn write_scratch(socket: &Path) {
     let Ok(mut client) = Client::connect(socket, "scratch") else { return };
     for at in 0..64 {
-        match client.write(at * 64 << 10, &[at as u8; 64 << 10]) {
+        match client.write((at * 64) << 10, &[at as u8; 64 << 10]) {
             Ok(()) | Err(Failure::Errno(_)) => {}
             Err(failure) => panic!("{failure:?}"),
         }
@@ -189,7 +189,7 @@ fn damaged_metadata_is_noticed_and_never_believed() {
     for killed in [false, true] {
         let (store, contents) = build(killed);
         for file in FILES {
-            for seed in 0..12 {
+            for seed in 0..8 {
                 let mut random = Random(seed * 31 + file.len() as u64);
                 let copy = copy_of(&store, folder.path());
                 let what = format!("{file}, {}: {}", if killed { "killed" } else { "closed" }, {
@@ -209,7 +209,8 @@ fn damaged_metadata_is_noticed_and_never_believed() {
                         errors += usize::from(end != Some(0));
                     } else {
                         let said = std::fs::read_to_string(&log).unwrap();
-                        assert!(said.starts_with("lamina: ") && said.lines().count() == 1, "{what}: {said}");
+                        // The log may have told more before.
+                        assert!(said.lines().last().unwrap_or_default().starts_with("lamina: "), "{what}: {said}");
                         errors += 1;
                     }
                     let check: Done = run(&format!("check --repair -d {}", copy.display()));

@@ -1,7 +1,7 @@
 //! The reference: what a datastore must answer, kept in memory in the simplest way.
 //!
-//! A model is a value, cheap to copy: an operation whose end a crash may hide is judged by comparing what is found with the model
-//! before and the model after, and nothing else is right.
+//! A model is a value, cheap to copy: an operation whose end a crash may hide is judged by comparing what is found
+//! with the model before and the model after, and nothing else is right.
 
 use crate::image::Image;
 use disk::Provisioning;

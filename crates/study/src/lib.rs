@@ -5,7 +5,8 @@
 //! 1. The product is driven like any client would drive it: command line and NBD, nothing linked in.
 //! 2. What is compared is interleaved run by run on one file system, and the order rotates, so that a noisy neighbour,
 //!    a warming CPU or a filling disk meets every side alike. Figures are medians.
-//! 3. Every side starts a run from the same state: dirty pages written back, caches warm (buffered) or dropped (direct).
+//! 3. Every side starts a run from the same state: dirty pages written back, caches warm (buffered) or dropped
+//!    (direct).
 //! 4. Raw samples are kept beside the verdict, with the machine and the options that made them.
 //! 5. Processes and files of a run end with it, also when it fails or is interrupted.
 //!

@@ -71,7 +71,9 @@ fn files_are_short_and_begin_with_what_they_are() {
         }
         for (number, line) in (1..).zip(file.text.lines()) {
             let length = line.chars().count();
-            if length > LINE_LENGTH_MAX {
+            // A sentence inside code is broken where it reads well.
+            let sentence = line.contains('"') || line.ends_with('\\');
+            if length > LINE_LENGTH_MAX && !sentence {
                 complaints.push(format!("{}:{number}: {length} characters, at most {LINE_LENGTH_MAX}", file.path));
             }
         }

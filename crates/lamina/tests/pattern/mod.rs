@@ -1,5 +1,5 @@
-//! Content that tells where it belongs: every sector names its disk, its number and its version, so that a sector in the
-//! wrong place, of the wrong time, or torn within, is seen as such. Version 0 is a sector of zeros.
+//! Content that tells where it belongs: every sector names its disk, its number and its version, so that a sector in
+//! the wrong place, of the wrong time, or torn within, is seen as such. Version 0 is a sector of zeros.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]

@@ -8,7 +8,7 @@ use super::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::space::{REGION_PAGES, Run};
-use crate::{ErrorKind, IoContext, Result};
+use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 use std::sync::atomic::Ordering;
 
@@ -66,8 +66,8 @@ impl Engine {
         if needed <= self.headroom.load(Ordering::Acquire) { Ok(()) } else { self.extend(needed) }
     }
 
-    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and finds less than it set
-    /// aside.
+    /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and
+    /// finds less than it set aside.
     pub(super) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
         let Some(_extending) = self.extending.try_lock() else { return Ok(()) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
@@ -88,6 +88,14 @@ impl Engine {
         self.reserve_needs(needs)?;
         let (file, offset) = self.files.locate(run)?;
         let length = run.blocks * BLOCK_SIZE as u64;
+        // Asked first: a file system that runs full on the way searches long, and takes what it found in part.
+        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
+        if room.available < length {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!("the file system of the datastore is full: {length} bytes for data cannot be reserved"),
+            ));
+        }
         if let Err(error) = file.reserve(offset, length) {
             // A file system that runs full on the way keeps what it had found: nobody would know of it.
             let _ = file.punch(offset, length);

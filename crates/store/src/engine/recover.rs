@@ -225,6 +225,9 @@ impl Engine {
         });
         let crashed = !superblock.clean || found.end != superblock.tail;
         if crashed {
+            // What the last life announced and did not write is settled by no flush of this one, until a checkpoint
+            // has made the outcome of recovery the new start: recovery may have to begin again.
+            engine.announced.store(0, Ordering::Release);
             let operations = engine.replay(replay_from, ordered_from, found.end)?;
             tracing::info!(operations, "recovered the datastore from its journal");
         }
@@ -384,6 +387,7 @@ impl Engine {
             drop(meta);
             self.return_unclaimed_room()?;
             self.checkpoint()?;
+            self.announced.store(u64::MAX, Ordering::Release);
         }
         // From here on the files change: space is reserved before the journal knows of it.
         let mut commit = self.commit.lock();

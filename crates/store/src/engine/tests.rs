@@ -1,5 +1,5 @@
-//! The engine as a whole, where a small case says more than a random one: damage to metadata files, and states that only
-//! a restart brings about. Random histories and power cuts are the simulation's.
+//! The engine as a whole, where a small case says more than a random one: damage to metadata files, and states that
+//! only a restart brings about. Random histories and power cuts are the simulation's.
 
 #![allow(clippy::unwrap_used)]
 
@@ -167,7 +167,8 @@ fn a_closed_store_has_nothing_to_replay() {
     let (disk, mut engine) = made();
     for round in 0..5 {
         (0..50).for_each(|block| write(&engine, block * 3 + round, round as u8));
-        engine.snapshot(&[NewSnapshot { disk: 1, name: format!("{round}"), uuid: [2; 16], incomplete: false }]).unwrap();
+        let name = format!("{round}");
+        engine.snapshot(&[NewSnapshot { disk: 1, name, uuid: [2; 16], incomplete: false }]).unwrap();
         write(&engine, round, 77);
         engine.close().unwrap();
         let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();

@@ -16,8 +16,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long enough
-/// that announcements are few.
+/// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
+/// enough that announcements are few.
 fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
         IoMode::Buffered => 1024,

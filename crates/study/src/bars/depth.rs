@@ -1,9 +1,10 @@
 //! Bar 5: 4 KiB requests at snapshot depths up to 1,000 against depth 0, warm and right after reopening.
 //!
-//! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every part
-//! but the last: its data lies spread over all levels. Disks of depth 0 are written in the same random order, so that
-//! only the depth differs; there are two of them, and how far they differ from each other is the noise of the machine. A write run ends with a revert to the newest snapshot and the last part written again, so
-//! that the next one finds the same sharing.
+//! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every
+//! part but the last: its data lies spread over all levels. Disks of depth 0 are written in the same random order, so
+//! that only the depth differs; there are two of them, and how far they differ from each other is the noise of the
+//! machine. A write run ends with a revert to the newest snapshot and the last part written again, so that the next
+//! one finds the same sharing.
 
 use super::{BLOCK, Setting, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
