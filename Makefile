@@ -19,7 +19,8 @@ setup: ## Install the tools that tests and measurements need (apt, idempotent)
 build: ## Build lamina as users run it
 	cargo build --release -p lamina
 
-test: setup ## Every test
+test: ## Every test
+	@scripts/setup guest
 	@scripts/test $(TEST_ARGUMENTS)
 
 lint: deny ## Format, clippy and dependencies

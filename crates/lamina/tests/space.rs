@@ -80,7 +80,7 @@ fn discarded_runs_go_back_to_the_file_system() {
         let full = du(&store);
         assert!(full > 128 * MIB);
         for run in (0..1024).step_by(2) {
-            client.trim((run * 64) << 10, 64 << 10).unwrap();
+            client.trim(run << 16, 64 << 10).unwrap();
         }
         client.flush().unwrap();
         let wanted = full - 32 * MIB * 99 / 100;
@@ -92,10 +92,10 @@ fn discarded_runs_go_back_to_the_file_system() {
         let left = shrinks_to(&store, wanted, Duration::from_secs(2));
         assert!(left <= wanted, "{options}: 96 MiB in all: {full} became {left} within 2 s");
         for run in 0..2048 {
-            let content = client.read((run * 64) << 10, 64 << 10).unwrap();
+            let content = client.read(run << 16, 64 << 10).unwrap();
             let expected = match run {
                 _ if run % 2 == 0 || run >= 1024 => vec![0; 64 << 10],
-                _ => pattern::bytes(run / 16, MIB as usize)[(run % 16 * 64 << 10) as usize..][..64 << 10].to_vec(),
+                _ => pattern::bytes(run / 16, MIB as usize)[((run % 16) << 16) as usize..][..64 << 10].to_vec(),
             };
             assert!(content == expected, "run {run}");
         }

@@ -145,3 +145,23 @@ pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
     }
     failure
 }
+
+/// Runs all seeds of a range and says what the first failing one does, made shorter; for tests.
+///
+/// # Panics
+/// When one fails.
+pub fn all(profile: Profile, seeds: std::ops::Range<u64>) -> Statistics {
+    const SHRINK_TIME: Duration = Duration::from_secs(30);
+    let mut sum = Statistics::default();
+    for seed in seeds {
+        match run(seed, profile) {
+            Ok(statistics) => sum += statistics,
+            Err(failure) => {
+                let first = failure.violation.clone();
+                panic!("{}\nbefore it was made shorter: {first}", shrink(failure, SHRINK_TIME));
+            }
+        }
+    }
+    println!("{sum:?}");
+    sum
+}

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 use simulation::operation::Profile;
+use simulation::run::Statistics;
 use simulation::scenario;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -52,15 +53,12 @@ fn main() -> ExitCode {
     };
     let began = Instant::now();
     let mut told = began;
-    let (mut operations, mut restarts) = (0, 0);
+    let mut sum = Statistics::default();
     for run in 0..arguments.runs {
         let seed = arguments.from.wrapping_add(run);
         for profile in &arguments.profiles {
             match scenario::run(seed, *profile) {
-                Ok(statistics) => {
-                    operations += statistics.operations;
-                    restarts += statistics.restarts;
-                }
+                Ok(statistics) => sum += statistics,
                 Err(failure) => {
                     println!("{failure}\n\nmaking it shorter ...\n");
                     println!("{}", scenario::shrink(failure, SHRINK_TIME));
@@ -71,9 +69,9 @@ fn main() -> ExitCode {
         if told.elapsed() > TELL {
             told = Instant::now();
             let seconds = began.elapsed().as_secs();
-            println!("{seconds} s: seed {seed}, {operations} operations, {restarts} restarts, no violation");
+            println!("{seconds} s: seed {seed}, no violation, {sum:?}");
         }
     }
-    println!("{operations} operations, {restarts} restarts, no violation");
+    println!("no violation, {sum:?}");
     ExitCode::SUCCESS
 }

@@ -53,6 +53,16 @@ pub struct Statistics {
     pub checkpoints: u64,
 }
 
+impl std::ops::AddAssign for Statistics {
+    fn add_assign(&mut self, other: Self) {
+        self.operations += other.operations;
+        self.restarts += other.restarts;
+        self.interrupted_recoveries += other.interrupted_recoveries;
+        self.refused += other.refused;
+        self.checkpoints += other.checkpoints;
+    }
+}
+
 /// A datastore, the medium below it, and the model beside it.
 pub struct Run {
     /// The medium.
@@ -226,6 +236,7 @@ impl Run {
             self.note(format!("the power goes: {error}"));
         } else if self.faulty && matches!(error.kind(), ErrorKind::Io | ErrorKind::Stopped) {
             self.note(format!("the medium fails: {error}"));
+            self.unsure |= error.to_string().contains("flushing");
             self.after_failure()?;
         } else {
             return Ok(Outcome::Refused(error));

@@ -6,6 +6,7 @@ use crate::image::{Block, compare};
 use crate::model::Model;
 use backend::{BLOCK_SIZE, Buffer};
 use disk::{Allocation, CheckOptions, Datastore, ErrorKind, NoProgress};
+use std::sync::atomic::Ordering;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes read at a time.
@@ -53,12 +54,15 @@ impl Run {
     /// operation that was under way took effect.
     pub(super) fn restart(&mut self, after: Option<Model>) -> Checked {
         self.statistics.restarts += 1;
+        self.count_checkpoints();
         self.held.clear();
         self.devices.clear();
         self.datastore = None;
         let power = self.disk.is_off() || self.unsure || self.faulty && self.random.percent(50);
         if power {
+            // Faults do not survive it.
             self.disk = self.disk.crash();
+            (self.faulty, self.unsure) = (false, false);
         }
         if let Some(after) = self.cut_in_recovery.take() {
             self.disk.cut_after(self.disk.operations() + after);
@@ -77,8 +81,13 @@ impl Run {
             self.compare_images(Manner::Exact)
                 .map_err(|violation| format!("what a restart had found did not stay: {violation}"))?;
         }
-        (self.faulty, self.unsure) = (false, false);
         Ok(())
+    }
+
+    fn count_checkpoints(&mut self) {
+        if let Some(datastore) = &self.datastore {
+            self.statistics.checkpoints += datastore.engine().counters.checkpoints.load(Ordering::Relaxed);
+        }
     }
 
     /// Decides by looking whether the operation under way at the end took effect; nothing but yes or no is right.
@@ -127,9 +136,9 @@ impl Run {
         self.end_reads()?;
         self.devices.clear();
         let datastore = self.datastore()?;
-        self.statistics.checkpoints += 1;
         let result = datastore.close();
         drop(datastore);
+        self.count_checkpoints();
         match self.judge(result, None)? {
             Outcome::Restarted => return Ok(()),
             Outcome::Refused(error) => return Err(format!("closing: {error}")),
@@ -216,12 +225,11 @@ impl Run {
         Ok(())
     }
 
-    /// Comparing reads only; but a power cut that was asked for may come, and ends the comparison.
+    /// A power cut or fault that was asked for may come while everything is compared, and ends the comparison.
     fn compare_outcome<T>(&mut self, result: disk::Result<T>, what: &str) -> Checked<Outcome<T>> {
-        match result {
-            Ok(value) => Ok(Outcome::Done(value)),
-            Err(_) if self.disk.is_off() => Ok(Outcome::Restarted),
-            Err(error) => Err(format!("{what}: {error}")),
+        match self.judge(result, None)? {
+            Outcome::Refused(error) => Err(format!("{what}: {error}")),
+            outcome => Ok(outcome),
         }
     }
 

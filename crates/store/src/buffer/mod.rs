@@ -219,6 +219,11 @@ impl Layers {
         self.layers.len() == 1 && self.layers[0].is_empty()
     }
 
+    /// True when no snapshot waits for anything here.
+    pub fn is_single(&self) -> bool {
+        self.layers.len() == 1
+    }
+
     /// All layers, oldest first.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = &Layer> {
         self.layers.iter()

@@ -57,7 +57,11 @@ impl Engine {
         let Capture { mut next, images, mut payload, batches } = self.capture()?;
 
         while !payload.is_empty() {
-            self.write_logged(LOGGED_ROUND)?;
+            if self.write_logged(LOGGED_ROUND)? == 0 {
+                // What is left is not durable in the journal yet, and may not go home before it is.
+                self.sync_all_data()?;
+                self.append_pending(&mut self.commit.lock())?;
+            }
             let meta = self.meta.lock();
             payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));
         }

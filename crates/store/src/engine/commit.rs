@@ -171,7 +171,7 @@ impl Engine {
     }
 
     fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
-        let Content::Data(slice, _) = &piece.entry.content else {
+        let Content::Data(slice, sums) = &piece.entry.content else {
             return self.apply_other(meta, head.id, piece);
         };
         let range = piece.logical..piece.logical + piece.entry.blocks;
@@ -188,7 +188,7 @@ impl Engine {
         let mut at = range.start;
         for extent in extents {
             let mut own = Vec::new();
-            if !extent.shared_path && !extent.unwritten {
+            if !extent.shared_path {
                 // Runs of blocks that are this head's alone: overwritten, the journal protecting them.
                 for i in 0..extent.blocks {
                     if meta.entry(extent.physical + i)?.references == 1 {
@@ -204,6 +204,14 @@ impl Engine {
                 let run = Run { start: extent.physical + (logical - extent.logical), blocks };
                 let data = vec![part(logical, logical + blocks)];
                 let gate = self.synced.load(Ordering::Acquire);
+                if extent.unwritten {
+                    // Space that a thick disk set aside: the map learns that it is written, together with the content.
+                    let from = (logical - piece.logical) as usize;
+                    let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
+                    let written = Operation::Written { disk: head.id, logical, run, checksums };
+                    self.carry_out(meta, written, gate, Some(run))?;
+                    meta.join_last();
+                }
                 self.carry_out(meta, Operation::OverwriteData { run, data }, gate, Some(run))?;
                 at = logical + blocks;
             }

@@ -73,8 +73,8 @@ impl Engine {
             let last = operations.len().saturating_sub(1);
             for (i, operation) in operations.into_iter().enumerate() {
                 self.carry_out(&mut meta, operation, 0, None)?;
-                if let Some(pending) = meta.pending.back_mut() {
-                    pending.joined = i < last;
+                if i < last {
+                    meta.join_last();
                 }
             }
             self.update_headroom(&meta);
@@ -318,10 +318,27 @@ impl Engine {
     pub fn revert(&self, disk: u64, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
+        let (thick, set_aside, size) = self.with_catalog(|catalog| {
+            let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
+            let size = snapshot.capacity.div_ceil(backend::BLOCK_SIZE as u64);
+            Ok((object.provisioning != Provisioning::Thin, object.reserved, size))
+        })?;
+        if thick {
+            // All that the head gets is shared with the snapshot: every write will need a new place again.
+            self.extend_for(size.saturating_sub(set_aside)).map_err(|error| {
+                error.context("the disk is thick, and going back to a snapshot needs its whole size again")
+            })?;
+        }
         self.abandon(disk)?;
         self.change(|catalog| {
+            let mut operations = Vec::new();
+            if thick {
+                let object = Object { reserved: size, ..catalog.get(disk)?.clone() };
+                operations.push(Operation::Put { record: object.encode() });
+            }
             let trash = catalog.allocate_id();
-            Ok((vec![Operation::Revert { disk, snapshot, trash }], ()))
+            operations.push(Operation::Revert { disk, snapshot, trash });
+            Ok((operations, ()))
         })
     }
 

@@ -26,9 +26,9 @@
 //!
 //! # Locks
 //!
-//! `control` (one change of the catalog at a time) > `punching` > `checkpoint` > `gate` (no write-back under way) >
-//! `commit` (the journal) > `through` (no write past the buffer under way) > `extending` (space from the file system)
-//! > `Head::buffer` (ascending by id) > `meta` > `permits`. Data I/O happens under `gate` or `through` at most,
+//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back under
+//! way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the file
+//! system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at most,
 //! journal I/O under `commit`, metadata page reads under `meta`.
 
 mod apply;
@@ -397,6 +397,13 @@ impl Meta {
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.pending.push_back(Pending { operation, gate, freed, fresh, joined: false });
+    }
+
+    /// The operation queued last takes effect with the next one or not at all.
+    fn join_last(&mut self) {
+        if let Some(last) = self.pending.back_mut() {
+            last.joined = true;
+        }
     }
 
     /// Makes blocks allocatable whose freeing is durable and which no read names any more.

@@ -192,16 +192,22 @@ impl Engine {
         }
         // The file system is full. What only overwrites its own blocks still fits.
         self.claims.fetch_sub(blocks, Ordering::AcqRel);
-        let mut meta = self.meta.lock();
-        let own = meta.own_blocks(head.id, logical..logical + blocks)?;
-        let object = meta.catalog.get(head.id)?;
-        if own == blocks || object.reserved >= blocks - own {
+        if self.fits_in_own(head, logical..logical + blocks)? {
             return Ok(0);
         }
-        let name = object.name.clone();
-        drop(meta);
-        // What was freed a moment ago helps once its freeing is durable.
+        // Blocks freed, and own blocks written, a moment ago help once that is durable.
+        if self.meta.lock().helped_by_commit() && self.commit_changes().is_ok() {
+            let claims = self.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
+            if self.extend(claims).is_ok() {
+                return Ok(blocks);
+            }
+            self.claims.fetch_sub(blocks, Ordering::AcqRel);
+            if self.fits_in_own(head, logical..logical + blocks)? {
+                return Ok(0);
+            }
+        }
         self.request(|work| work.reclaim = true);
+        let name = self.with_catalog(|catalog| catalog.get(head.id).map(|disk| disk.name.clone()))?;
         Err(Error::new(
             ErrorKind::NoSpace,
             format!(
@@ -210,9 +216,25 @@ impl Engine {
             ),
         ))
     }
+
+    /// True when a range can be written without taking space: over the disk's own blocks, or out of what is set aside
+    /// for it.
+    fn fits_in_own(&self, head: &Head, range: Range<u64>) -> Result<bool> {
+        // What waits below is a snapshot's: the map will share it once that has arrived.
+        let sealed = head.buffer.lock().layers.is_single();
+        let blocks = range.end - range.start;
+        let mut meta = self.meta.lock();
+        let own = if sealed { meta.own_blocks(head.id, range)? } else { 0 };
+        Ok(own == blocks || meta.catalog.get(head.id)?.reserved >= blocks - own)
+    }
 }
 
 impl Meta {
+    /// True when something waits for being durable before its blocks can be used.
+    fn helped_by_commit(&self) -> bool {
+        self.freeing > 0 || self.pending.iter().any(|pending| pending.fresh.is_some())
+    }
+
     /// How many blocks of a range a disk could overwrite in place.
     fn own_blocks(&mut self, disk: u64, range: Range<u64>) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };

@@ -435,8 +435,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes journalled payload home, up to `most` blocks; the number written. The journal still protects it until
-    /// the next checkpoint, so nothing has to be announced or flushed here.
+    /// Takes journalled payload home, up to `most` blocks; the number written. The journal protects it until the next
+    /// checkpoint, so nothing has to be announced or flushed here. Payload whose record is still to be appended stays:
+    /// a crash would find it where recovery expects what was there before.
     pub(super) fn write_logged(&self, most: usize) -> Result<usize> {
         let mut lane = self.logged_lane.lock();
         let (blocks, guard) = {
@@ -446,9 +447,17 @@ impl Engine {
             if blocks.is_empty() {
                 blocks = meta.logged.iter().take(most).map(|(block, slice)| (*block, slice.clone())).collect();
             }
+            let last_seen = blocks.last().map_or(0, |(last, _)| *last + 1);
+            let mut durable = Vec::with_capacity(blocks.len());
+            for (block, slice) in blocks {
+                if !meta.entry(block)?.fresh {
+                    durable.push((block, slice));
+                }
+            }
+            let blocks = durable;
+            lane.cursor = last_seen;
             let (Some((first, _)), Some((last, _))) = (blocks.first(), blocks.last()) else { return Ok(0) };
             meta.logged_in_flight = *first..*last + 1;
-            lane.cursor = *last + 1;
             (blocks, Arc::clone(&meta.epoch))
         };
         let result = self.write_logged_blocks(&mut lane, &blocks);

@@ -7,7 +7,8 @@
 //!    again at any time without ordering of any kind.
 //! 2. Every page read from a file passes its checksum and names itself (file kind and number) before anyone sees it; a
 //!    page of zeros was never written and reads as blank, except in the map, where it is corruption.
-//! 3. A dirty page stays in memory until a checkpoint has captured it: the bound of the cache holds because a
+//! 3. A dirty page stays in memory until a checkpoint has written it home, which a reference on the captured page
+//!    tells: whoever read it from its file before would get an older one. The bound of the cache holds because a
 //!    checkpoint is asked for before dirty pages fill it.
 
 mod layout;
@@ -156,7 +157,8 @@ impl Pages {
             let Some(key) = self.clock.pop_front() else { return };
             match self.slots.get_mut(&key) {
                 None => {}
-                Some(slot) if slot.dirty => self.clock.push_back(key),
+                // Captured by a checkpoint that still holds it: its file has an older one.
+                Some(slot) if slot.dirty || Arc::strong_count(&slot.page) > 1 => self.clock.push_back(key),
                 Some(slot) if slot.referenced => {
                     slot.referenced = false;
                     self.clock.push_back(key);

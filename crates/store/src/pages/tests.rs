@@ -143,3 +143,28 @@ fn stored_keys_name_a_page_or_nothing() {
         assert!(PageKey::from_raw(raw).is_none());
     }
 }
+
+#[test]
+fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
+    let files = page_files();
+    let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+    let key = |number| PageKey::new(PageFile::Catalog, number);
+    for number in 0..20 {
+        set_word(pages.create(key(number)).unwrap(), number + 1);
+    }
+    let captured = pages.capture();
+    // Everything else in the cache gives way to other pages, several times over.
+    for number in 100..100 + 5 * LIMIT as u64 {
+        pages.get(key(number)).unwrap();
+    }
+    for number in 0..20 {
+        assert_eq!(word(pages.get(key(number)).unwrap()), number + 1);
+    }
+    write_home(&files, &captured);
+    drop(captured);
+    for number in 100..100 + 5 * LIMIT as u64 {
+        pages.get(key(number)).unwrap();
+    }
+    assert!(pages.cached() <= LIMIT + 1, "{} pages stay", pages.cached());
+    assert_eq!(word(pages.get(key(7)).unwrap()), 8);
+}

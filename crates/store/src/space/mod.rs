@@ -448,6 +448,11 @@ impl Space {
         Ok(())
     }
 
+    /// Why there may be less to allocate than the file system has: a region that is damaged.
+    pub fn damage(&self) -> Option<Error> {
+        (0..).zip(&self.regions).find(|(_, region)| region.damaged).map(|(number, _)| lost(self.table, number))
+    }
+
     /// Loads a region to allocate from it; false when it is damaged: then it is passed over.
     fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
         if self.regions[number as usize].damaged {

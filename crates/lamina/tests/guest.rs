@@ -1,0 +1,67 @@
+//! A Linux guest in QEMU on a lamina disk: it makes a file system, writes, trims, mounts again and verifies; then it
+//! changes the disk, and other guests find the snapshot and a linked clone as they were. The guest is made by
+//! `scripts/guest`; its part of the test is `tests/guest/init`.
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Store, tool};
+use std::path::{Path, PathBuf};
+
+/// The guest's folder, made at need.
+fn guest() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    // Beside what cargo builds, whichever folder that is.
+    let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
+    tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
+    folder
+}
+
+/// Boots a guest on a disk for one phase; what its console said.
+fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
+    let blockdev = format!(
+        "driver=nbd,node-name=disk0,export={disk},server.type=unix,server.path={},discard=unmap,read-only={}",
+        store.socket().display(),
+        if disk.contains('@') { "on" } else { "off" }
+    );
+    let [kernel, initrd] = ["vmlinuz", "initrd"].map(|name| guest.join(name).to_str().unwrap().to_string());
+    let line = format!("console=ttyS0 quiet panic=-1 phase={phase}");
+    // No KVM: where these tests run it is often missing, and a guest's speed is not what is tested.
+    let machine =
+        ["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-serial", "stdio", "-monitor", "none"];
+    let disk = ["-no-reboot", "-nodefaults", "-blockdev", &blockdev, "-device", "virtio-blk-pci,drive=disk0"];
+    let software = ["-kernel", &kernel, "-initrd", &initrd, "-append", &line];
+    let seconds = process::PATIENCE.as_secs().to_string();
+    let console =
+        tool("timeout", &[&[&*seconds, "qemu-system-x86_64"], &machine[..], &disk[..], &software[..]].concat());
+    assert!(console.contains("guest: done"), "{phase}: {console}");
+    console
+}
+
+#[test]
+fn a_guest_lives_on_a_disk_and_another_on_its_clone() {
+    let guest = guest();
+    let store = Store::new();
+    store.run("disk create vm1 256M").ok();
+    let mut server = store.serve("");
+    let console = boot(&store, &guest, "vm1", "make");
+    assert!(console.contains("trimmed"), "{console}");
+    let used = store.run("disk show vm1 --json").json()["blocks_allocated"].as_u64().unwrap() * 4096;
+    assert!(used < 40 << 20, "{used} bytes: the 48 MiB that were deleted are trimmed");
+
+    store.run("snapshot create vm1@made").ok();
+    store.run("clone vm1@made vm2").ok();
+    boot(&store, &guest, "vm1", "change");
+    boot(&store, &guest, "vm2", "verify");
+    boot(&store, &guest, "vm1@made", "verify");
+    // In the end the file systems are what e2fsck thinks they are, here as well.
+    let folder = tempfile::tempdir().unwrap();
+    for disk in ["vm1", "vm2", "vm1@made"] {
+        let image = folder.path().join(disk);
+        tool("nbdcopy", &[&store.uri(disk), image.to_str().unwrap()]);
+        tool("e2fsck", &["-fn", image.to_str().unwrap()]);
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}

@@ -1,0 +1,146 @@
+//! Single bits inverted on the medium: in data, one block cannot be read and `check` says which; in metadata it is
+//! noticed or makes no difference. Never wrong data, never a panic.
+#![allow(clippy::unwrap_used)]
+
+use backend::BLOCK_SIZE;
+use disk::{Allocation, CheckOptions, Datastore, Device, ErrorKind, NoProgress, Segment};
+use simulation::operation::Profile;
+use simulation::random::Random;
+use simulation::run::Run;
+use simulation::scenario;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A datastore with some history, everything home and durable, and open.
+fn prepared(seed: u64) -> Run {
+    let mut run = Run::new(seed).unwrap();
+    let operations = scenario::operations(seed, Profile::Model, 600);
+    for operation in &operations {
+        run.step(operation).unwrap();
+    }
+    run
+}
+
+/// Blocks of a disk that hold data.
+fn data_blocks(device: &dyn Device) -> Vec<u64> {
+    let mut blocks = Vec::new();
+    let mut at = 0;
+    for extent in device.status(0, device.capacity(), usize::MAX).unwrap() {
+        if extent.allocation == Allocation::Data {
+            blocks.extend(at / BLOCK..(at + extent.length) / BLOCK);
+        }
+        at += extent.length;
+    }
+    blocks
+}
+
+#[test]
+fn a_flipped_bit_in_data_is_an_error_of_that_block_only_and_check_names_it() {
+    let mut flips = 0;
+    for seed in 0..20 {
+        let run = prepared(seed);
+        let datastore = run.datastore().unwrap();
+        let mut random = Random::new(seed);
+        let Some(name) = run.model.disks.keys().nth(random.below(run.model.disks.len() as u64) as usize) else {
+            continue;
+        };
+        let device = datastore.device(name, true).unwrap();
+        let blocks = data_blocks(&*device);
+        if blocks.is_empty() {
+            continue;
+        }
+        let bad = *random.choose(&blocks);
+        let plan = device.plan_read(bad * BLOCK, BLOCK_SIZE).unwrap();
+        let Segment::Media(media) = &plan.segments[0] else { panic!("{name}: block {bad} is not on the medium") };
+        let (offset, bit) = (media.offset + random.below(BLOCK), random.below(8) as u8);
+        drop(plan);
+        run.disk.flip_bit("data.0000", offset, bit).unwrap();
+        flips += 1;
+
+        let error = device.read(bad * BLOCK, BLOCK_SIZE).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        let image = &run.model.disks[name].image;
+        for block in blocks.iter().filter(|block| **block != bad) {
+            assert_eq!(device.read(block * BLOCK, BLOCK_SIZE).unwrap(), image.block(*block), "{name}: block {block}");
+        }
+        let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+        assert_eq!(report.findings.len(), 1, "{:?}", report.findings);
+        let problem = &report.findings[0].problem;
+        // The name of any owner will do: a block may have many.
+        assert!(problem.contains("checksum") && problem.contains("at offset"), "{problem}");
+    }
+    assert!(flips > 10);
+}
+
+/// Whatever is read is right, or refused as corrupt.
+fn nothing_wrong_is_read(run: &Run, datastore: &Datastore, context: &str) {
+    for title in run.model.titles() {
+        let Ok(device) = datastore.device(&title, true) else { continue };
+        let Some((image, capacity)) = run.model.image(&title) else { continue };
+        if device.capacity() != capacity {
+            panic!("{context}: {title} has another size");
+        }
+        for block in image.known(0..capacity.div_ceil(BLOCK)) {
+            let length = BLOCK.min(capacity - block * BLOCK) as usize;
+            match device.read(block * BLOCK, length) {
+                Ok(found) => assert!(
+                    found == image.block(block)[..length],
+                    "{context}: {title}: block {block} reads as something it never was"
+                ),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt, "{context}: {title}: {error}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_metadata_is_noticed_or_makes_no_difference() {
+    let mut noticed = 0;
+    for seed in 100..104 {
+        let run = prepared(seed);
+        run.datastore().unwrap().close().unwrap();
+        let mut random = Random::new(seed);
+        let directory = run.disk.directory();
+        let length = |name: &str| directory.open(name, backend::IoMode::Buffered).unwrap().len().unwrap();
+        let names = directory.list().unwrap().into_iter().filter(|name| !name.starts_with("data.") && name != "lock");
+        let files: Vec<(String, u64)> = names.map(|name| (name.clone(), length(&name))).collect();
+        for (name, length) in &files {
+            for _ in 0..12 {
+                // Each flip on a machine of its own.
+                let medium = run.disk.clone().crash();
+                let offset = match random.percent(50) {
+                    true => random.below((*length).min(3 * BLOCK)),
+                    false => random.below(*length),
+                };
+                if *length == 0 {
+                    continue;
+                }
+                let bit = random.below(8) as u8;
+                medium.flip_bit(name, offset, bit).unwrap();
+                let context = format!("seed {seed}, {name}, offset {offset}, bit {bit}");
+                match Datastore::open_in(medium.directory(), store_options()) {
+                    Err(error) => {
+                        let kinds = [ErrorKind::Corrupt, ErrorKind::Unsupported];
+                        assert!(kinds.contains(&error.kind()), "{context}: {error}");
+                        noticed += 1;
+                    }
+                    Ok(datastore) => {
+                        nothing_wrong_is_read(&run, &datastore, &context);
+                        match datastore.check(CheckOptions { data: true, repair: false }, &NoProgress) {
+                            Ok(report) => noticed += u32::from(!report.findings.is_empty()),
+                            Err(error) => {
+                                assert_eq!(error.kind(), ErrorKind::Corrupt, "{context}: {error}");
+                                noticed += 1;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert!(noticed > 20, "only {noticed} flips were noticed");
+}
+
+fn store_options() -> store::EngineOptions {
+    store::EngineOptions { threads: false, metadata_cache: 1 << 20, write_buffer: 1 << 20, ..Default::default() }
+}
