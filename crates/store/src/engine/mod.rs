@@ -26,10 +26,10 @@
 //!
 //! # Locks
 //!
-//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back under
-//! way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the file
-//! system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at most,
-//! journal I/O under `commit`, metadata page reads under `meta`.
+//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
+//! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
+//! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
+//! most, journal I/O under `commit`, metadata page reads under `meta`.
 
 mod apply;
 mod bulk;
