@@ -95,6 +95,8 @@ pub enum Profile {
     Errors,
     /// A file system that fills up.
     Full,
+    /// Power cuts, slow reads and hardly any room: what is freed is given out again at once.
+    Tight,
 }
 
 /// Most disks that a run keeps; beyond them creation gives way to deletion.
@@ -108,12 +110,13 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
     let special = match profile {
         Profile::Model => 0,
         Profile::PowerCuts => 12,
+        Profile::Tight => 20,
         Profile::Errors => 6,
         Profile::Full => 12,
     };
     if random.below(1000) < special {
         return match profile {
-            Profile::Model | Profile::PowerCuts => {
+            Profile::Model | Profile::PowerCuts | Profile::Tight => {
                 let again = random.percent(30).then(|| random.below(40));
                 Operation::Cut { after: random.below(*random.clone().choose(&[3, 20, 200])), again }
             }
@@ -124,6 +127,9 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
                 Operation::Room { bytes: random.below(most + 1) }
             }
         };
+    }
+    if profile == Profile::Tight {
+        return tight(random, disk);
     }
     match random.below(1000) {
         0..400 => Operation::Write {
@@ -139,8 +145,8 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
             Operation::WriteZeroes { disk, span: span(random), allocate: random.percent(50), fua: random.percent(5) }
         }
         670..720 => Operation::Flush { disk },
-        720..735 => Operation::BeginRead { title: disk, span: span(random) },
-        735..745 => Operation::EndReads,
+        720..741 => Operation::BeginRead { title: disk, span: span(random) },
+        741..745 => Operation::EndReads,
         745..775 => Operation::Status { title: disk, span: span(random) },
         775..785 => Operation::Diff { disk, from: random.next_u64(), to: random.next_u64() },
         785..797 => Operation::Create { capacity: capacity(random), kind: random.next_u64() },
@@ -162,6 +168,27 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         988..994 => Operation::Reopen,
         994..997 => Operation::Kill,
         _ => Operation::Flush { disk },
+    }
+}
+
+/// As [`generate`], for [`Profile::Tight`].
+fn tight(random: &mut Random, disk: u64) -> Operation {
+    match random.below(100) {
+        0..44 => Operation::Write { disk, span: span(random), fill: random.next_u64(), again: false, fua: false },
+        44..56 => Operation::Discard { disk, span: span(random), fua: false },
+        56..66 => Operation::BeginRead { title: disk, span: span(random) },
+        66..68 => Operation::EndReads,
+        68..82 => Operation::Pump { rounds: random.between(1, 3) },
+        82..86 => Operation::Flush { disk },
+        86..89 => Operation::Snapshot { disk, disks: 1 },
+        89..93 => Operation::DeleteSnapshot { snapshot: disk },
+        93 => Operation::Create { capacity: 512 * random.between(500, 3000), kind: 7 },
+        94 => Operation::Delete { disk, promote: true },
+        95 => Operation::CloneLinked { source: disk, head: true, count: 1 },
+        96 => Operation::Revert { snapshot: disk },
+        97 => Operation::Checkpoint,
+        98 => Operation::Reclaim,
+        _ => Operation::Read { title: disk, span: span(random) },
     }
 }
 

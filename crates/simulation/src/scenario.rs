@@ -51,7 +51,7 @@ impl fmt::Display for Failure {
 
 impl Profile {
     /// All of them.
-    pub const ALL: [Self; 4] = [Self::Model, Self::PowerCuts, Self::Errors, Self::Full];
+    pub const ALL: [Self; 5] = [Self::Model, Self::PowerCuts, Self::Tight, Self::Errors, Self::Full];
 
     /// The word for it on a command line.
     pub fn name(self) -> &'static str {
@@ -60,6 +60,7 @@ impl Profile {
             Self::PowerCuts => "power-cuts",
             Self::Errors => "errors",
             Self::Full => "full",
+            Self::Tight => "tight",
         }
     }
 
@@ -68,6 +69,7 @@ impl Profile {
         match self {
             Self::Model => 5000,
             Self::PowerCuts => 250,
+            Self::Tight => 300,
             Self::Errors => 400,
             Self::Full => 800,
         }
@@ -79,9 +81,11 @@ pub fn operations(seed: u64, profile: Profile, count: usize) -> Vec<Operation> {
     let mut random = Random::new(seed ^ 0x6f70_6572);
     let mut operations: Vec<Operation> = (0..count).map(|_| generate(&mut random, profile)).collect();
     // Something to work on from the start.
-    operations.insert(0, Operation::Create { capacity: 3 << 20, kind: 7 });
-    operations.insert(1, Operation::Create { capacity: (40 << 20) + 512, kind: seed });
+    let (small, large) = if profile == Profile::Tight { (1 << 20, 2 << 20) } else { (3 << 20, 40 << 20) };
+    operations.insert(0, Operation::Create { capacity: small, kind: 7 });
+    operations.insert(1, Operation::Create { capacity: large + 512, kind: if profile == Profile::Tight { 7 } else { seed } });
     match profile {
+        Profile::Tight => operations.insert(2, Operation::Room { bytes: random.between(256 << 10, 2 << 20) }),
         Profile::PowerCuts => operations.push(Operation::Cut { after: 0, again: Some(random.below(20)) }),
         Profile::Full => operations.insert(2, Operation::Room { bytes: random.below(8 << 20) }),
         Profile::Model | Profile::Errors => {}

@@ -1,31 +1,36 @@
-//! 1,000 seeds of power cuts: at any operation of the medium, inside any operation of the datastore, and again while it
-//! recovers. What was not flushed is dropped, reordered and torn at 512 bytes.
+//! More than 1,000 seeds of power cuts: at any operation of the medium, inside any operation of the datastore, and again
+//! while it recovers. What was not flushed is dropped, reordered and torn at 512 bytes.
 
 use simulation::operation::Profile;
 use simulation::scenario;
 
-fn run(seeds: std::ops::Range<u64>) {
+fn run(profile: Profile, seeds: std::ops::Range<u64>) {
     let count = seeds.end - seeds.start;
-    let statistics = scenario::all(Profile::PowerCuts, seeds);
+    let statistics = scenario::all(profile, seeds);
     assert!(statistics.restarts > 2 * count && statistics.interrupted_recoveries > count / 8, "{statistics:?}");
 }
 
 #[test]
 fn the_first_250_seeds_lose_nothing() {
-    run(0..250);
+    run(Profile::PowerCuts, 0..250);
 }
 
 #[test]
 fn the_second_250_seeds_lose_nothing() {
-    run(250..500);
+    run(Profile::PowerCuts, 250..500);
 }
 
 #[test]
 fn the_third_250_seeds_lose_nothing() {
-    run(500..750);
+    run(Profile::PowerCuts, 500..750);
 }
 
 #[test]
 fn the_fourth_250_seeds_lose_nothing() {
-    run(750..1000);
+    run(Profile::PowerCuts, 750..1000);
+}
+
+#[test]
+fn with_hardly_any_room_400_seeds_lose_nothing() {
+    run(Profile::Tight, 0..400);
 }

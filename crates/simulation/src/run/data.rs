@@ -38,8 +38,14 @@ impl Run {
             && error.kind() == ErrorKind::NoSpace
             && self.must_fit(&name, &*device, offset, length)?
         {
-            // The claim on space of what is still buffered ends with a flush; then an overwrite needs none.
-            result = device.flush().and_then(|()| device.write(offset, buffer, length as usize, fua));
+            // The claim on space of what is still buffered ends with a flush, what a deleted snapshot shares with the
+            // disk once that is gone in the background; then an overwrite needs none.
+            let datastore = self.datastore()?;
+            result = device.flush().and_then(|()| {
+                while datastore.engine().pump()? {}
+                device.write(offset, buffer, length as usize, fua)
+            });
+            drop(datastore);
             if let Err(error) = &result
                 && error.kind() == ErrorKind::NoSpace
             {

@@ -259,6 +259,8 @@ impl Engine {
                 {
                     writer.push(&next.operation);
                     joined = next.joined;
+                    let checksums = matches!(next.operation, Operation::Checksums { .. });
+                    meta.pending_checksums -= usize::from(checksums);
                     taken.extend(meta.pending.pop_front());
                     meta.captured = meta.captured.map(|left| left - 1);
                 }

@@ -43,6 +43,7 @@ mod inspect;
 mod maintain;
 mod read;
 mod recover;
+mod replay;
 mod room;
 mod superblock;
 mod through;
@@ -131,6 +132,8 @@ struct Meta {
     logged_in_flight: std::ops::Range<u64>,
     pending: VecDeque<Pending>,
     pending_bytes: usize,
+    /// How many of the pending changes are [`Operation::Checksums`].
+    pending_checksums: usize,
     /// Pending changes that the checkpoint under way has captured already.
     captured: Option<usize>,
     /// Held by reads that may name blocks mapped now; replaced at each commit.
@@ -394,6 +397,7 @@ impl Meta {
             _ => 32,
         };
         self.pending_bytes += size;
+        self.pending_checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.pending.push_back(Pending { operation, gate, freed, fresh, joined: false });

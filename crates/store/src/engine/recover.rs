@@ -11,10 +11,10 @@ use super::superblock::Superblock;
 use super::writeback::{LANE_DEPTH, Lane, LoggedLane};
 use super::{Committer, Counters, Engine, EngineOptions, Meta};
 use crate::catalog::{Catalog, Provisioning, State};
-use crate::journal::{Batch, BatchKind, Journal, Operation, Place, Reader};
+use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{PageFile, PageKey, Pages, verify};
-use crate::space::{Run, Space, SpaceKind};
-use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use crate::space::{Space, SpaceKind};
+use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashMap;
@@ -171,6 +171,7 @@ impl Engine {
             logged_in_flight: 0..0,
             pending: VecDeque::new(),
             pending_bytes: 0,
+            pending_checksums: 0,
             captured: None,
             epoch: Arc::new(()),
             limbo: VecDeque::new(),
@@ -234,128 +235,6 @@ impl Engine {
         engine.update_headroom(&engine.meta.lock());
         engine.start(crashed)?;
         Ok(engine)
-    }
-
-    /// Carries out the operations from `from` to `end` again: urgent ones all, others from `ordered` on.
-    fn replay(&self, from: Place, ordered: Place, end: Place) -> Result<u64> {
-        let mut replay = Replay::default();
-        let mut count = 0;
-        let mut place = from;
-        while place != end {
-            let batch = {
-                let commit = self.commit.lock();
-                commit.journal.read(place, 0)?
-            };
-            let Some(Batch { kind, body, next, .. }) = batch else {
-                return Err(Error::new(
-                    ErrorKind::Corrupt,
-                    format!("the journal could be read a moment ago and cannot now, at {}", place.position),
-                ));
-            };
-            // What was pending when the checkpoint captured its pages is in them already.
-            if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
-                let mut reader = Reader::new(&body);
-                while let Some(operation) = reader.next_operation()? {
-                    self.replay_one(&mut replay, &operation, place.position).map_err(|error| {
-                        error.context(format!("replaying the journal at {} failed", place.position))
-                    })?;
-                    count += 1;
-                }
-            }
-            place = next;
-        }
-        self.put_payload_home(&replay)?;
-        Ok(count)
-    }
-
-    fn replay_one(&self, replay: &mut Replay, operation: &Operation, position: u64) -> Result<()> {
-        let mut guard = self.meta.lock();
-        let meta = &mut *guard;
-        self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
-        match operation {
-            Operation::Overwrite { run, checksums } => {
-                for (block, sum) in (run.start..).zip(checksums) {
-                    replay.announced.insert(block, (position, Some(*sum)));
-                }
-            }
-            Operation::Announce { run } => {
-                for block in run.start..run.start + run.blocks {
-                    replay.announced.insert(block, (position, None));
-                }
-            }
-            Operation::Synced { position: settled } => {
-                let done: Vec<(u64, bool)> = replay
-                    .announced
-                    .iter()
-                    .filter(|(_, (at, _))| at < settled)
-                    .map(|(block, (_, sum))| (*block, sum.is_some()))
-                    .collect();
-                for (block, written) in done {
-                    replay.announced.remove(&block);
-                    // What was overwritten is durable at home: older payload must not come over it. What was only
-                    // permitted to be overwritten has said by its checksums whether it was.
-                    if written {
-                        meta.forget_logged(Run { start: block, blocks: 1 });
-                    }
-                    let Meta { data, pages, .. } = meta;
-                    data.annotate(pages, Run { start: block, blocks: 1 }, |_, entry| entry.suspect = false)?;
-                }
-            }
-            Operation::OverwriteData { run, .. } | Operation::MapData { run, .. } => {
-                for block in run.start..run.start + run.blocks {
-                    replay.announced.remove(&block);
-                }
-            }
-            _ => {}
-        }
-        let mut freed = Vec::new();
-        meta.apply(operation, false, &mut freed)?;
-        for run in freed {
-            for block in run.start..run.start + run.blocks {
-                replay.announced.remove(&block);
-            }
-            meta.data.release(run);
-        }
-        match operation {
-            Operation::Map { run, .. } | Operation::Written { run, .. } => {
-                for block in run.start..run.start + run.blocks {
-                    replay.announced.remove(&block);
-                }
-            }
-            // Read while it was being overwritten: what was found then is no longer what has to be there.
-            Operation::Resolve { block, .. } if replay.announced.contains_key(block) => {
-                let Meta { data, pages, .. } = meta;
-                data.annotate(pages, Run { start: *block, blocks: 1 }, |_, entry| entry.suspect = true)?;
-            }
-            _ => {}
-        }
-        Ok(())
-    }
-
-    /// Writes journalled payload to its place, unless a later announced overwrite is found whole there.
-    fn put_payload_home(&self, replay: &Replay) -> Result<()> {
-        let logged = std::mem::take(&mut self.meta.lock().logged);
-        for (block, slice) in logged {
-            let run = Run { start: block, blocks: 1 };
-            let (file, offset) = self.files.locate(run)?;
-            if let Some((_, announced)) = replay.announced.get(&block) {
-                let mut found = Buffer::zeroed(1);
-                file.read_at(&mut found, offset).during(|| format!("reading block {block}"))?;
-                if Some(checksum(&found)) == *announced {
-                    continue;
-                }
-            }
-            file.write_at(&[&slice], offset, false).during(|| format!("writing journalled block {block} home"))?;
-            self.files.touch(run);
-            let mut guard = self.meta.lock();
-            let Meta { data, pages, .. } = &mut *guard;
-            let sum = checksum(&slice);
-            data.annotate(pages, run, |_, entry| {
-                entry.checksum = sum;
-                entry.suspect = false;
-            })?;
-        }
-        self.files.sync()
     }
 
     /// The last steps of opening: completes what a crash interrupted and starts the threads.
@@ -455,12 +334,6 @@ impl Engine {
         *self.stop_reason.lock() = Some("it was closed".into());
         Ok(())
     }
-}
-
-#[derive(Default)]
-struct Replay {
-    /// Announced overwrites of which nobody said that they reached the medium: block to (position, checksum).
-    announced: FxHashMap<u64, (u64, Option<u32>)>,
 }
 
 struct FoundCheckpoint {

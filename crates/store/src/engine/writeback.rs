@@ -113,7 +113,7 @@ impl Engine {
     /// One batch of one disk. False when its buffer is empty.
     fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<bool> {
         let batch = batch_blocks(self.options.mode);
-        let commit = self.commit.lock();
+        let mut commit = self.commit.lock();
         let pieces = {
             let mut buffer = head.buffer.lock();
             loop {
@@ -136,15 +136,25 @@ impl Engine {
         };
         let mut homes = Vec::new();
         let mut others = Vec::new();
-        let mut meta = self.meta.lock();
-        let planned = self.plan_homes(&mut meta, head, pieces, &mut homes, &mut others);
-        if let Err(error) = planned {
+        let mut meta = loop {
+            let mut meta = self.meta.lock();
+            let planned = self.plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others);
+            // An announcement overtakes what is pending: of these blocks, checksums of older content.
+            let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
+            if planned.is_ok() && !overtakes {
+                break meta;
+            }
             for home in homes.iter().filter(|home| home.way == Way::New) {
                 meta.data.release(home.run);
             }
             self.update_headroom(&meta);
-            return Err(error);
-        }
+            drop(meta);
+            planned?;
+            homes.clear();
+            others.clear();
+            self.sync_all_data()?;
+            self.append_pending(&mut commit)?;
+        };
         // Older payload of these must not go home beside or after what is written now. The journal still has it.
         for home in homes.iter().filter(|home| home.way == Way::InPlace) {
             meta.forget_logged(home.run);
@@ -513,6 +523,22 @@ impl Meta {
         self.data.annotate(&mut self.pages, run, |block, entry| {
             entry.checksum = checksums[(block - run.start) as usize];
             entry.suspect = false;
+        })
+    }
+
+    /// True when checksums are pending of a block that is about to be overwritten in place.
+    fn awaits_checksums(&self, homes: &[Home]) -> bool {
+        // The list is long when much was written to new places, and then holds no checksums as a rule.
+        if self.pending_checksums == 0 {
+            return false;
+        }
+        let mut in_place: Vec<Run> =
+            homes.iter().filter(|home| home.way == Way::InPlace).map(|home| home.run).collect();
+        in_place.sort_unstable_by_key(|run| run.start);
+        self.pending.iter().any(|pending| {
+            let Operation::Checksums { run, .. } = &pending.operation else { return false };
+            let next = in_place.partition_point(|other| other.start + other.blocks <= run.start);
+            in_place.get(next).is_some_and(|other| other.start < run.start + run.blocks)
         })
     }
 
