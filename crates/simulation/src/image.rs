@@ -173,7 +173,7 @@ impl Image {
 
     /// The disk grows from `capacity`: the rest of its last block, which comes into sight, is cleared.
     pub fn extend(&mut self, capacity: u64) {
-        if capacity % BLOCK > 0 && self.blocks.contains_key(&(capacity / BLOCK)) {
+        if !capacity.is_multiple_of(BLOCK) && self.blocks.contains_key(&(capacity / BLOCK)) {
             let content = *self.block(capacity / BLOCK);
             self.put(capacity / BLOCK, Arc::new(content));
         }

@@ -83,7 +83,8 @@ pub fn operations(seed: u64, profile: Profile, count: usize) -> Vec<Operation> {
     // Something to work on from the start.
     let (small, large) = if profile == Profile::Tight { (1 << 20, 2 << 20) } else { (3 << 20, 40 << 20) };
     operations.insert(0, Operation::Create { capacity: small, kind: 7 });
-    operations.insert(1, Operation::Create { capacity: large + 512, kind: if profile == Profile::Tight { 7 } else { seed } });
+    operations
+        .insert(1, Operation::Create { capacity: large + 512, kind: if profile == Profile::Tight { 7 } else { seed } });
     match profile {
         Profile::Tight => operations.insert(2, Operation::Room { bytes: random.between(256 << 10, 2 << 20) }),
         Profile::PowerCuts => operations.push(Operation::Cut { after: 0, again: Some(random.below(20)) }),

@@ -125,7 +125,8 @@ fn space_reserved_before_a_kill_is_given_back() {
     // Also when nothing had been journalled since the datastore was opened.
     let quiet = [thick, Operation::Snapshot { disk: 0, disks: 1 }, Operation::Reopen, write(0, 0, 4096, 1)];
     for after in 0..12 {
-        let cut = [Operation::Cut { after, again: None }, Operation::Diff { disk: 0, from: 0, to: 1 }, Operation::Check];
+        let cut =
+            [Operation::Cut { after, again: None }, Operation::Diff { disk: 0, from: 0, to: 1 }, Operation::Check];
         run(after, &[&quiet[..], &cut[..]].concat());
     }
 }

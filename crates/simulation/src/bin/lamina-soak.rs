@@ -36,7 +36,11 @@ fn arguments() -> Result<Arguments, String> {
             "--runs" => out.runs = number()?,
             name => match Profile::ALL.into_iter().find(|profile| profile.name() == name) {
                 Some(profile) => out.profiles = vec![profile],
-                None => return Err(format!("{name}: not model, power-cuts, tight, errors, full, --seed, --from or --runs")),
+                None => {
+                    return Err(format!(
+                        "{name}: not model, power-cuts, tight, errors, full, --seed, --from or --runs"
+                    ));
+                }
             },
         }
     }

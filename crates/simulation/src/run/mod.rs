@@ -97,7 +97,7 @@ impl Run {
             write_buffer: *random.choose(&[64 << 10, 256 << 10, 1 << 20]),
             commit_interval: Duration::from_secs(10),
             threads: false,
-            ..EngineOptions::default()
+            write_through: random.percent(75),
         };
         let unflushed_max = *random.choose(&[16, 256, 4096]);
         let medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };
@@ -276,7 +276,7 @@ impl Run {
 
     /// Heads twice as likely as snapshots.
     fn pick_title(&self, number: u64) -> Option<String> {
-        if number % 3 > 0 {
+        if !number.is_multiple_of(3) {
             return self.pick_disk(number / 3);
         }
         let titles = self.model.titles();

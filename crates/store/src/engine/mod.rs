@@ -41,6 +41,7 @@ mod extend;
 mod files;
 mod inspect;
 mod maintain;
+mod payload;
 mod read;
 mod recover;
 mod replay;
@@ -247,7 +248,7 @@ pub struct Engine {
     metadata_reserved: [AtomicU64; PageFile::COUNT],
     control: Mutex<()>,
     gate: Mutex<writeback::Lane>,
-    logged_lane: Mutex<writeback::LoggedLane>,
+    logged_lane: Mutex<payload::LoggedLane>,
     commit: Mutex<Committer>,
     sync: Mutex<()>,
     /// One reservation of space from the file system at a time.

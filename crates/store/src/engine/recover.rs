@@ -7,8 +7,9 @@
 
 use super::checkpoint::{CheckpointRecord, write_home};
 use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::payload::LoggedLane;
 use super::superblock::Superblock;
-use super::writeback::{LANE_DEPTH, Lane, LoggedLane};
+use super::writeback::{LANE_DEPTH, Lane};
 use super::{Committer, Counters, Engine, EngineOptions, Meta};
 use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};

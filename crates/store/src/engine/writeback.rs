@@ -13,7 +13,6 @@ use crate::tree::{self, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Completion, IoMode, Queue, SharedSlice};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
@@ -42,18 +41,6 @@ pub struct Lane {
 impl Lane {
     pub(super) fn new(queue: Box<dyn Queue>) -> Self {
         Self { queue, last: 0 }
-    }
-}
-
-/// What taking journalled payload home keeps between rounds.
-pub struct LoggedLane {
-    pub(super) queue: Box<dyn Queue>,
-    cursor: u64,
-}
-
-impl LoggedLane {
-    pub(super) fn new(queue: Box<dyn Queue>) -> Self {
-        Self { queue, cursor: 0 }
     }
 }
 
@@ -442,78 +429,6 @@ impl Engine {
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();
         self.sealed_ready.notify_all();
-        Ok(())
-    }
-
-    /// Takes journalled payload home, up to `most` blocks; the number written. The journal protects it until the next
-    /// checkpoint, so nothing has to be announced or flushed here. Payload whose record is still to be appended stays:
-    /// a crash would find it where recovery expects what was there before.
-    pub(super) fn write_logged(&self, most: usize) -> Result<usize> {
-        let mut lane = self.logged_lane.lock();
-        let (blocks, guard) = {
-            let mut meta = self.meta.lock();
-            let mut blocks: Vec<(u64, SharedSlice)> =
-                meta.logged.range(lane.cursor..).take(most).map(|(block, slice)| (*block, slice.clone())).collect();
-            if blocks.is_empty() {
-                blocks = meta.logged.iter().take(most).map(|(block, slice)| (*block, slice.clone())).collect();
-            }
-            let last_seen = blocks.last().map_or(0, |(last, _)| *last + 1);
-            let mut durable = Vec::with_capacity(blocks.len());
-            for (block, slice) in blocks {
-                if !meta.entry(block)?.fresh {
-                    durable.push((block, slice));
-                }
-            }
-            let blocks = durable;
-            lane.cursor = last_seen;
-            let (Some((first, _)), Some((last, _))) = (blocks.first(), blocks.last()) else { return Ok(0) };
-            meta.logged_in_flight = *first..*last + 1;
-            (blocks, Arc::clone(&meta.epoch))
-        };
-        let result = self.write_logged_blocks(&mut lane, &blocks);
-        let mut meta = self.meta.lock();
-        meta.logged_in_flight = 0..0;
-        if result.is_ok() {
-            for (block, slice) in &blocks {
-                // Newer payload may have come meanwhile.
-                if meta.logged.get(block).is_some_and(|now| std::ptr::eq(now.as_ptr(), slice.as_ptr())) {
-                    meta.logged.remove(block);
-                }
-            }
-        }
-        drop(meta);
-        drop(guard);
-        result.map(|()| blocks.len())
-    }
-
-    fn write_logged_blocks(&self, lane: &mut LoggedLane, blocks: &[(u64, SharedSlice)]) -> Result<()> {
-        let mut completions = Vec::new();
-        let mut at = 0;
-        while at < blocks.len() || lane.queue.in_flight() > 0 {
-            while at < blocks.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
-                let mut end = at + 1;
-                while end < blocks.len() && blocks[end].0 == blocks[end - 1].0 + 1 && end - at < SLICES_MAX {
-                    end += 1;
-                }
-                let mut run = Run { start: blocks[at].0, blocks: (end - at) as u64 };
-                // A run never crosses from one data file into the next.
-                let room = crate::space::FILE_BLOCKS - run.start % crate::space::FILE_BLOCKS;
-                run.blocks = run.blocks.min(room);
-                end = at + run.blocks as usize;
-                let (file, offset) = self.files.locate(run)?;
-                let slices = blocks[at..end].iter().map(|(_, slice)| slice.clone()).collect();
-                lane.queue.write(&file, offset, slices, false, at as u64);
-                at = end;
-            }
-            lane.queue.wait(&mut completions, None).during(|| "taking journalled blocks home".into())?;
-            for completion in completions.drain(..) {
-                completion
-                    .result
-                    .during(|| "taking journalled blocks home".into())
-                    .map_err(|error| self.stop(error))?;
-            }
-        }
-        blocks.iter().for_each(|(block, _)| self.files.touch(Run { start: *block, blocks: 1 }));
         Ok(())
     }
 }
