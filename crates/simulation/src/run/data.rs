@@ -143,7 +143,9 @@ impl Run {
     /// True when a write only overwrites what the disk alone has.
     fn must_fit(&self, name: &str, device: &dyn Device, offset: u64, length: u64) -> Checked<bool> {
         let disk = &self.model.disks[name];
-        if disk.parent.is_some() || disk.origin.is_some() || !disk.snapshots.is_empty() || disk.detached {
+        // Any clone that was detached may share blocks with any other disk.
+        let detached = self.model.disks.values().any(|other| other.detached);
+        if disk.parent.is_some() || disk.origin.is_some() || !disk.snapshots.is_empty() || detached {
             return Ok(false);
         }
         let status = device.status(offset, length, usize::MAX).map_err(|error| error.to_string())?;

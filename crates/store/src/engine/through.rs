@@ -149,21 +149,29 @@ impl Engine {
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
                 return Ok(Outcome::Announce(runs.collect()));
             }
-            let mut parts = Vec::new();
+            let mut parts: Vec<Part> = Vec::new();
             for (range, place) in own {
                 if let Some(start) = place {
                     let run = Run { start, blocks: range.end - range.start };
-                    meta.forget_logged(run);
                     parts.push(Part { logical: range.start, run, new: false });
                     continue;
                 }
                 let mut at = range.start;
                 while at < range.end {
-                    let run = self.allocate(meta, range.end - at)?;
+                    let run = match self.allocate(meta, range.end - at) {
+                        Ok(run) => run,
+                        Err(error) => {
+                            parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
+                            self.update_headroom(meta);
+                            return Err(error);
+                        }
+                    };
                     parts.push(Part { logical: at, run, new: true });
                     at += run.blocks;
                 }
             }
+            // Nothing can fail any more: older payload of these must not go home over what is written now.
+            parts.iter().filter(|part| !part.new).for_each(|part| meta.forget_logged(part.run));
             self.update_headroom(meta);
             parts
         };
