@@ -189,10 +189,17 @@ impl Datastore {
         } else if capacity > disk.capacity {
             self.clear_behind_end(&disk, old..new)?;
             if disk.provisioning != Stored::Thin && new > old {
+                // What is set aside for writes to shared blocks is not for this: it takes what it needs on top.
+                if disk.reserved > 0 {
+                    self.engine.set_aside(id, disk.reserved + (new - old))?;
+                }
                 let filled = self.fill(id, old..new, shown(disk.provisioning), &crate::NoProgress);
                 if let Err(error) = filled {
                     self.engine.discard_blocks(&self.engine.head(id), old..new)?;
                     self.engine.flush()?;
+                    if disk.reserved > 0 {
+                        self.engine.set_aside(id, disk.reserved)?;
+                    }
                     return Err(error.context(format!("disk '{}' was not resized", disk.name)));
                 }
             }

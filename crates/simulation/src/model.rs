@@ -185,6 +185,7 @@ impl Model {
             }
         }
         let Some(heir) = self.disks.get_mut(heir_name) else { return };
+        heir.detached = true;
         let origin = heir.origin.take().map(|(_, snapshot)| snapshot);
         for parent in heir.snapshots.values_mut().map(|snapshot| &mut snapshot.parent).chain([&mut heir.parent]) {
             if parent.is_none() {

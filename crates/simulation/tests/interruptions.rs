@@ -159,4 +159,13 @@ fn what_a_full_file_system_refuses_has_not_begun() {
         thick.extend([write(1, round, 500_000, round + 1), Operation::Flush { disk: 1 }]);
     }
     run(4, &thick);
+    // Nor does a growth that is refused, or done, take what is set aside for writes to shared blocks.
+    for grown in [8 << 20, (1 << 20) + 65_536] {
+        let mut thick = base.to_vec();
+        thick.insert(4, Operation::Room { bytes: 2 << 20 });
+        thick.insert(4, Operation::Snapshot { disk: 1, disks: 1 });
+        thick.push(Operation::Resize { disk: 1, capacity: grown, by_device: false });
+        thick.push(write(1, 0, 1 << 20, 9));
+        run(5, &thick);
+    }
 }

@@ -216,6 +216,7 @@ impl Engine {
             let bytes = run.blocks * BLOCK_SIZE as u64;
             report.leaked += bytes;
             if repair {
+                self.files.touch(run);
                 super::room::punch(file, run)?;
             }
             report.add(

@@ -126,6 +126,15 @@ impl Engine {
         })
     }
 
+    /// Changes how many blocks are set aside for a thick disk.
+    pub fn set_aside(&self, id: u64, reserved: u64) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = Object { reserved, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
     /// Takes snapshots of several disks at one point: every write acknowledged before this call is in them, none that
     /// comes after it is. Durable when this returns, in one small append; the data itself is as durable as it was.
     pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {

@@ -39,6 +39,7 @@ impl Engine {
         let mut returned = 0;
         self.unclaimed_room(&mut |file, run| {
             returned += run.blocks;
+            self.files.touch(run);
             punch(file, run)
         })?;
         if returned > 0 {
