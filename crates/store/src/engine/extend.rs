@@ -5,9 +5,10 @@
 //! happen under the lock.
 
 use super::{Engine, Meta};
+use crate::catalog::SLOTS_PER_PAGE;
 use crate::journal::Operation;
 use crate::pages::PageFile;
-use crate::space::{REGION_PAGES, Run};
+use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 use std::sync::atomic::Ordering;
@@ -194,13 +195,13 @@ fn nodes_more(used: u64) -> u64 {
 
 fn needs(meta: &Meta, records: u64) -> Needs {
     let table = |regions: u64| regions * REGION_PAGES;
-    let summary = |regions: u64| regions / 1016 + 1;
+    let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
     [
         (PageFile::MapTable, table(meta.map.regions())),
         (PageFile::MapSummary, summary(meta.map.regions())),
         (PageFile::DataTable, table(meta.data.regions())),
         (PageFile::DataSummary, summary(meta.data.regions())),
-        (PageFile::Catalog, (meta.catalog.slots() + records) / 8 + 64),
+        (PageFile::Catalog, (meta.catalog.slots() + records) / SLOTS_PER_PAGE as u64 + 64),
     ]
     .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
 }

@@ -5,14 +5,11 @@
 //! journal does not hold yet may not go.
 
 use super::Engine;
-use super::writeback::LANE_DEPTH;
+use super::writeback::{LANE_DEPTH, SLICES_MAX};
 use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{Queue, SharedSlice};
 use std::sync::Arc;
-
-/// Slices per write: the kernel takes no more (`IOV_MAX`).
-const SLICES_MAX: usize = 1000;
 
 /// What taking journalled payload home keeps between rounds.
 pub struct LoggedLane {

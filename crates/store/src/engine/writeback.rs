@@ -25,7 +25,7 @@ fn batch_blocks(mode: IoMode) -> u64 {
 }
 
 /// Slices per write: the kernel takes no more (`IOV_MAX`).
-const SLICES_MAX: usize = 1000;
+pub(super) const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub(super) const LANE_DEPTH: u32 = 64;
 /// Longest range of one unmap operation, in blocks (4 GiB).
@@ -266,8 +266,7 @@ impl Engine {
                 let before = homes[i - 1].run;
                 group.len() < SLICES_MAX
                     && before.start + before.blocks == home.run.start
-                    && super::files::data_file_name(before.start / crate::space::FILE_BLOCKS)
-                        == super::files::data_file_name(home.run.start / crate::space::FILE_BLOCKS)
+                    && before.start / crate::space::FILE_BLOCKS == home.run.start / crate::space::FILE_BLOCKS
             });
             match groups.last_mut() {
                 Some(group) if joins => group.end = i + 1,

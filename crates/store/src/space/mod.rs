@@ -16,12 +16,12 @@
 mod region;
 mod table;
 
-pub use region::{REGION_BLOCKS, REGION_PAGES};
+pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
 pub use table::{Entry, TABLE_ENTRIES, forget_fresh};
 
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
-use region::{Bitmaps, Region, SUMMARY_ENTRIES};
+use region::{Bitmaps, Region};
 use std::collections::BTreeSet;
 
 /// Regions per data file: just under 1 TiB, below the file size limits of every file system in use.
