@@ -70,6 +70,12 @@ pub trait File: Send + Sync {
     /// (`RWF_DSYNC`); nothing is said about earlier writes then.
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()>;
 
+    /// Has the operating system begin to write what it caches of a range to the medium, and with `wait` waits for that:
+    /// so that a later [`File::sync`] finds little left to do. Nothing is durable for it.
+    fn write_out(&self, offset: u64, length: u64, wait: bool) {
+        let _ = (offset, length, wait);
+    }
+
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).
     fn sync(&self) -> io::Result<()>;
 

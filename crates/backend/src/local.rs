@@ -9,10 +9,13 @@
 
 mod extents;
 mod file;
+mod scheduling;
 
 pub use file::LocalFile;
 #[cfg(target_os = "linux")]
 pub(crate) use file::VECTORS_MAX;
+
+pub use scheduling::wake_promptly;
 
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;

@@ -69,6 +69,6 @@ pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], captured: &[(PageKey
 
 /// The page cache as it is after a restart.
 pub fn reopened(files: &[Arc<dyn File>; PageFile::COUNT], pages: &mut Pages, limit: usize) {
-    write_home(files, &pages.capture());
+    write_home(files, &pages.capture().all());
     *pages = Pages::new(files.clone(), limit);
 }

@@ -142,6 +142,12 @@ impl File for LocalFile {
         }
     }
 
+    fn write_out(&self, offset: u64, length: u64, wait: bool) {
+        if self.mode == IoMode::Buffered {
+            write_out_call(&self.file, offset, length, wait);
+        }
+    }
+
     fn sync(&self) -> io::Result<()> {
         // Never retried after a failure: the kernel reports a lost write once and then forgets it.
         self.file.sync_data()
@@ -214,6 +220,21 @@ fn read_cached_call(file: &std::fs::File, buffer: &mut [u8], offset: u64) -> rus
 fn read_cached_call(_file: &std::fs::File, _buffer: &mut [u8], _offset: u64) -> rustix::io::Result<usize> {
     Err(rustix::io::Errno::AGAIN)
 }
+
+#[cfg(target_os = "linux")]
+fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) {
+    let flags = match wait {
+        true => libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER,
+        false => libc::SYNC_FILE_RANGE_WRITE,
+    };
+    let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) else { return };
+    // SAFETY: a system call on a descriptor that is open for as long as `file` is borrowed; it touches no memory.
+    // Its outcome does not matter: errors of the medium are kept for, and told by, the next flush.
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) {}
 
 #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
 fn reserve_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {

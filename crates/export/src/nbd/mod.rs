@@ -19,6 +19,7 @@ mod inbox;
 pub mod limits;
 pub mod listener;
 pub mod options;
+mod polling;
 mod pool;
 pub mod protocol;
 mod reads;

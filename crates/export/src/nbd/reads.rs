@@ -98,7 +98,6 @@ pub struct Reads<'a> {
     held: usize,
     luck: CacheLuck,
     completions: Vec<Completion>,
-    unsubmitted: bool,
     armed: bool,
 }
 
@@ -116,7 +115,6 @@ impl<'a> Reads<'a> {
             held: 0,
             luck: CacheLuck::default(),
             completions: Vec::new(),
-            unsubmitted: false,
             armed: false,
         }
     }
@@ -141,17 +139,6 @@ impl<'a> Reads<'a> {
         self.plan(ask, 0, pool)
     }
 
-    /// Hands what is new to the kernel, so that it works while we do something else.
-    pub fn submit(&mut self) -> io::Result<()> {
-        match &mut self.queue {
-            Some(queue) if self.unsubmitted => {
-                self.unsubmitted = false;
-                queue.submit()
-            }
-            _ => Ok(()),
-        }
-    }
-
     /// Has the queue watch the socket too.
     pub fn watch(&mut self, socket: RawFd) {
         if let Some(queue) = &mut self.queue
@@ -170,7 +157,6 @@ impl<'a> Reads<'a> {
         finished: &mut Vec<Finished>,
     ) -> io::Result<bool> {
         let Some(queue) = &mut self.queue else { return Ok(false) };
-        self.unsubmitted = false;
         let mut completions = std::mem::take(&mut self.completions);
         queue.wait(&mut completions, timeout)?;
         let mut readable = false;
@@ -312,7 +298,12 @@ impl<'a> Reads<'a> {
                 queue.read(&media.file, media.offset, pool.take(media.length), token);
             }
         }
-        self.unsubmitted = true;
+        // Each read at once, although one system call could hand over many: what is handed over together comes back
+        // together, and then client and medium take turns instead of working at the same time (direct reads at queue
+        // depth 16: 30,000/s together, 45,000/s one by one). An error is met again, and told, by the next wait.
+        if let Err(error) = queue.submit() {
+            tracing::debug!(%error, "submitting a read");
+        }
         self.pending += 1;
         self.held += pending.ask.length;
         self.slots[slot] = Some(pending);

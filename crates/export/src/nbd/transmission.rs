@@ -16,6 +16,7 @@
 
 use super::inbox::Inbox;
 use super::limits::*;
+use super::polling::Polling;
 use super::pool::Pool;
 use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead};
 use super::reads::{Ask, Finished, Reads};
@@ -30,7 +31,7 @@ use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use store::{Error, ErrorKind, IoContext, Result};
 
 /// What a session did, for the log.
@@ -74,6 +75,7 @@ pub fn transmit(
         ended: false,
         fault: None,
         depth: Depth::default(),
+        polling: Polling::default(),
         tally: Tally::default(),
     };
     let result = session.run();
@@ -139,6 +141,7 @@ struct Session<'a> {
     /// What the client did wrong, if that is why.
     fault: Option<Error>,
     depth: Depth,
+    polling: Polling,
     tally: Tally,
 }
 
@@ -164,7 +167,9 @@ impl Session<'_> {
                         self.receive(Wait::No)?;
                     }
                 }
-                (false, true) => self.receive(self.patience())?,
+                (false, true) => {
+                    self.receive(self.patience())?;
+                }
                 (false, false) => {
                     if !self.await_socket(wanting, UNREAD_PATIENCE)? {
                         self.outbox.unshare(&mut self.pool);
@@ -172,7 +177,7 @@ impl Session<'_> {
                     self.receive_if(wanting)?;
                 }
                 (true, true) => {
-                    if self.await_reads(wanting)? {
+                    if !self.poll(wanting)? && self.await_reads(wanting)? {
                         self.depth.saw_overlap();
                         self.receive_if(wanting)?;
                     }
@@ -419,10 +424,6 @@ impl Session<'_> {
 
     /// Sends what the socket takes without waiting; true when nothing is left.
     fn send(&mut self) -> Result<bool> {
-        if !self.outbox.is_empty() {
-            // The medium works while we copy into the socket.
-            self.reads.submit().during(|| "submitting reads".to_owned())?;
-        }
         while !self.outbox.is_empty() {
             match self.transport.send(&self.outbox.gather()) {
                 Ok(bytes) => self.outbox.advance(bytes, &mut self.pool),
@@ -434,11 +435,11 @@ impl Session<'_> {
     }
 
     fn receive_if(&mut self, wanting: bool) -> Result<()> {
-        if wanting { self.receive(Wait::No) } else { Ok(()) }
+        if wanting { self.receive(Wait::No).map(|_| ()) } else { Ok(()) }
     }
 
-    /// Receives once: into the payload under way, and what follows it into the inbox.
-    fn receive(&mut self, wait: Wait) -> Result<()> {
+    /// Receives once: into the payload under way, and what follows it into the inbox. False when nothing was there.
+    fn receive(&mut self, wait: Wait) -> Result<bool> {
         let received = match &mut self.incoming {
             Incoming::Payload { buffer, filled, end, .. } => {
                 let payload = &mut buffer[*filled..*end];
@@ -466,9 +467,9 @@ impl Session<'_> {
             }
         };
         match received {
-            Ok(0) => self.peer_closed(),
-            Ok(_) => Ok(()),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            Ok(0) => self.peer_closed().map(|()| true),
+            Ok(_) => Ok(true),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(Error::io("receiving from the client", error)),
         }
     }
@@ -489,6 +490,24 @@ impl Session<'_> {
         wait_for(self.transport, wanting, true, Some(timeout)).during(|| "waiting for the client".to_owned())
     }
 
+    /// Looks for finished reads and new requests for as long as that has paid lately; true when there were any.
+    fn poll(&mut self, wanting: bool) -> Result<bool> {
+        let polling = std::mem::take(&mut self.polling);
+        let found = polling.poll(|| {
+            let readable = self.reap(Some(Duration::ZERO));
+            let received = match &readable {
+                Ok(_) if wanting => self.receive(Wait::No),
+                _ => Ok(false),
+            };
+            match (readable, received) {
+                (Err(error), _) | (_, Err(error)) => Some(Err(error)),
+                (Ok(_), Ok(received)) => (received || !self.outbox.is_empty()).then_some(Ok(true)),
+            }
+        });
+        self.polling = polling;
+        found.unwrap_or(Ok(false))
+    }
+
     /// Waits for reads and, if it is worth it, for the socket; true when there may be something to receive.
     fn await_reads(&mut self, wanting: bool) -> Result<bool> {
         if wanting && self.transport.has_input() {
@@ -502,7 +521,10 @@ impl Session<'_> {
         {
             self.reads.watch(socket.as_raw_fd());
         }
-        self.reap(None)
+        let began = Instant::now();
+        let readable = self.reap(None);
+        self.polling.slept(began.elapsed());
+        readable
     }
 
     fn reap(&mut self, timeout: Option<Duration>) -> Result<bool> {

@@ -7,6 +7,7 @@
 //! 3. When [`Transport::has_input`] is false and `receive` filled less than it was given, waiting for the descriptor
 //!    to become readable misses nothing.
 
+use super::polling::Polling;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
@@ -72,12 +73,28 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
 /// an idle session costs one system call for each request instead of two.
 pub struct Socket {
     descriptor: std::sync::Arc<OwnedFd>,
+    polling: Polling,
 }
 
 impl Socket {
     /// Takes over a connected socket; the other owners of the descriptor only ever shut it down.
     pub fn new(descriptor: std::sync::Arc<OwnedFd>) -> Self {
-        Self { descriptor }
+        Self { descriptor, polling: Polling::default() }
+    }
+}
+
+fn receive(socket: &OwnedFd, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> io::Result<usize> {
+    loop {
+        let received = if let [one] = into {
+            rustix::net::recv(socket, &mut **one, flags).map(|(bytes, _)| bytes)
+        } else {
+            let mut ancillary = RecvAncillaryBuffer::default();
+            rustix::net::recvmsg(socket, into, &mut ancillary, flags).map(|message| message.bytes)
+        };
+        match received {
+            Err(Errno::INTR) => continue,
+            other => return Ok(other?),
+        }
     }
 }
 
@@ -88,18 +105,20 @@ impl Transport for Socket {
             Wait::Some => RecvFlags::empty(),
             Wait::All => RecvFlags::WAITALL,
         };
-        loop {
-            let received = if let [one] = into {
-                rustix::net::recv(&self.descriptor, &mut **one, flags).map(|(bytes, _)| bytes)
-            } else {
-                let mut ancillary = RecvAncillaryBuffer::default();
-                rustix::net::recvmsg(&self.descriptor, into, &mut ancillary, flags).map(|message| message.bytes)
-            };
-            match received {
-                Err(Errno::INTR) => continue,
-                other => return Ok(other?),
-            }
+        if wait != Wait::Some {
+            return receive(&self.descriptor, into, flags);
         }
+        let look = || match receive(&self.descriptor, into, RecvFlags::DONTWAIT) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
+            received => Some(received),
+        };
+        if let Some(received) = self.polling.poll(look) {
+            return received;
+        }
+        let began = Instant::now();
+        let received = receive(&self.descriptor, into, flags);
+        self.polling.slept(began.elapsed());
+        received
     }
 
     fn send(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {

@@ -130,6 +130,32 @@ pub enum Request {
     ExportList,
 }
 
+impl Request {
+    /// True for what may take longer than a moment: it can be cancelled, and tells how far it is.
+    pub fn takes_long(&self) -> bool {
+        match self {
+            Self::Status
+            | Self::DiskList
+            | Self::DiskRename { .. }
+            | Self::SnapshotCreate { .. }
+            | Self::SnapshotList { .. }
+            | Self::SnapshotShow { .. }
+            | Self::SnapshotDelete { .. }
+            | Self::Clone { full: false, .. }
+            | Self::ExportList => false,
+            Self::Check { .. }
+            | Self::DiskCreate { .. }
+            | Self::DiskShow { .. }
+            | Self::DiskResize { .. }
+            | Self::DiskDelete { .. }
+            | Self::DiskDetach { .. }
+            | Self::SnapshotRevert { .. }
+            | Self::SnapshotDiff { .. }
+            | Self::Clone { full: true, .. } => true,
+        }
+    }
+}
+
 /// The good end of a request.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,5 +1,6 @@
-//! The answering end of the control socket: a thread accepts, each connection has a thread, each request under way one
-//! more, so that its connection can be watched for a cancel while it works.
+//! The answering end of the control socket: a thread accepts, each connection has a thread, each long request under way
+//! one more, so that its connection can be watched for a cancel while it works. Short ones are answered by the thread of
+//! the connection: on a busy machine each hand-over between threads takes longer than taking a snapshot.
 //!
 //! What holds:
 //! 1. At most [`CONNECTIONS_MAX`] connections; a further one is told so and closed. A connection that asks nothing for
@@ -200,7 +201,10 @@ fn begin(shared: &Arc<Shared>, stream: UnixStream, number: u64) -> io::Result<()
     };
     let thread = thread::Builder::new().name(format!("control-{number}"));
     thread
-        .spawn(move || Connection { shared: &place.shared, stream: &stream, writing: Mutex::new(()) }.serve())
+        .spawn(move || {
+            backend::local::wake_promptly();
+            Connection { shared: &place.shared, stream: &stream, writing: Mutex::new(()) }.serve();
+        })
         .map(drop)
 }
 
@@ -277,13 +281,41 @@ impl Connection<'_> {
         tracing::debug!(?request, "control request");
         let follower =
             Follower { connection: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
+        let (result, usable) = match request.takes_long() {
+            true => self.follow(request, &follower, lines)?,
+            false => {
+                let work = std::panic::AssertUnwindSafe(|| (self.shared.handler)(request, &follower));
+                (std::panic::catch_unwind(work).unwrap_or_else(|_| Err(failed_inside())), true)
+            }
+        };
+        match result {
+            Ok(reply) => match self.send(&FromServer::Reply(Box::new(reply))) {
+                Err(error) if error.kind() == ErrorKind::Invalid => self.send(&failure(&error))?,
+                sent => sent?,
+            },
+            Err(error) => {
+                tracing::debug!(kind = ?error.kind(), "control request failed: {error}");
+                self.send(&failure(&error))?;
+            }
+        }
+        Ok(usable)
+    }
+
+    /// Carries out a long request on a thread of its own while watching the connection: its end, and whether the
+    /// connection is of further use.
+    fn follow(
+        &self,
+        request: Request,
+        follower: &Follower<'_>,
+        lines: &mut LineReader<&UnixStream>,
+    ) -> Result<(Result<Reply>, bool)> {
         let (finished, finish) = UnixStream::pair().map_err(|e| Error::io("carrying out a control request", e))?;
         let mut usable = true;
         let result = thread::scope(|scope| {
             let worker = thread::Builder::new().name("control-work".into()).spawn_scoped(scope, || {
                 // Hangs up when the work ends, also by a panic.
                 let _finish = finish;
-                (self.shared.handler)(request, &follower)
+                (self.shared.handler)(request, follower)
             });
             let worker = worker.map_err(|e| Error::io("carrying out a control request", e))?;
             let mut told = (0, 0);
@@ -319,23 +351,17 @@ impl Connection<'_> {
                     Err(_) => break,
                 }
             }
-            worker.join().unwrap_or_else(|_| {
-                let sentence = "the server failed inside this request: see its log; `lamina check` tells whether the datastore is well";
-                Err(Error::new(ErrorKind::Stopped, sentence))
-            })
+            worker.join().unwrap_or_else(|_| Err(failed_inside()))
         });
-        match result {
-            Ok(reply) => match self.send(&FromServer::Reply(Box::new(reply))) {
-                Err(error) if error.kind() == ErrorKind::Invalid => self.send(&failure(&error))?,
-                sent => sent?,
-            },
-            Err(error) => {
-                tracing::debug!(kind = ?error.kind(), "control request failed: {error}");
-                self.send(&failure(&error))?;
-            }
-        }
-        Ok(usable)
+        Ok((result, usable))
     }
+}
+
+/// The error of a request that panicked.
+fn failed_inside() -> Error {
+    let sentence =
+        "the server failed inside this request: see its log; `lamina check` tells whether the datastore is well";
+    Error::new(ErrorKind::Stopped, sentence)
 }
 
 /// What a request under way sees of its client.

@@ -73,11 +73,11 @@ impl<'a> BulkWriter<'a> {
     }
 
     fn bound_pending(&self) -> Result<()> {
-        let (pending, dirty) = {
+        let (pending, checkpoint_due) = {
             let meta = self.engine.meta.lock();
-            (meta.pending_bytes, meta.pages.dirty())
+            (meta.pending_bytes, self.engine.is_checkpoint_due(&meta.pages))
         };
-        if dirty > self.engine.dirty_limit() {
+        if checkpoint_due {
             self.engine.checkpoint_if_needed()?;
         } else if pending > self.engine.pending_limit() {
             self.engine.commit_changes()?;

@@ -6,14 +6,16 @@
 //! 2. While everything runs on: the payload that was in the journal then goes home, the data files are flushed, and the
 //!    pending changes that were captured are appended; where they end is where replay of such changes will begin.
 //!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
-//! 3. The captured pages are appended to the journal, then a record that ends the checkpoint. From here on recovery
+//! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home and
+//!    flushed: nobody would look at them if this checkpoint did not end.
+//! 4. The other captured pages are appended to the journal, then a record that ends the checkpoint. From here on recovery
 //!    would take them from there.
-//! 4. The pages are written home and flushed; the superblock lets go of the journal before the tail.
+//! 5. They are written home and flushed; the superblock lets go of the journal before the tail.
 
 use super::Engine;
 use super::superblock::Superblock;
 use crate::journal::{BatchKind, Place};
-use crate::pages::{PageFile, PageKey};
+use crate::pages::{Captured, PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File, SharedSlice};
 use parking_lot::MutexGuard;
@@ -27,11 +29,12 @@ const PAGES_PER_BATCH: usize = 64;
 pub(super) const LOGGED_ROUND: usize = 256;
 
 impl Engine {
-    /// Dirty pages that ask for a checkpoint: their images take at most a quarter of the ring, and at most half of the
-    /// cache.
-    pub(super) fn dirty_limit(&self) -> usize {
-        let by_ring = self.ring as usize / 4 / (BLOCK_SIZE + 64);
-        by_ring.min(self.options.metadata_cache / BLOCK_SIZE / 2).max(64)
+    /// Whether dirty pages ask for a checkpoint: they take at most half of the cache, and their images at most a
+    /// quarter of the ring.
+    pub(super) fn is_checkpoint_due(&self, pages: &Pages) -> bool {
+        let by_ring = (self.ring as usize / 4 / (BLOCK_SIZE + 64)).max(64);
+        let by_cache = (self.options.metadata_cache / BLOCK_SIZE / 2).max(64);
+        pages.dirty_known() > by_ring || pages.dirty() > by_cache
     }
 
     /// A checkpoint, unless another thread has just made one that leaves room.
@@ -54,7 +57,8 @@ impl Engine {
 
     pub(super) fn checkpoint_locked(&self, clean: bool) -> Result<()> {
         self.check_running()?;
-        let Capture { mut next, images, mut payload, batches } = self.capture()?;
+        let Capture { mut next, pages, mut payload, batches } = self.capture()?;
+        let Captured { known: images, unknown } = pages;
 
         while !payload.is_empty() {
             if self.write_logged(LOGGED_ROUND)? == 0 {
@@ -67,7 +71,10 @@ impl Engine {
         }
         // Newer content of such a block may be on its way home instead: let that arrive.
         drop(self.gate.lock());
+        self.files.write_out();
         self.sync_all_data()?;
+        write_home(&self.page_files, &unknown).map_err(|error| self.stop(error))?;
+        drop(unknown);
 
         let mut commit = self.commit.lock();
         self.append_pending(&mut commit)?;
@@ -134,14 +141,14 @@ impl Engine {
             next_id: meta.catalog.next_id(),
             ..commit.superblock
         };
-        Ok(Capture { next, images: meta.pages.capture(), payload: meta.logged.clone(), batches: commit.batches })
+        Ok(Capture { next, pages: meta.pages.capture(), payload: meta.logged.clone(), batches: commit.batches })
     }
 }
 
 /// What a checkpoint holds on to.
 struct Capture {
     next: Superblock,
-    images: Vec<(PageKey, Arc<Block>)>,
+    pages: Captured,
     /// Payload in the journal before the tail that is not home.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
@@ -175,7 +182,9 @@ pub(super) fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(Pag
             end += 1;
         }
         let slices: Vec<&[u8]> = pages[at..end].iter().map(|(_, page)| page.0.as_slice()).collect();
-        files[key.file() as usize].write_at(&slices, key.offset(), false).during(|| format!("writing {key} home"))?;
+        let file = &files[key.file() as usize];
+        file.write_at(&slices, key.offset(), false).during(|| format!("writing {key} home"))?;
+        file.write_out(key.offset(), (slices.len() * BLOCK_SIZE) as u64, true);
         touched[key.file() as usize] = true;
         at = end;
     }

@@ -1,12 +1,12 @@
 //! The files of a datastore: names, and the data files opened as they are needed.
 
 use crate::buffer;
-use crate::space::Run;
+use crate::space::{FILE_BLOCKS, Run};
 use crate::{Error, ErrorKind, IoContext, Result};
-use backend::{Directory, File, IoMode};
+use backend::{BLOCK_SIZE, Directory, File, IoMode};
 use parking_lot::RwLock;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The journal ring.
 pub const JOURNAL_FILE: &str = "journal";
@@ -20,17 +20,59 @@ pub fn data_file_name(number: u64) -> String {
     format!("data.{number:04}")
 }
 
+/// Data files are written out in pieces of this many bytes: few enough requests of the medium at a time that an append
+/// to the journal, for which somebody waits, does not wait long behind them (at 64 of 4 KiB, about a millisecond).
+const WRITE_OUT_PIECE: u64 = 256 << 10;
+/// What was written is remembered by parts of this many bytes.
+const PART: u64 = 1 << 20;
+
 struct DataFile {
     file: Arc<dyn File>,
     /// Written or reserved since it was last flushed.
     dirty: AtomicBool,
+    /// A bit for each part written since it was last written out.
+    written: Box<[AtomicU64]>,
+}
+
+impl DataFile {
+    fn new(file: Arc<dyn File>) -> Self {
+        let parts = (FILE_BLOCKS * BLOCK_SIZE as u64).div_ceil(PART * 64);
+        let written = (0..parts).map(|_| AtomicU64::new(0)).collect();
+        // What a process that was killed had written may still wait in the page cache, and recovery reads it.
+        Self { file, dirty: AtomicBool::new(true), written }
+    }
+
+    fn touch(&self, offset: u64, length: u64) {
+        self.dirty.store(true, Ordering::Release);
+        for part in offset / PART..=(offset + length.max(1) - 1) / PART {
+            if let Some(word) = self.written.get((part / 64) as usize) {
+                word.fetch_or(1 << (part % 64), Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn write_out(&self) {
+        for (i, word) in self.written.iter().enumerate() {
+            let mut bits = match word.load(Ordering::Relaxed) {
+                0 => continue,
+                _ => word.swap(0, Ordering::Relaxed),
+            };
+            while bits != 0 {
+                let offset = (i as u64 * 64 + u64::from(bits.trailing_zeros())) * PART;
+                bits &= bits - 1;
+                for piece in 0..PART / WRITE_OUT_PIECE {
+                    self.file.write_out(offset + piece * WRITE_OUT_PIECE, WRITE_OUT_PIECE, true);
+                }
+            }
+        }
+    }
 }
 
 /// The data files.
 pub struct DataFiles {
     directory: Arc<dyn Directory>,
     mode: IoMode,
-    files: RwLock<Vec<DataFile>>,
+    files: RwLock<Vec<Arc<DataFile>>>,
 }
 
 impl DataFiles {
@@ -40,8 +82,7 @@ impl DataFiles {
         while names.contains(&data_file_name(files.len() as u64)) {
             let name = data_file_name(files.len() as u64);
             let file = directory.open(&name, mode).during(|| format!("opening {name}"))?;
-            // What a process that was killed had written may still wait in the page cache, and recovery reads it.
-            files.push(DataFile { file, dirty: AtomicBool::new(true) });
+            files.push(Arc::new(DataFile::new(file)));
         }
         Ok(Self { directory, mode, files: RwLock::new(files) })
     }
@@ -69,16 +110,25 @@ impl DataFiles {
             let name = data_file_name(files.len() as u64);
             let file = self.directory.create(&name, self.mode).during(|| format!("creating {name}"))?;
             self.directory.sync().during(|| format!("creating {name}"))?;
-            files.push(DataFile { file, dirty: AtomicBool::new(true) });
+            files.push(Arc::new(DataFile::new(file)));
         }
         Ok(())
     }
 
     /// Notes that a run is being changed, before it is.
     pub fn touch(&self, run: Run) {
-        let (number, _, _) = buffer::place(run);
+        let (number, offset, length) = buffer::place(run);
         if let Some(file) = self.files.read().get(number as usize) {
-            file.dirty.store(true, Ordering::Release);
+            file.touch(offset, length);
+        }
+    }
+
+    /// Has the operating system write what it caches of the data to the medium, little by little, and waits for it: what
+    /// is to be flushed by [`DataFiles::sync`] while others need the medium too.
+    pub fn write_out(&self) {
+        if self.mode == IoMode::Buffered {
+            let files = self.files.read().clone();
+            files.iter().for_each(|file| file.write_out());
         }
     }
 

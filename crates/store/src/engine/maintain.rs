@@ -23,10 +23,13 @@ const FREEING_MAX: u64 = 16_384;
 const DROP_STEPS: u32 = 4;
 /// Holds between two looks at other work.
 const DROP_ROUNDS: usize = 64;
+/// While writes come in, giving space back takes one part in so many of a thread's time, so that they go on at their rate.
+const BUSY_SHARE: u32 = 8;
 /// The shortest run given back at once, in blocks (64 KiB).
 const PUNCH_RUN: u64 = 16;
-/// Blocks given back per round in long runs (256 MiB) ...
+/// Blocks given back per round in long runs (256 MiB), and while writes come in (16 MiB) ...
 const PUNCH_BLOCKS: u64 = 1 << 16;
+const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
 /// ... and one by one: nobody can have them while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
 /// Free backed blocks kept for the writes to come while the datastore is busy: one part in so many of what is used ...
@@ -43,6 +46,8 @@ struct Watch {
     last_commit: Instant,
     region: u64,
     singles_done: bool,
+    /// Until when dropping and punching rest for the sake of writers.
+    rest: Instant,
 }
 
 impl Engine {
@@ -112,6 +117,7 @@ impl Engine {
             last_commit: Instant::now(),
             region: 0,
             singles_done: false,
+            rest: Instant::now(),
         };
         while self.running() {
             let extend;
@@ -145,9 +151,9 @@ impl Engine {
             work.reclaim = false;
             (std::mem::take(&mut work.commit), std::mem::take(&mut work.checkpoint))
         };
-        let (logged, pending, freeing, dirty) = {
+        let (logged, pending, freeing, checkpoint_due) = {
             let meta = self.meta.lock();
-            (meta.logged.len(), meta.pending.len(), meta.freeing, meta.pages.dirty())
+            (meta.logged.len(), meta.pending.len(), meta.freeing, self.is_checkpoint_due(&meta.pages))
         };
         let logged_limit = (self.ring / 8 / BLOCK_SIZE as u64).min(4096) as usize;
         if logged > 0 && (logged > logged_limit || idle > IDLE) {
@@ -157,7 +163,7 @@ impl Engine {
                 left = if written == 0 { 0 } else { left.saturating_sub(written) };
             }
         }
-        if checkpoint_wanted || dirty > self.dirty_limit() || (idle > LONG_IDLE && self.journal_used() > 1 << 20) {
+        if checkpoint_wanted || checkpoint_due || (idle > LONG_IDLE && self.journal_used() > 1 << 20) {
             self.checkpoint_if_needed()?;
             watch.last_commit = Instant::now();
         }
@@ -176,6 +182,9 @@ impl Engine {
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
+            if !quiet {
+                self.files.write_out();
+            }
             // Idle, or long enough: what is only buffered becomes durable too.
             if undurable && (since > interval || idle > IDLE / 2) {
                 self.flush()?
@@ -184,11 +193,18 @@ impl Engine {
             }
             watch.last_commit = Instant::now();
         }
+        self.meta.lock().release_limbo();
+        if !quiet && Instant::now() < watch.rest {
+            return Ok(());
+        }
+        let began = Instant::now();
         if self.drop_trash(DROP_ROUNDS)? {
             self.request(|work| work.commit |= work.reclaim);
         }
         self.meta.lock().release_limbo();
-        self.give_space_back(watch, idle)
+        self.give_space_back(watch, idle, quiet)?;
+        watch.rest = Instant::now() + began.elapsed() * (BUSY_SHARE - 1);
+        Ok(())
     }
 
     fn journal_used(&self) -> u64 {
@@ -219,7 +235,7 @@ impl Engine {
     }
 
     /// Punches free runs: long ones soon, single blocks when nothing else goes on.
-    fn give_space_back(&self, watch: &mut Watch, idle: Duration) -> Result<()> {
+    fn give_space_back(&self, watch: &mut Watch, idle: Duration, calm: bool) -> Result<()> {
         let least = if idle > LONG_IDLE && !watch.singles_done { 1 } else { PUNCH_RUN };
         let keep = if idle > IDLE {
             SLACK_IDLE
@@ -227,11 +243,16 @@ impl Engine {
             let meta = self.meta.lock();
             (meta.data.counts().used / SLACK_SHARE).clamp(*SLACK.start(), *SLACK.end())
         };
+        let most = match calm {
+            true if least < PUNCH_RUN => PUNCH_SINGLES,
+            true => PUNCH_BLOCKS,
+            false => PUNCH_BLOCKS_BUSY,
+        };
         let began = Instant::now();
-        let mut given = self.punch_free(&mut watch.region, least, keep)?;
+        let mut given = self.punch_free(&mut watch.region, least, keep, most)?;
         let quiet = || self.clock.load(Ordering::Acquire) + self.written.load(Ordering::Acquire) == watch.activity;
         while given > 0 && began.elapsed() < TICK && quiet() && self.running() {
-            given = self.punch_free(&mut watch.region, least, keep)?;
+            given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
         if given == 0 && least == 1 && watch.region == 0 {
             watch.singles_done = true;
@@ -239,9 +260,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives free runs of at least `least` blocks back, keeping `keep` blocks free; the number given back.
-    fn punch_free(&self, region: &mut u64, least: u64, keep: u64) -> Result<u64> {
-        let most = if least < PUNCH_RUN { PUNCH_SINGLES } else { PUNCH_BLOCKS };
+    /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number given
+    /// back.
+    fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let _punching = self.punching.lock();
         let runs = {
             let mut guard = self.meta.lock();
@@ -297,8 +318,8 @@ impl Engine {
         let mut more = self.write_back_once()?;
         more |= self.write_logged(LOGGED_ROUND)? > 0;
         more |= self.drop_trash(8)?;
-        let dirty = self.meta.lock().pages.dirty();
-        if dirty > self.dirty_limit() {
+        let due = self.is_checkpoint_due(&self.meta.lock().pages);
+        if due {
             self.checkpoint()?;
         }
         self.meta.lock().release_limbo();
@@ -311,10 +332,10 @@ impl Engine {
         while self.drop_trash(DROP_ROUNDS)? {}
         self.commit_changes()?;
         let mut given = 0;
-        for least in [PUNCH_RUN, 1] {
+        for (least, most) in [(PUNCH_RUN, PUNCH_BLOCKS), (1, PUNCH_SINGLES)] {
             let mut region = 0;
             loop {
-                let now = self.punch_free(&mut region, least, 0)?;
+                let now = self.punch_free(&mut region, least, 0, most)?;
                 given += now;
                 if now == 0 {
                     break;

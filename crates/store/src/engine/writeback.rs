@@ -11,8 +11,10 @@ use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::tree::{self, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
-use backend::{BLOCK_SIZE, Completion, IoMode, Queue, SharedSlice};
+use backend::{BLOCK_SIZE, Completion, File, IoMode, Queue, SharedSlice};
+use parking_lot::MutexGuard;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
@@ -24,6 +26,15 @@ fn batch_blocks(mode: IoMode) -> u64 {
     }
 }
 
+/// Runs of new places from this many bytes go to the medium at once, through the page cache as they may: left to the next
+/// flush, they would make it, and every append to the journal beside it, wait for hundreds of megabytes.
+const WRITE_OUT_MIN: u64 = 256 << 10;
+/// Blocks in one write (1 MiB).
+const GROUP_BLOCKS_MAX: u64 = 256;
+/// Short writes that are brought into the map together.
+const GROUPS_PER_FINISH: usize = 32;
+/// Pieces brought into the map under one hold of the locks: readers and writers of the disk wait no longer than that.
+const HOMES_PER_HOLD: usize = 64;
 /// Slices per write: the kernel takes no more (`IOV_MAX`).
 pub(super) const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
@@ -77,7 +88,7 @@ impl Engine {
         for head in heads {
             if self.write_back(&mut lane, &head)? {
                 lane.last = head.id;
-                parking_lot::MutexGuard::unlock_fair(lane);
+                MutexGuard::unlock_fair(lane);
                 return Ok(true);
             }
         }
@@ -93,7 +104,7 @@ impl Engine {
             if !self.write_back(&mut lane, head)? {
                 return Ok(());
             }
-            parking_lot::MutexGuard::unlock_fair(lane);
+            MutexGuard::unlock_fair(lane);
         }
     }
 
@@ -162,7 +173,7 @@ impl Engine {
     /// Splits pieces into runs and finds their places.
     fn plan_homes(
         &self,
-        meta: &mut Meta,
+        meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
         pieces: Vec<Piece>,
         homes: &mut Vec<Home>,
@@ -179,7 +190,11 @@ impl Engine {
             }
         }
         let mut plans = Vec::with_capacity(data.len());
-        for (_, _, piece) in &data {
+        for (i, (_, _, piece)) in data.iter().enumerate() {
+            if i % HOMES_PER_HOLD == HOMES_PER_HOLD - 1 {
+                // Others may go between: what they change concerns this plan as little as what they change after it.
+                MutexGuard::bump(meta);
+            }
             ways.clear();
             let range = piece.logical..piece.logical + piece.entry.blocks;
             meta.ways(root, range, &mut ways)?;
@@ -233,7 +248,7 @@ impl Engine {
     }
 
     /// Makes durable which blocks are about to be overwritten in place.
-    fn announce(&self, mut commit: parking_lot::MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
+    fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
         let mut writer = Writer::default();
         for home in homes.iter().filter(|home| home.way == Way::InPlace) {
             writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
@@ -244,7 +259,7 @@ impl Engine {
         self.announced.store(commit.journal.head().position, Ordering::Release);
         let appended = self.append(&mut commit, BatchKind::Urgent, &writer.finish());
         // Somebody may be waiting to take a snapshot, or to flush.
-        parking_lot::MutexGuard::unlock_fair(commit);
+        MutexGuard::unlock_fair(commit);
         appended
     }
 
@@ -261,47 +276,72 @@ impl Engine {
         // Physical order: the medium likes it, and neighbours become one write.
         homes.sort_unstable_by_key(|home| home.run.start);
         let mut groups: Vec<Range<usize>> = Vec::new();
+        let mut blocks = 0;
         for (i, home) in homes.iter().enumerate() {
             let joins = groups.last().is_some_and(|group| {
                 let before = homes[i - 1].run;
                 group.len() < SLICES_MAX
+                    && blocks < GROUP_BLOCKS_MAX
                     && before.start + before.blocks == home.run.start
                     && before.start / crate::space::FILE_BLOCKS == home.run.start / crate::space::FILE_BLOCKS
             });
             match groups.last_mut() {
                 Some(group) if joins => group.end = i + 1,
-                _ => groups.push(i..i + 1),
+                _ => {
+                    groups.push(i..i + 1);
+                    blocks = 0;
+                }
+            }
+            blocks += home.run.blocks;
+        }
+        match self.options.mode {
+            IoMode::Buffered => self.write_into_cache(head, homes, &groups),
+            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups),
+        }
+    }
+
+    fn write_into_cache(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+        let mut done = 0;
+        let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
+        for (i, group) in groups.iter().enumerate() {
+            let part = &homes[group.clone()];
+            let (file, offset) = self.files.locate(part[0].run)?;
+            let slices: Vec<&[u8]> = part.iter().map(|home| &*home.data).collect();
+            file.write_at(&slices, offset, false)
+                .during(|| format!("writing block {} home", part[0].run.start))
+                .map_err(|error| self.stop(error))?;
+            let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+            let long = length >= WRITE_OUT_MIN && part[0].way == Way::New;
+            if long {
+                file.write_out(offset, length, false);
+            }
+            if long || i + 1 - done >= GROUPS_PER_FINISH {
+                self.finish_homes(head, homes, &groups[done..=i])?;
+                done = i + 1;
+            }
+            // Not more than two at a time: see WRITE_OUT_MIN.
+            if long && let Some((file, offset, length)) = going_out.replace((file, offset, length)) {
+                file.write_out(offset, length, true);
             }
         }
-        let buffered = self.options.mode == IoMode::Buffered;
+        self.finish_homes(head, homes, &groups[done..])
+    }
+
+    fn write_past_cache(&self, lane: &mut Lane, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
         let mut completions: Vec<Completion> = Vec::new();
         let mut next = 0;
         while next < groups.len() || lane.queue.in_flight() > 0 {
             while next < groups.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
                 let group = &homes[groups[next].clone()];
                 let (file, offset) = self.files.locate(group[0].run)?;
-                if buffered {
-                    let slices: Vec<&[u8]> = group.iter().map(|home| &*home.data).collect();
-                    file.write_at(&slices, offset, false)
-                        .during(|| format!("writing block {} home", group[0].run.start))
-                        .map_err(|error| self.stop(error))?;
-                    completions.push(Completion { token: next as u64, result: Ok(()), buffer: None });
-                    next += 1;
-                    if completions.len() >= 32 {
-                        break;
-                    }
-                    continue;
-                }
                 let slices = group.iter().map(|home| home.data.clone()).collect();
                 lane.queue.write(&file, offset, slices, false, next as u64);
                 next += 1;
             }
-            if !buffered {
-                lane.queue
-                    .wait(&mut completions, None)
-                    .during(|| "waiting for write-back".into())
-                    .map_err(|error| self.stop(error))?;
-            }
+            lane.queue
+                .wait(&mut completions, None)
+                .during(|| "waiting for write-back".into())
+                .map_err(|error| self.stop(error))?;
             let mut finished = Vec::with_capacity(completions.len());
             for completion in completions.drain(..) {
                 completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
@@ -314,42 +354,54 @@ impl Engine {
 
     /// Lets the map name what has been written, and the buffer forget it.
     fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
-        let done = || groups.iter().flat_map(|group| &homes[group.clone()]);
+        let done: Vec<&Home> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
         // After the writes and before the clock says so: a flush in between may have cleared the mark.
-        done().for_each(|home| self.files.touch(home.run));
+        done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
-        let mut gone = (0, 0);
-        let mut buffer = head.buffer.lock();
-        let mut meta = self.meta.lock();
-        for home in done() {
-            let checksums = home.checksums.clone();
-            let operation = match home.way {
-                Way::InPlace => {
-                    meta.note_overwritten(home.run, &checksums)?;
-                    None
-                }
-                Way::Fill => {
-                    Some(Operation::Written { disk: head.id, logical: home.logical, run: home.run, checksums })
-                }
-                Way::New => Some(Operation::Map { disk: head.id, logical: home.logical, run: home.run, checksums }),
-            };
-            if let Some(operation) = operation {
-                self.carry_out(&mut meta, operation, gate, Some(home.run))?;
+        for part in done.chunks(HOMES_PER_HOLD) {
+            let mut buffer = head.buffer.lock();
+            let mut meta = self.meta.lock();
+            let mut gone = (0, 0);
+            for home in part {
+                let (claimed, data) = self.finish_home(&mut meta, &mut buffer, head.id, home, gate)?;
+                gone = (gone.0 + claimed, gone.1 + data);
             }
-            let (layer, _) = buffer.layers.oldest();
-            let (claimed, data) = layer.remove(home.logical, home.run.blocks, home.stamp);
-            gone = (gone.0 + claimed, gone.1 + data);
-            self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
-        }
-        self.update_headroom(&meta);
-        let commit_wanted = meta.pending_bytes > self.pending_limit();
-        drop(meta);
-        drop(buffer);
-        self.give_back(gone);
-        if commit_wanted {
-            self.request(|work| work.commit = true);
+            self.update_headroom(&meta);
+            let commit_wanted = meta.pending_bytes > self.pending_limit();
+            MutexGuard::unlock_fair(meta);
+            MutexGuard::unlock_fair(buffer);
+            self.give_back(gone);
+            if commit_wanted {
+                self.request(|work| work.commit = true);
+            }
         }
         Ok(())
+    }
+
+    /// One piece that is at home: into the map, out of the buffer. Returns what the buffer had set aside for it.
+    fn finish_home(
+        &self,
+        meta: &mut Meta,
+        buffer: &mut super::Buffer,
+        disk: u64,
+        home: &Home,
+        gate: u64,
+    ) -> Result<(u64, u64)> {
+        let checksums = home.checksums.clone();
+        let operation = match home.way {
+            Way::InPlace => {
+                meta.note_overwritten(home.run, &checksums)?;
+                None
+            }
+            Way::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
+            Way::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
+        };
+        if let Some(operation) = operation {
+            self.carry_out(meta, operation, gate, Some(home.run))?;
+        }
+        self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
+        let (layer, _) = buffer.layers.oldest();
+        Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
     }
 
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and

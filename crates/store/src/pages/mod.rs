@@ -2,9 +2,10 @@
 //!
 //! What must hold:
 //!
-//! 1. A page in its file only changes while a checkpoint writes home what the journal already holds whole; between
-//!    checkpoints the files are exactly the state at the last one. So a page may be changed in memory, freed and used
-//!    again at any time without ordering of any kind.
+//! 1. A page that the last checkpoint knows changes in its file only while the next one writes home what the journal
+//!    already holds whole; between checkpoints the files are, as far as the last one looks, exactly its state. So a page
+//!    may be changed in memory, freed and used again at any time without ordering of any kind. What the last checkpoint
+//!    does not know, a node of the map in a place that was free then, may be written home at any time.
 //! 2. Every page read from a file passes its checksum and names itself (file kind and number) before anyone sees it; a
 //!    page of zeros was never written and reads as blank, except in the map, where it is corruption.
 //! 3. A dirty page stays in memory until a checkpoint has written it home, which a reference on the captured page
@@ -26,7 +27,30 @@ struct Slot {
     /// Second chance for the clock hand.
     referenced: bool,
     dirty: bool,
+    /// Its place held nothing that the last checkpoint knows of.
+    unknown: bool,
 }
+
+/// Dirty pages as they were at the moment of a checkpoint, in file order.
+#[derive(Default)]
+pub struct Captured {
+    /// Those that the last checkpoint knows: to be journalled before they are written home.
+    pub known: Vec<(PageKey, Arc<Block>)>,
+    /// Those it does not: to be written home before the checkpoint ends.
+    pub unknown: Vec<(PageKey, Arc<Block>)>,
+}
+
+impl Captured {
+    /// All of them, in file order: for tests, in which no crash comes between.
+    pub fn all(&self) -> Vec<(PageKey, Arc<Block>)> {
+        let mut all = [self.known.as_slice(), self.unknown.as_slice()].concat();
+        all.sort_unstable_by_key(|(key, _)| *key);
+        all
+    }
+}
+
+/// Freed nodes remembered between two checkpoints; beyond it every new node counts as known to the last one.
+const RETIRED_MAX: usize = 1 << 16;
 
 /// Counters of the cache.
 #[derive(Clone, Copy, Debug, Default)]
@@ -46,6 +70,10 @@ pub struct Pages {
     /// Keys in the order in which the clock hand meets them; may name keys that are gone.
     clock: VecDeque<PageKey>,
     dirty: FxHashSet<PageKey>,
+    /// Of these, pages that the last checkpoint does not know.
+    dirty_unknown: usize,
+    /// Nodes freed since the last capture that the checkpoint before it knows.
+    retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
 }
@@ -58,6 +86,8 @@ impl Pages {
             slots: FxHashMap::default(),
             clock: VecDeque::new(),
             dirty: FxHashSet::default(),
+            dirty_unknown: 0,
+            retired: FxHashSet::default(),
             limit: (limit / BLOCK_SIZE).max(64),
             statistics: PageStatistics::default(),
         }
@@ -81,6 +111,11 @@ impl Pages {
     /// Pages that the next checkpoint has to write.
     pub fn dirty(&self) -> usize {
         self.dirty.len()
+    }
+
+    /// Of these, pages that it has to journal first.
+    pub fn dirty_known(&self) -> usize {
+        self.dirty.len() - self.dirty_unknown
     }
 
     /// The page, read from its file if need be.
@@ -111,27 +146,39 @@ impl Pages {
         Ok(Arc::make_mut(&mut slot.page))
     }
 
-    /// A page that starts blank whatever its file holds.
+    /// The page of a node in a place that is free; it starts blank whatever its file holds.
     pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
         self.make_room();
-        if self.slots.insert(key, Slot { page: Arc::new(blank(key)), referenced: true, dirty: true }).is_none() {
+        let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
+        let slot = Slot { page: Arc::new(blank(key)), referenced: true, dirty: true, unknown };
+        if self.slots.insert(key, slot).is_none() {
             self.clock.push_back(key);
         }
         self.dirty.insert(key);
+        self.dirty_unknown += usize::from(unknown);
         self.get_mut(key)
     }
 
-    /// Forgets a page that is free: there is no need to write what nobody will read.
+    /// Forgets the page of a node that is free: there is no need to write what nobody will read.
     pub fn forget(&mut self, key: PageKey) {
-        self.slots.remove(&key);
-        self.dirty.remove(&key);
+        let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
+        if self.dirty.remove(&key) && unknown {
+            self.dirty_unknown -= 1;
+        }
+        if !unknown && self.retired.len() < RETIRED_MAX {
+            self.retired.insert(key);
+        }
     }
 
     fn load(&mut self, key: PageKey) -> Result<()> {
         self.make_room();
         self.statistics.misses += 1;
         let page = self.read_home(key)?;
-        if self.slots.insert(key, Slot { page: Arc::new(page), referenced: false, dirty: false }).is_none() {
+        if self
+            .slots
+            .insert(key, Slot { page: Arc::new(page), referenced: false, dirty: false, unknown: false })
+            .is_none()
+        {
             self.clock.push_back(key);
         }
         Ok(())
@@ -177,20 +224,23 @@ impl Pages {
         }
     }
 
-    /// Takes all dirty pages as they are now, in file order, and calls them clean: what is changed from now on belongs
-    /// to the next checkpoint. The caller makes them durable before it lets go of the journal behind them.
-    pub fn capture(&mut self) -> Vec<(PageKey, Arc<Block>)> {
+    /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
+    /// checkpoint. The caller makes them durable before it lets go of the journal behind them. The checkpoint before this
+    /// one has ended.
+    pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();
-        keys.into_iter()
-            .map(|key| {
-                let slot = self.slots.get_mut(&key).expect("a dirty page is in memory");
-                slot.dirty = false;
-                let page = Arc::make_mut(&mut slot.page);
-                seal(page);
-                (key, Arc::clone(&slot.page))
-            })
-            .collect()
+        self.dirty_unknown = 0;
+        self.retired.clear();
+        let mut captured = Captured::default();
+        for key in keys {
+            let slot = self.slots.get_mut(&key).expect("a dirty page is in memory");
+            slot.dirty = false;
+            seal(Arc::make_mut(&mut slot.page));
+            let list = if std::mem::take(&mut slot.unknown) { &mut captured.unknown } else { &mut captured.known };
+            list.push((key, Arc::clone(&slot.page)));
+        }
+        captured
     }
 
     /// Drops every clean page: `check` wants to see the medium, not the memory.

@@ -47,7 +47,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                 }
                 _ => {
                     if pages.dirty() > LIMIT / 2 || random.chance(3) {
-                        let captured = pages.capture();
+                        let captured = pages.capture().all();
                         assert_eq!(pages.dirty(), 0);
                         assert!(captured.is_sorted_by_key(|(key, _)| *key));
                         // What is changed from now on belongs to the next checkpoint.
@@ -69,7 +69,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
         }
         assert!(most <= LIMIT + 2, "{most} clean pages in a cache of {LIMIT}");
         assert!(pages.statistics().evictions > 100 && pages.statistics().hits > 100);
-        write_home(&files, &pages.capture());
+        write_home(&files, &pages.capture().all());
         for (key, value) in model {
             assert_eq!(word(&pages.read_home(key).unwrap()), value, "{key} at home");
         }
@@ -88,7 +88,7 @@ fn a_page_forgotten_is_never_written() {
         assert_eq!((pages.cached(), pages.dirty()), (0, 0));
         assert!(pages.clock.len() < 4 * LIMIT + 2048, "names of forgotten pages pile up: round {round}");
     }
-    assert!(pages.capture().is_empty());
+    assert!(pages.capture().all().is_empty());
     // In the map, a page that was never written is no page.
     assert_eq!(pages.get(key(7)).err().unwrap().kind(), ErrorKind::Corrupt);
 }
@@ -102,7 +102,7 @@ fn no_bit_of_a_page_changes_unnoticed() {
         let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
         let key = PageKey::new(file, 3);
         set_word(pages.get_mut(key).unwrap(), 42);
-        write_home(&files, &pages.capture());
+        write_home(&files, &pages.capture().all());
         for at in (0..64).chain([2000, 4095]) {
             disk.flip_bit(file.name(), key.offset() + at, (at % 8) as u8).unwrap();
             assert_eq!(pages.read_home(key).err().unwrap().kind(), ErrorKind::Corrupt, "byte {at}");
@@ -152,7 +152,7 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
     for number in 0..20 {
         set_word(pages.create(key(number)).unwrap(), number + 1);
     }
-    let captured = pages.capture();
+    let captured = pages.capture().all();
     // Everything else in the cache gives way to other pages, several times over.
     for number in 100..100 + 5 * LIMIT as u64 {
         pages.get(key(number)).unwrap();
@@ -167,4 +167,44 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
     }
     assert!(pages.cached() <= LIMIT + 1, "{} pages stay", pages.cached());
     assert_eq!(word(pages.get(key(7)).unwrap()), 8);
+}
+
+/// What may be written home before a checkpoint has ended: only nodes in places that the last checkpoint, and with it
+/// whoever recovers from it, knows nothing of.
+#[test]
+fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
+    let files = page_files();
+    let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+    let node = |number| PageKey::new(PageFile::Map, number);
+    let table = PageKey::new(PageFile::DataTable, 1);
+    let keys = |list: &[(PageKey, Arc<Block>)]| list.iter().map(|(key, _)| *key).collect::<Vec<_>>();
+    for number in 0..4 {
+        pages.create(node(number)).unwrap();
+    }
+    pages.get_mut(table).unwrap();
+    assert_eq!((pages.dirty(), pages.dirty_known()), (5, 1));
+    // Made and given up between two checkpoints: as if it had never been.
+    pages.forget(node(3));
+    pages.create(node(3)).unwrap();
+    let first = pages.capture();
+    assert_eq!(keys(&first.unknown), (0..4).map(node).collect::<Vec<_>>());
+    assert_eq!(keys(&first.known), [table]);
+    write_home(&files, &first.all());
+
+    pages.get_mut(node(0)).unwrap();
+    // The first checkpoint knows this one: its place may not change before the second has ended.
+    pages.forget(node(1));
+    pages.create(node(1)).unwrap();
+    pages.forget(node(2));
+    pages.create(node(7)).unwrap();
+    let second = pages.capture();
+    assert_eq!(keys(&second.known), [node(0), node(1)]);
+    assert_eq!(keys(&second.unknown), [node(7)]);
+    write_home(&files, &second.all());
+
+    // Free at the second checkpoint.
+    pages.create(node(2)).unwrap();
+    assert_eq!(pages.dirty_known(), 0);
+    pages.forget(node(2));
+    assert!(pages.capture().all().is_empty());
 }

@@ -1,8 +1,8 @@
 //! Bar 3: requests over NBD on a unix socket, against the peers, buffered and direct.
 //!
 //! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
-//! rotates with the run. Before it: dirty pages are written back; then buffered servers get their data into the page
-//! cache, direct ones out of it. Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
+//! rotates with the run. Before it: dirty pages are written back; then everybody's data is read once, because the medium
+//! (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache. Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
 
 use super::{BLOCK, Setting, say};
 use crate::datastore::{Datastore, Serving};
@@ -107,9 +107,11 @@ fn measure_cell(setting: &Setting, mode: Mode, cell: &Cell, servers: &[Server]) 
             let server = &servers[side];
             process::go_on()?;
             setting.scratch.settle()?;
-            match mode {
-                Mode::Buffered => scratch::warm(&server.data)?,
-                Mode::Direct => scratch::drop_cached(&server.data)?,
+            if mode == Mode::Buffered || !cell.pattern.writes() {
+                scratch::warm(&server.data)?;
+            }
+            if mode == Mode::Direct {
+                scratch::drop_cached(&server.data)?;
             }
             let job = Job {
                 pattern: cell.pattern,

@@ -1,0 +1,46 @@
+//! What the scheduler is told of a thread.
+
+/// Has the calling thread run soon after it wakes, for short moments at a time: for threads that answer a person or a
+/// guest and do little work, beside others that work all the time. On a machine that is busy with both, the difference is
+/// a few milliseconds for each answer. It takes no privilege, because it takes no processor time from anybody (Linux
+/// 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one); elsewhere it does nothing.
+pub fn wake_promptly() {
+    #[cfg(target_os = "linux")]
+    ask();
+}
+
+/// The slice asked for, in nanoseconds: the shortest that the kernel grants.
+#[cfg(target_os = "linux")]
+const SLICE: u64 = 100_000;
+
+/// `struct sched_attr`, first version.
+#[cfg(target_os = "linux")]
+#[repr(C)]
+struct Attributes {
+    size: u32,
+    policy: u32,
+    flags: u64,
+    nice: i32,
+    priority: u32,
+    runtime: u64,
+    deadline: u64,
+    period: u64,
+}
+
+#[cfg(target_os = "linux")]
+fn ask() {
+    let attributes = Attributes {
+        size: size_of::<Attributes>() as u32,
+        policy: 0,
+        flags: 0,
+        // Part of what is set: it stays what it is.
+        nice: rustix::process::getpriority_process(None).unwrap_or(0),
+        priority: 0,
+        runtime: SLICE,
+        deadline: 0,
+        period: 0,
+    };
+    // SAFETY: the kernel reads `size` bytes of a structure that lives through the call; thread 0 is the calling one. A
+    // kernel that knows nothing of it answers with an error, which changes nothing.
+    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, std::ptr::from_ref(&attributes), 0) };
+}
