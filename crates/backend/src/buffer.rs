@@ -8,37 +8,104 @@ use std::sync::Arc;
 /// The unit of mapping, checksum and sharing, in bytes; also the alignment that direct I/O gets everywhere.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// One block of memory, aligned for direct I/O.
-#[repr(C, align(4096))]
+/// One block of memory for what is never read or written past the page cache: aligned for the numbers in it only, because
+/// memory with greater alignment takes up to twice its size from the allocator.
+#[repr(C, align(16))]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Block(pub [u8; BLOCK_SIZE]);
 
+/// One block of a buffer, aligned for direct I/O.
+#[repr(C, align(4096))]
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+struct Aligned([u8; BLOCK_SIZE]);
+
 /// Kept memory is sorted by size: class `n` holds buffers of `1 << n` blocks and more, up to the largest request.
 const CLASSES: usize = 14;
-/// Bytes kept in each class at the most.
+/// Bytes of single allocations kept in each class at the most.
 const KEPT_PER_CLASS: usize = 16 << 20;
+/// Buffers of the first classes, up to 16 KiB, are cut from slabs; kept is all that was ever in use at a time, which
+/// bounds on what is in flight and buffered bound in turn.
+const SLAB_CLASSES: usize = 3;
+/// Blocks in a slab (1 MiB).
+const SLAB_BLOCKS: usize = 256;
 
-static KEPT: [Mutex<Vec<Vec<Block>>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
+static KEPT: [Mutex<Vec<Memory>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
+
+/// Where a buffer's bytes are.
+enum Memory {
+    /// In an allocation of its own, of which the first blocks are in use.
+    Own(Vec<Aligned>),
+    /// In a part of a slab. Slabs are never freed, their parts are used again.
+    Part(&'static mut [Aligned]),
+}
+
+impl Memory {
+    fn blocks(&self) -> &[Aligned] {
+        match self {
+            Self::Own(blocks) => blocks,
+            Self::Part(blocks) => blocks,
+        }
+    }
+
+    fn blocks_mut(&mut self) -> &mut [Aligned] {
+        match self {
+            Self::Own(blocks) => blocks,
+            Self::Part(blocks) => blocks,
+        }
+    }
+
+    /// Memory of `class`, kept or new.
+    fn of(class: usize) -> Self {
+        let mut kept = KEPT[class].lock();
+        if let Some(memory) = kept.pop() {
+            return memory;
+        }
+        let size = 1 << class;
+        if class >= SLAB_CLASSES {
+            return Self::Own(Vec::with_capacity(size));
+        }
+        let slab = bytemuck::allocation::zeroed_vec::<Aligned>(SLAB_BLOCKS).leak();
+        kept.extend(slab.chunks_exact_mut(size).map(Self::Part));
+        kept.pop().expect("a slab has parts")
+    }
+}
 
 /// A run of whole blocks of memory, seen as bytes.
-#[derive(Clone, Default)]
 pub struct Buffer {
-    blocks: Vec<Block>,
+    memory: Memory,
+    /// Blocks in use.
+    length: usize,
+}
+
+impl Default for Buffer {
+    fn default() -> Self {
+        Self { memory: Memory::Own(Vec::new()), length: 0 }
+    }
+}
+
+impl Clone for Buffer {
+    fn clone(&self) -> Self {
+        let mut copy = Self::recycled(self.length);
+        copy.copy_from_slice(self);
+        copy
+    }
 }
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let capacity = self.blocks.capacity();
-        if capacity == 0 {
-            return;
-        }
-        let class = capacity.ilog2() as usize;
-        if class >= CLASSES || !capacity.is_power_of_two() {
-            return;
-        }
-        let mut kept = KEPT[class].lock();
-        if (kept.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
-            kept.push(std::mem::take(&mut self.blocks));
+        let memory = std::mem::replace(&mut self.memory, Memory::Own(Vec::new()));
+        match memory {
+            Memory::Part(blocks) => KEPT[blocks.len().ilog2() as usize].lock().push(Memory::Part(blocks)),
+            Memory::Own(blocks) => {
+                let capacity = blocks.capacity();
+                let class = if capacity.is_power_of_two() { capacity.ilog2() as usize } else { return };
+                if (SLAB_CLASSES..CLASSES).contains(&class) {
+                    let mut kept = KEPT[class].lock();
+                    if (kept.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
+                        kept.push(Memory::Own(blocks));
+                    }
+                }
+            }
         }
     }
 }
@@ -47,21 +114,26 @@ impl Buffer {
     /// `blocks` blocks of memory that may hold anything this process had in memory before: for callers that overwrite
     /// all of it before anybody looks.
     pub fn recycled(blocks: usize) -> Self {
-        let size = blocks.next_power_of_two();
-        let class = size.ilog2() as usize;
+        let class = blocks.next_power_of_two().ilog2() as usize;
         if blocks == 0 || class >= CLASSES {
-            return Self::zeroed(blocks);
+            return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
         }
-        let kept = KEPT[class].lock().pop();
-        let mut memory = kept.unwrap_or_else(|| Vec::with_capacity(size));
-        // Memory from the pool keeps its length; only what is new, or was cut off, is zeroed.
-        memory.resize(blocks, bytemuck::Zeroable::zeroed());
-        Self { blocks: memory }
+        let mut memory = Memory::of(class);
+        if let Memory::Own(own) = &mut memory {
+            // Kept memory keeps its length; only what is new, or was cut off, is zeroed.
+            own.resize(blocks, bytemuck::Zeroable::zeroed());
+        }
+        Self { memory, length: blocks }
     }
 
     /// `blocks` blocks of zeros.
     pub fn zeroed(blocks: usize) -> Self {
-        Self { blocks: bytemuck::allocation::zeroed_vec(blocks) }
+        if blocks == 0 || blocks.next_power_of_two().ilog2() as usize >= SLAB_CLASSES {
+            return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
+        }
+        let mut buffer = Self::recycled(blocks);
+        buffer.fill(0);
+        buffer
     }
 
     /// A buffer of at least `bytes` bytes, rounded up to whole blocks, all zeros.
@@ -78,26 +150,26 @@ impl Buffer {
 
     /// Number of blocks.
     pub fn blocks(&self) -> usize {
-        self.blocks.len()
+        self.length
     }
 }
 
 impl Deref for Buffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        bytemuck::cast_slice(&self.blocks)
+        bytemuck::cast_slice(&self.memory.blocks()[..self.length])
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        bytemuck::cast_slice_mut(&mut self.blocks)
+        bytemuck::cast_slice_mut(&mut self.memory.blocks_mut()[..self.length])
     }
 }
 
 impl std::fmt::Debug for Buffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} blocks)", self.blocks.len())
+        write!(f, "Buffer({} blocks)", self.length)
     }
 }
 

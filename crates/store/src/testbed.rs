@@ -63,7 +63,7 @@ pub fn page_files() -> [Arc<dyn File>; PageFile::COUNT] {
 /// Puts captured pages into their files, as a checkpoint does.
 pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], captured: &[(PageKey, Arc<Block>)]) {
     for (key, page) in captured {
-        files[key.file() as usize].write_at(&[&page.0], key.offset(), false).unwrap();
+        files[key.file() as usize].write_at(&[&crate::pages::sealed(page).0], key.offset(), false).unwrap();
     }
 }
 

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use store::catalog::{Catalog, Object, Provisioning, State};
 use store::engine::{BulkWriter, CheckOptions, InitParameters, NewDisk, NewSnapshot};
 use store::journal::{BatchKind, Journal, Operation, Place, Writer};
-use store::pages::{PageFile, PageKey, Pages};
+use store::pages::{PageFile, PageKey, Pages, sealed};
 use store::space::{Run, Space, SpaceKind};
 use store::tree::{self, NodeId, NodeStore};
 use store::{Engine, EngineOptions, Result, checksum};
@@ -81,7 +81,8 @@ fn page_cache() -> Pages {
 }
 
 fn captured(pages: &mut Pages, key: PageKey) -> Vec<u8> {
-    pages.capture().all().into_iter().find(|(other, _)| *other == key).unwrap().1.0.to_vec()
+    let captured = pages.capture().all();
+    sealed(&captured.iter().find(|(other, _)| *other == key).unwrap().1).0.to_vec()
 }
 
 #[test]
@@ -171,8 +172,8 @@ fn table_and_summary() {
     space.annotate(&mut pages, Run { start: 0, blocks: 2 }, note).unwrap();
     space.store_summaries(&mut pages).unwrap();
     let captured: BTreeMap<PageKey, Arc<Block>> = pages.capture().all().into_iter().collect();
-    is_as_shown("table page", &captured[&PageKey::new(PageFile::DataTable, 0)].0);
-    is_as_shown("summary page", &captured[&PageKey::new(PageFile::DataSummary, 0)].0);
+    is_as_shown("table page", &sealed(&captured[&PageKey::new(PageFile::DataTable, 0)]).0);
+    is_as_shown("summary page", &sealed(&captured[&PageKey::new(PageFile::DataSummary, 0)]).0);
 }
 
 #[test]

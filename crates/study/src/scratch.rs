@@ -68,6 +68,22 @@ impl Scratch {
         let root = File::open(&self.root).doing(|| format!("opening {}", self.root.display()))?;
         syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
     }
+
+    /// The same, and lets background work on `path` come to rest: until the space it takes has not changed for a second,
+    /// ten seconds at most.
+    pub fn rest(&self, path: &Path) -> Result<()> {
+        self.settle()?;
+        let mut last = allocated(path)?;
+        for _ in 0..10 {
+            crate::process::pause(Duration::from_secs(1))?;
+            let now = allocated(path)?;
+            if now == last {
+                break;
+            }
+            last = now;
+        }
+        Ok(())
+    }
 }
 
 impl Drop for Scratch {

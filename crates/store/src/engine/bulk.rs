@@ -41,6 +41,8 @@ impl<'a> BulkWriter<'a> {
             file.write_at(&[bytes], offset, false)
                 .during(|| format!("writing {} bytes of a new disk", bytes.len()))
                 .map_err(|error| engine.stop(error))?;
+            // The medium works while the next piece is read, instead of when all of it is flushed.
+            file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
             let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
             let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();

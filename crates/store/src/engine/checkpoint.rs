@@ -15,7 +15,7 @@
 use super::Engine;
 use super::superblock::Superblock;
 use crate::journal::{BatchKind, Place};
-use crate::pages::{Captured, PageFile, PageKey, Pages};
+use crate::pages::{Captured, PageFile, PageKey, Pages, sealed};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File, SharedSlice};
 use parking_lot::MutexGuard;
@@ -29,11 +29,11 @@ const PAGES_PER_BATCH: usize = 64;
 pub(super) const LOGGED_ROUND: usize = 256;
 
 impl Engine {
-    /// Whether dirty pages ask for a checkpoint: they take at most half of the cache, and their images at most a
-    /// quarter of the ring.
+    /// Whether dirty pages ask for a checkpoint: they take at most a quarter of the cache, because what a checkpoint has
+    /// captured and what is changed meanwhile are both in memory, and their images at most a quarter of the ring.
     pub(super) fn is_checkpoint_due(&self, pages: &Pages) -> bool {
         let by_ring = (self.ring as usize / 4 / (BLOCK_SIZE + 64)).max(64);
-        let by_cache = (self.options.metadata_cache / BLOCK_SIZE / 2).max(64);
+        let by_cache = (self.options.metadata_cache / BLOCK_SIZE / 4).max(64);
         pages.dirty_known() > by_ring || pages.dirty() > by_cache
     }
 
@@ -162,7 +162,7 @@ fn encode_pages(pages: &[(PageKey, Arc<Block>)]) -> Vec<u8> {
     let mut body = Vec::with_capacity(pages.len() * (BLOCK_SIZE + 8));
     for (key, page) in pages {
         body.extend_from_slice(&key.raw().to_le_bytes());
-        body.extend_from_slice(&page.0);
+        body.extend_from_slice(&sealed(page).0);
     }
     body
 }
@@ -181,10 +181,11 @@ pub(super) fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(Pag
         {
             end += 1;
         }
-        let slices: Vec<&[u8]> = pages[at..end].iter().map(|(_, page)| page.0.as_slice()).collect();
+        let run: Vec<Block> = pages[at..end].iter().map(|(_, page)| sealed(page)).collect();
+        let slices = [bytemuck::cast_slice(&run)];
         let file = &files[key.file() as usize];
         file.write_at(&slices, key.offset(), false).during(|| format!("writing {key} home"))?;
-        file.write_out(key.offset(), (slices.len() * BLOCK_SIZE) as u64, true);
+        file.write_out(key.offset(), (run.len() * BLOCK_SIZE) as u64, true);
         touched[key.file() as usize] = true;
         at = end;
     }

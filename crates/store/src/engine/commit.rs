@@ -35,11 +35,19 @@ impl Engine {
     /// Makes every change of the map and the catalog carried out before this call durable; what is only buffered is
     /// left alone.
     pub(super) fn commit_changes(&self) -> Result<()> {
+        self.commit_pending(false)
+    }
+
+    /// The same; `gently` where nobody waits for it, but others for the medium.
+    pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;
         self.append_pending(&mut self.commit.lock())?;
         if self.meta.lock().pending.is_empty() {
             return Ok(());
+        }
+        if gently {
+            self.files.write_out();
         }
         // What is left waits for data; whatever was pending when this was called waits for no more than this flush.
         self.sync_data()?;

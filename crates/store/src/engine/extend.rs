@@ -15,10 +15,10 @@ use std::sync::atomic::Ordering;
 
 /// Reservations of data are made in pieces of at least this many blocks (1 MiB) ...
 const EXTENSION_MIN: u64 = 256;
-/// ... and at most this many (32 MiB).
-const EXTENSION_MAX: u64 = 8192;
+/// ... and at most this many (4 MiB).
+const EXTENSION_MAX: u64 = 1024;
 /// One part in so many of what is used is reserved ahead.
-const EXTENSION_SHARE: u64 = 32;
+const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
 /// Map nodes reserved at a time: one part in 16 of what is used, within these bounds.

@@ -123,7 +123,7 @@ impl Engine {
             let extend;
             {
                 let mut work = self.work.lock();
-                if !(work.commit || work.checkpoint || work.extend) {
+                if !(work.commit || work.checkpoint || work.extend || work.reclaim) {
                     self.work_ready.wait_for(&mut work, TICK);
                 }
                 // Asked for by writers many times a second: nothing else has to be looked at for that.
@@ -182,14 +182,14 @@ impl Engine {
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
-            if !quiet {
-                self.files.write_out();
-            }
             // Idle, or long enough: what is only buffered becomes durable too.
             if undurable && (since > interval || idle > IDLE / 2) {
+                if !quiet {
+                    self.files.write_out();
+                }
                 self.flush()?
             } else {
-                self.commit_changes()?
+                self.commit_pending(!quiet)?
             }
             watch.last_commit = Instant::now();
         }

@@ -129,10 +129,12 @@ fn page_checksum(page: &Block) -> u32 {
     digest.finalize() as u32
 }
 
-/// Puts the checksum in.
-pub fn seal(page: &mut Block) {
+/// A copy of a page with its checksum in, as it goes to the medium.
+pub fn sealed(page: &Block) -> Block {
+    let mut copy = *page;
     let sum = page_checksum(page);
-    page.0[12..16].copy_from_slice(&sum.to_le_bytes());
+    copy.0[12..16].copy_from_slice(&sum.to_le_bytes());
+    copy
 }
 
 /// Checks a page as it came from its file; a page that was never written becomes a blank one.

@@ -14,7 +14,7 @@
 
 mod layout;
 
-pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, seal, verify};
+pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
 
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
@@ -225,8 +225,8 @@ impl Pages {
     }
 
     /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
-    /// checkpoint. The caller makes them durable before it lets go of the journal behind them. The checkpoint before this
-    /// one has ended.
+    /// checkpoint. The caller makes them durable, [`sealed`], before it lets go of the journal behind them. The checkpoint
+    /// before this one has ended. Everybody waits meanwhile: checksums are for later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();
@@ -236,7 +236,6 @@ impl Pages {
         for key in keys {
             let slot = self.slots.get_mut(&key).expect("a dirty page is in memory");
             slot.dirty = false;
-            seal(Arc::make_mut(&mut slot.page));
             let list = if std::mem::take(&mut slot.unknown) { &mut captured.unknown } else { &mut captured.known };
             list.push((key, Arc::clone(&slot.page)));
         }

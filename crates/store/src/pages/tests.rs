@@ -116,7 +116,7 @@ fn no_bit_of_a_page_changes_unnoticed() {
 fn pages_in_the_wrong_place_or_of_another_kind_or_version_are_refused() {
     let key = PageKey::new(PageFile::DataTable, 3);
     let mut good = blank(key);
-    seal(&mut good);
+    good = sealed(&good);
     verify(&mut good.clone(), key).unwrap();
     let refused = |page: &Block, key: PageKey| verify(&mut page.clone(), key).unwrap_err();
     let misplaced = refused(&good, PageKey::new(PageFile::DataTable, 4));
@@ -125,7 +125,7 @@ fn pages_in_the_wrong_place_or_of_another_kind_or_version_are_refused() {
     assert_eq!(refused(&good, PageKey::new(PageFile::Catalog, 3)).kind(), ErrorKind::Corrupt);
     let mut newer = good;
     newer.0[4] = 2;
-    seal(&mut newer);
+    newer = sealed(&newer);
     assert_eq!(refused(&newer, key).kind(), ErrorKind::Unsupported);
 }
 

@@ -113,8 +113,9 @@ fn full(setting: &Setting, datastore: &Datastore) -> Result<Vec<(f64, f64)>> {
     Ok(times)
 }
 
+/// Nobody is measured while the space of the clone before is still being given back.
 fn prepare(setting: &Setting, datastore: &Datastore) -> Result<()> {
-    setting.scratch.settle()?;
+    setting.scratch.rest(datastore.path())?;
     scratch::warm(&setting.scratch.path("disk.raw"))?;
     scratch::warm(datastore.path())
 }

@@ -11,7 +11,6 @@ use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::ratio;
 use serde_json::{Value, json};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Least share of discarded runs that must be back in the file system ...
@@ -39,7 +38,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), DISK)?;
         say(&format!("filling a disk ({name})"));
         fill(&server.endpoint, setting.plan.disk_size)?;
-        settle(setting, datastore.path())?;
+        setting.scratch.rest(datastore.path())?;
         raw.insert(name.into(), part(setting, &datastore, empty, &mut outcome)?);
         server.service.stop()?;
         setting.scratch.remove(datastore.path())?;
@@ -51,21 +50,6 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 type Part = fn(&Setting, &Datastore, u64, &mut Outcome) -> Result<Value>;
 const DISK: &str = "disk";
 const OTHER: &str = "other";
-
-/// Lets background work come to rest: until the space taken has not changed for a second, ten seconds at most.
-fn settle(setting: &Setting, path: &Path) -> Result<()> {
-    setting.scratch.settle()?;
-    let mut last = scratch::allocated(path)?;
-    for _ in 0..10 {
-        process::pause(Duration::from_secs(1))?;
-        let now = scratch::allocated(path)?;
-        if now == last {
-            break;
-        }
-        last = now;
-    }
-    Ok(())
-}
 
 /// Discards pieces of `bytes` at these indices and flushes.
 fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) -> Result<u64> {
@@ -80,7 +64,7 @@ fn discard(endpoint: &Endpoint, indices: impl Iterator<Item = u64>, bytes: u64) 
 fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Outcome) -> Result<Value> {
     let mut raw = Vec::new();
     fill(&datastore.endpoint(OTHER), setting.plan.disk_size)?;
-    settle(setting, datastore.path())?;
+    setting.scratch.rest(datastore.path())?;
     for (disk, bytes, shown) in [(DISK, 64 << 10, "64 KiB"), (OTHER, 1 << 20, "1 MiB")] {
         say(&format!("discarding every other {shown}"));
         let before = scratch::allocated(datastore.path())?;
@@ -118,7 +102,7 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     outcome.findings.push(Finding::at_most(9, what, growth, GROWTH_MAX, ""));
 
     say("discarding scattered blocks and waiting");
-    settle(setting, datastore.path())?;
+    setting.scratch.rest(datastore.path())?;
     let full = scratch::allocated(datastore.path())?;
     let left = discard(&datastore.endpoint(DISK), idle.iter().copied(), BLOCK)?;
     let wanted = full.saturating_sub((left as f64 * RETURNED_MIN) as u64);
@@ -146,7 +130,7 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
         rates.push(blocks as f64 / began.elapsed().as_secs_f64());
         space.push(scratch::allocated(datastore.path())?);
     }
-    settle(setting, datastore.path())?;
+    setting.scratch.rest(datastore.path())?;
     let after = scratch::allocated(datastore.path())?;
     let live = plan.disk_size as f64;
     // The journal is there from the beginning and does not grow with the data: a small disk must not hide behind it,

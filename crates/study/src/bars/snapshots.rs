@@ -36,6 +36,8 @@ const RETURNED_MIN: f64 = 0.99;
 /// How long deleting may go on in the background.
 const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
 
+/// Rates are measured over at least this long: they scatter from second to second.
+const WINDOW: Duration = Duration::from_secs(3);
 const LOAD_DEPTH: usize = 16;
 const GAP: Duration = Duration::from_millis(50);
 const RUN: u64 = 64 << 10;
@@ -210,23 +212,26 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         kept.retain(|(other, _)| *other != name);
         setting.scratch.settle()?;
         let load = Load::start(&endpoint, blocks, plan.seed)?;
-        process::pause(Duration::from_secs_f64(1.0 + plan.ramp))?;
-        let calm = (Instant::now() - Duration::from_secs(1), Instant::now());
+        process::pause(WINDOW + Duration::from_secs_f64(plan.ramp))?;
+        let calm_before = (Instant::now() - WINDOW, Instant::now());
         let before = scratch::allocated(datastore.path())?;
         let began = Instant::now();
         let command = datastore.delete_snapshot(DISK, name)?;
         let wanted = before.saturating_sub((held as f64 * RETURNED_MIN) as u64);
         let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
-        // Short deletions are measured over at least a second, as nobody notices less.
-        process::pause(Duration::from_secs(1).saturating_sub(began.elapsed()))?;
+        process::pause(WINDOW.saturating_sub(began.elapsed()))?;
         let busy = (began, Instant::now());
+        // Random writes slow down the longer they go on: what a deletion costs is told by the rates before and after it.
+        process::pause(WINDOW)?;
+        let calm_after = (Instant::now() - WINDOW, Instant::now());
         let timings = load.finish()?;
-        let (calm, busy) = (rate(&timings, calm), rate(&timings, busy));
+        let calm = (rate(&timings, calm_before) + rate(&timings, calm_after)) / 2.0;
+        let busy = rate(&timings, busy);
         let returned = ratio(before.saturating_sub(after) as f64, held as f64);
         outcome.findings.extend([
             Finding::at_least(
                 6,
-                format!("deleting {what}: rate against before"),
+                format!("deleting {what}: rate against before and after"),
                 ratio(busy, calm),
                 DELETE_SHARE_MIN,
                 "",
