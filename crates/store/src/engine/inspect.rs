@@ -176,11 +176,12 @@ impl Engine {
     ) -> Result<()> {
         self.complete(from)?;
         self.complete(to)?;
-        // Where the earlier point ended within a block, the rest of that block is new, whatever the trees say: it
-        // may be shared, and was never to be seen.
+        // Where the smaller point ends within a block, the rest of that block came or went, whatever the trees say: it
+        // may be shared, and is not to be seen in that point.
         let ends = self.with_catalog(|catalog| Ok((catalog.get(from)?.capacity, catalog.get(to)?.capacity)))?;
         let block = backend::BLOCK_SIZE as u64;
-        let mut new_tail = (ends.0 < ends.1 && !ends.0.is_multiple_of(block)).then_some(ends.0 / block);
+        let end = ends.0.min(ends.1);
+        let mut tail = (ends.0 != ends.1 && !end.is_multiple_of(block)).then_some(end / block);
         let mut at = range.start;
         let mut last: Option<Changed> = None;
         while at < range.end {
@@ -190,7 +191,7 @@ impl Engine {
             {
                 let mut meta = self.meta.lock();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
-                if a == b && at < range.end && new_tail.is_none_or(|tail| tail < part.start) {
+                if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
                     // One tree: nothing can differ anywhere.
                     break;
                 }
@@ -199,10 +200,9 @@ impl Engine {
                     found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
                     Ok(())
                 })?;
-                if let Some(tail) = new_tail.filter(|tail| part.contains(tail)) {
-                    new_tail = None;
+                if let Some(tail) = tail.take_if(|tail| part.contains(tail)) {
                     let mut spans = Vec::new();
-                    meta.spans(b, tail..tail + 1, &mut spans)?;
+                    meta.spans(if ends.0 < ends.1 { b } else { a }, tail..tail + 1, &mut spans)?;
                     let data = spans.iter().any(|span| span.condition == Condition::Data);
                     let after = found.partition_point(|changed| changed.logical <= tail);
                     let known = after > 0 && found[after - 1].logical + found[after - 1].blocks > tail;
