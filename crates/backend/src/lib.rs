@@ -15,6 +15,7 @@
 //! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
 
 mod buffer;
+mod error;
 pub mod local;
 pub mod portable;
 mod queue;
@@ -25,6 +26,7 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice};
+pub use error::{Error, ErrorKind, IoContext, Result};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
 use std::io;
