@@ -9,6 +9,7 @@
 //! hosted       Workstation's sparse extents
 //! stream       streamOptimized: compressed, written once from front to back
 //! qcow2        QEMU's, to read
+//! image        opening what a user names: which files belong together, which may be opened, and the chain they make
 //! ```
 //!
 //! A layer knows itself and its files only. It never looks at a parent: what it does not hold it calls
@@ -24,6 +25,10 @@
 //!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is held.
 
 #![forbid(unsafe_code)]
+
+pub mod descriptor;
+pub mod flat;
+pub mod image;
 
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
