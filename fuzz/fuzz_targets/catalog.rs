@@ -7,7 +7,7 @@ use backend::{Block, IoMode};
 use lamina_fuzz::Input;
 use libfuzzer_sys::fuzz_target;
 use store::catalog::{Catalog, Object, SLOT_SIZE, SLOTS_PER_PAGE, State};
-use store::pages::{HEADER_SIZE, PageFile, PageKey, Pages, blank, seal, verify};
+use store::pages::{HEADER_SIZE, PageFile, PageKey, Pages, blank, sealed, verify};
 
 fuzz_target!(|data: &[u8]| {
     let mut input = Input(data);
@@ -21,7 +21,7 @@ fuzz_target!(|data: &[u8]| {
         let at = HEADER_SIZE + slot * SLOT_SIZE;
         page.0[at..at + bytes.len()].copy_from_slice(bytes);
     }
-    seal(&mut page);
+    page = sealed(&page);
     verify(&mut Block(page.0), key).expect("it was sealed");
     let directory =
         SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() }).directory();

@@ -8,8 +8,8 @@ use std::sync::Arc;
 /// The unit of mapping, checksum and sharing, in bytes; also the alignment that direct I/O gets everywhere.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// One block of memory for what is never read or written past the page cache: aligned for the numbers in it only, because
-/// memory with greater alignment takes up to twice its size from the allocator.
+/// One block of memory for what is never read or written past the page cache: aligned for the numbers in it only,
+/// because memory with greater alignment takes up to twice its size from the allocator.
 #[repr(C, align(16))]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Block(pub [u8; BLOCK_SIZE]);

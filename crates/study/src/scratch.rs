@@ -69,8 +69,8 @@ impl Scratch {
         syncfs(&root).doing(|| format!("syncing {}", self.root.display()))
     }
 
-    /// The same, and lets background work on `path` come to rest: until the space it takes has not changed for a second,
-    /// ten seconds at most.
+    /// The same, and lets background work on `path` come to rest: until the space it takes has not changed for a
+    /// second, ten seconds at most.
     pub fn rest(&self, path: &Path) -> Result<()> {
         self.settle()?;
         let mut last = allocated(path)?;

@@ -1,6 +1,6 @@
 //! The answering end of the control socket: a thread accepts, each connection has a thread, each long request under way
-//! one more, so that its connection can be watched for a cancel while it works. Short ones are answered by the thread of
-//! the connection: on a busy machine each hand-over between threads takes longer than taking a snapshot.
+//! one more, so that its connection can be watched for a cancel while it works. Short ones are answered by the thread
+//! of the connection: on a busy machine each hand-over between threads takes longer than taking a snapshot.
 //!
 //! What holds:
 //! 1. At most [`CONNECTIONS_MAX`] connections; a further one is told so and closed. A connection that asks nothing for

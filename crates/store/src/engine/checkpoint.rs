@@ -6,10 +6,10 @@
 //! 2. While everything runs on: the payload that was in the journal then goes home, the data files are flushed, and the
 //!    pending changes that were captured are appended; where they end is where replay of such changes will begin.
 //!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
-//! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home and
-//!    flushed: nobody would look at them if this checkpoint did not end.
-//! 4. The other captured pages are appended to the journal, then a record that ends the checkpoint. From here on recovery
-//!    would take them from there.
+//! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home
+//!    and flushed: nobody would look at them if this checkpoint did not end.
+//! 4. The other captured pages are appended to the journal, then a record that ends the checkpoint. From here on
+//!    recovery would take them from there.
 //! 5. They are written home and flushed; the superblock lets go of the journal before the tail.
 
 use super::Engine;
@@ -29,8 +29,8 @@ const PAGES_PER_BATCH: usize = 64;
 pub(super) const LOGGED_ROUND: usize = 256;
 
 impl Engine {
-    /// Whether dirty pages ask for a checkpoint: they take at most a quarter of the cache, because what a checkpoint has
-    /// captured and what is changed meanwhile are both in memory, and their images at most a quarter of the ring.
+    /// Whether dirty pages ask for a checkpoint: they take at most a quarter of the cache, because what a checkpoint
+    /// has captured and what is changed meanwhile are both in memory, and their images at most a quarter of the ring.
     pub(super) fn is_checkpoint_due(&self, pages: &Pages) -> bool {
         let by_ring = (self.ring as usize / 4 / (BLOCK_SIZE + 64)).max(64);
         let by_cache = (self.options.metadata_cache / BLOCK_SIZE / 4).max(64);

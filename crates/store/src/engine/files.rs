@@ -123,8 +123,8 @@ impl DataFiles {
         }
     }
 
-    /// Has the operating system write what it caches of the data to the medium, little by little, and waits for it: what
-    /// is to be flushed by [`DataFiles::sync`] while others need the medium too.
+    /// Has the operating system write what it caches of the data to the medium, little by little, and waits for it:
+    /// what is to be flushed by [`DataFiles::sync`] while others need the medium too.
     pub fn write_out(&self) {
         if self.mode == IoMode::Buffered {
             let files = self.files.read().clone();

@@ -23,7 +23,8 @@ const FREEING_MAX: u64 = 16_384;
 const DROP_STEPS: u32 = 4;
 /// Holds between two looks at other work.
 const DROP_ROUNDS: usize = 64;
-/// While writes come in, giving space back takes one part in so many of a thread's time, so that they go on at their rate.
+/// While writes come in, giving space back takes one part in so many of a thread's time, so that they go on at their
+/// rate.
 const BUSY_SHARE: u32 = 8;
 /// The shortest run given back at once, in blocks (64 KiB).
 const PUNCH_RUN: u64 = 16;
@@ -36,8 +37,8 @@ const PUNCH_SINGLES: u64 = 512;
 const SLACK_SHARE: u64 = 32;
 /// ... within these bounds.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
-/// What is kept even when idle, in blocks (1 MiB).
-const SLACK_IDLE: u64 = 256;
+/// What is kept even when idle, in blocks (256 KiB).
+const SLACK_IDLE: u64 = 64;
 
 /// What maintenance remembers from round to round.
 struct Watch {
@@ -260,8 +261,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number given
-    /// back.
+    /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number
+    /// given back.
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let _punching = self.punching.lock();
         let runs = {

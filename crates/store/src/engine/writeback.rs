@@ -26,8 +26,8 @@ fn batch_blocks(mode: IoMode) -> u64 {
     }
 }
 
-/// Runs of new places from this many bytes go to the medium at once, through the page cache as they may: left to the next
-/// flush, they would make it, and every append to the journal beside it, wait for hundreds of megabytes.
+/// Runs of new places from this many bytes go to the medium at once, through the page cache as they may: left to the
+/// next flush, they would make it, and every append to the journal beside it, wait for hundreds of megabytes.
 const WRITE_OUT_MIN: u64 = 256 << 10;
 /// Blocks in one write (1 MiB).
 const GROUP_BLOCKS_MAX: u64 = 256;

@@ -3,9 +3,9 @@
 //! What must hold:
 //!
 //! 1. A page that the last checkpoint knows changes in its file only while the next one writes home what the journal
-//!    already holds whole; between checkpoints the files are, as far as the last one looks, exactly its state. So a page
-//!    may be changed in memory, freed and used again at any time without ordering of any kind. What the last checkpoint
-//!    does not know, a node of the map in a place that was free then, may be written home at any time.
+//!    already holds whole; between checkpoints the files are, as far as the last one looks, exactly its state. So a
+//!    page may be changed in memory, freed and used again at any time without ordering of any kind. What the last
+//!    checkpoint does not know, a node of the map in a place that was free then, may be written home at any time.
 //! 2. Every page read from a file passes its checksum and names itself (file kind and number) before anyone sees it; a
 //!    page of zeros was never written and reads as blank, except in the map, where it is corruption.
 //! 3. A dirty page stays in memory until a checkpoint has written it home, which a reference on the captured page
@@ -225,8 +225,8 @@ impl Pages {
     }
 
     /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
-    /// checkpoint. The caller makes them durable, [`sealed`], before it lets go of the journal behind them. The checkpoint
-    /// before this one has ended. Everybody waits meanwhile: checksums are for later.
+    /// checkpoint. The caller makes them durable, [`sealed`], before it lets go of the journal behind them. The
+    /// checkpoint before this one has ended. Everybody waits meanwhile: checksums are for later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();

@@ -221,7 +221,8 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
         process::pause(WINDOW.saturating_sub(began.elapsed()))?;
         let busy = (began, Instant::now());
-        // Random writes slow down the longer they go on: what a deletion costs is told by the rates before and after it.
+        // Random writes slow down the longer they go on: what a deletion costs is told by the rates before and after
+        // it.
         process::pause(WINDOW)?;
         let calm_after = (Instant::now() - WINDOW, Instant::now());
         let timings = load.finish()?;

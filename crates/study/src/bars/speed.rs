@@ -1,8 +1,9 @@
 //! Bar 3: requests over NBD on a unix socket, against the peers, buffered and direct.
 //!
 //! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
-//! rotates with the run. Before it: dirty pages are written back; then everybody's data is read once, because the medium
-//! (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache. Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
+//! rotates with the run. Before it: dirty pages are written back; then everybody's data is read once, because the
+//! medium (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache.
+//! Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
 
 use super::{BLOCK, Setting, say};
 use crate::datastore::{Datastore, Serving};
