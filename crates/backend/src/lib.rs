@@ -108,8 +108,8 @@ pub trait File: Send + Sync {
     /// Gives a range back to the file system; it reads as zeros afterwards. The length stays.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
 
-    /// Makes a range within the file read as zeros without giving its space back; where it had none, space is taken. The
-    /// medium need not be written for it. `Unsupported` where that cannot be had: the caller writes zeros then.
+    /// Makes a range within the file read as zeros without giving its space back; where it had none, space is taken.
+    /// The medium need not be written for it. `Unsupported` where that cannot be had: the caller writes zeros then.
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
         let _ = (offset, length);
         Err(io::ErrorKind::Unsupported.into())

@@ -1,7 +1,7 @@
 //! Flat extents: bytes as they are. Raw files, Workstation's and VMFS's flat extents.
 //!
-//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. What makes the three
-//! provisioning types is the space that the file has in the file system:
+//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. What makes the
+//! three provisioning types is the space that the file has in the file system:
 //!
 //! ```text
 //! thin                holes where nothing was written; zeroing gives the space back
@@ -15,8 +15,8 @@
 //! 1. A flat extent has no parent to ask: what is not written reads as zeros.
 //! 2. The counters ([`Flat::counters`]) are true whenever no change is under way, and after each reopening: see
 //!    [`blocks`] for the model and [`locks`] for who may change what at once.
-//! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction, with
-//!    or without the guest writing, power cuts included.
+//! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction,
+//!    with or without the guest writing, power cuts included.
 //! 4. After a failed flush nothing is known of what was written before: every later change and flush fails, until the
 //!    image is opened again.
 
@@ -257,8 +257,8 @@ impl Flat {
         }
     }
 
-    /// The bytes to take from the file system for `part`: beyond the end of the file up to the end of its last page, which
-    /// stays allocated otherwise.
+    /// The bytes to take from the file system for `part`: beyond the end of the file up to the end of its last page,
+    /// which stays allocated otherwise.
     fn whole_pages(&self, part: &Range<u64>) -> Range<u64> {
         match part.end == self.bytes.end && self.owns_tail {
             true => part.start..part.end.next_multiple_of(BLOCK_SIZE as u64),

@@ -15,8 +15,8 @@ use std::ops::Range;
 const PART: u64 = 64 << 10;
 
 impl Flat {
-    /// Makes the extent thin and gives back every file block that holds only zeros, while it is in use. Gives the number
-    /// of blocks given back. Durable on return.
+    /// Makes the extent thin and gives back every file block that holds only zeros, while it is in use. Says how many
+    /// blocks that were. Durable on return.
     ///
     /// # Errors
     /// `Interrupted` when `watch` says so: the extent is thin then, with what was given back so far.
@@ -45,7 +45,8 @@ impl Flat {
         Ok(given_back)
     }
 
-    /// Gives back the run of unwritten blocks that begins at `first`, as far as one step goes: nobody has to look at them.
+    /// Gives back the run of unwritten blocks that begins at `first`, as far as one step goes: there is nothing to look
+    /// at.
     fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
         let end = self.blocks.count().min(first + ALONE_MAX);
         let _alone = self.locks.alone(first..end);
@@ -63,6 +64,9 @@ impl Flat {
             return Ok(0);
         }
         let _alone = self.locks.alone(block..block + 1);
+        if !self.is_zero(&bytes, memory)? {
+            return Ok(0);
+        }
         self.give_back(block..block + 1, &bytes)?;
         // A page that the extent shares with what comes before or behind it in the file stays.
         Ok(u64::from(self.blocks.state(block) == State::Hole))

@@ -42,8 +42,8 @@ impl Format {
         }))
     }
 
-    /// How the file of an extent of this format is opened where `wanted` was asked for: formats with tables are read and
-    /// written in pieces smaller than direct I/O carries.
+    /// How the file of an extent of this format is opened where `wanted` was asked for: formats with tables are read
+    /// and written in pieces smaller than direct I/O carries.
     pub(super) fn mode(self, wanted: IoMode, offset: u64, capacity: Option<u64>) -> IoMode {
         match (self, capacity) {
             (Self::Flat, Some(capacity)) => Flat::mode_for(wanted, offset, capacity),

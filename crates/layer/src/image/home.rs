@@ -1,7 +1,7 @@
 //! Where an image's descriptor lives, and the rule that its content gets a new identity before it changes.
 //!
-//! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above the
-//!    old content, and is missing from the chain now, will never be read above the new one: its parentCID tells.
+//! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above
+//!    the old content, and is missing from the chain now, will never be read above the new one: its parentCID tells.
 //! 2. An image whose descriptor cannot be written cannot be changed.
 //! 3. The text in memory is the one on the medium: it changes after the medium has.
 

@@ -14,8 +14,8 @@
 //! 2. Parents are opened for reading, and are those the child was made above: their content has the identity that the
 //!    child remembers, unless the caller insists.
 //! 3. A chain ends: no image is in it twice, and there are at most as many as the caller allows.
-//! 4. Opening for reading changes nothing and takes no lock; opening for writing takes the lock of the first extent, and
-//!    the content gets a new identity before it changes ([`home`]).
+//! 4. Opening for reading changes nothing and takes no lock; opening for writing takes the lock of the first extent,
+//!    and the content gets a new identity before it changes ([`home`]).
 
 mod chain;
 mod concatenated;
@@ -314,8 +314,8 @@ impl Image {
         Ok(self.only_flat.then_some(sum))
     }
 
-    /// Makes a flat disk eager zeroed thick, in use: see [`Flat::fill`]. The descriptor stops calling it thin once it is
-    /// not.
+    /// Makes a flat disk eager zeroed thick, in use: see [`Flat::fill`]. The descriptor stops calling it thin once it
+    /// is not.
     pub fn inflate(&self, watch: Watch<'_>) -> Result<()> {
         self.check_flat("inflated")?;
         self.each_flat(watch, |flat, watch| flat.fill(watch))?;

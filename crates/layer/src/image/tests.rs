@@ -177,6 +177,11 @@ fn raw_files_need_no_descriptor() {
         error(open(&directory, "disk.img", &writing()).map(|_| open(&directory, "none", &writing())).unwrap()).0,
         ErrorKind::NotFound
     );
+    // A sparse extent without a descriptor, insisted on: its one lock is taken once.
+    put(&directory, "extent", &[&b"KDMV"[..], &[0; 508]].concat());
+    assert_eq!(error(open(&directory, "extent", &writing())).0, ErrorKind::Invalid);
+    let insisting = OpenOptions { format: Some(Format::HostedSparse), ..writing() };
+    assert_ne!(error(open(&directory, "extent", &insisting)).0, ErrorKind::Busy);
     // What a guest wrote is not believed when the user knows better.
     put(&directory, "guest.img", b"# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n");
     assert_eq!(error(open(&directory, "guest.img", &OpenOptions::default())).0, ErrorKind::Corrupt);
