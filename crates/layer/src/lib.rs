@@ -25,6 +25,16 @@
 
 #![forbid(unsafe_code)]
 
+mod aligned;
+mod extents;
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod speed;
+mod runs;
+pub mod vmfssparse;
+pub mod vsansparse;
+
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
