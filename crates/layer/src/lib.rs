@@ -30,6 +30,16 @@ pub mod descriptor;
 pub mod flat;
 pub mod image;
 
+mod aligned;
+mod extents;
+#[cfg(test)]
+mod model;
+#[cfg(test)]
+mod speed;
+mod runs;
+pub mod vmfssparse;
+pub mod vsansparse;
+
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
