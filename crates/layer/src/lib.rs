@@ -25,6 +25,8 @@
 
 #![forbid(unsafe_code)]
 
+pub mod sesparse;
+
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
