@@ -40,6 +40,8 @@ mod runs;
 pub mod vmfssparse;
 pub mod vsansparse;
 
+pub mod sesparse;
+
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
