@@ -9,6 +9,7 @@
 //! hosted       Workstation's sparse extents
 //! stream       streamOptimized: compressed, written once from front to back
 //! qcow2        QEMU's, to read
+//! ova          no layer: the archive that carries streamOptimized disks with their description
 //! ```
 //!
 //! A layer knows itself and its files only. It never looks at a parent: what it does not hold it calls
@@ -24,6 +25,15 @@
 //!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is held.
 
 #![forbid(unsafe_code)]
+
+mod cache;
+mod extents;
+pub mod hosted;
+pub mod ova;
+#[cfg(test)]
+mod proving;
+pub mod qcow2;
+pub mod stream;
 
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
