@@ -3,6 +3,9 @@
 use crate::{Content, Error, ErrorKind, Extent, Result};
 use std::ops::Range;
 
+/// Most entries looked at for one answer: a lying image of many terabytes in a few entries does not hold a caller up.
+const STEPS_MAX: u32 = 1 << 20;
+
 /// Refuses a range that does not lie within `capacity`, or not on multiples of `unit` (the end of the layer counts).
 pub(crate) fn check_range(image: &str, range: &Range<u64>, capacity: u64, unit: u64) -> Result<()> {
     let aligned = range.start.is_multiple_of(unit) && (range.end.is_multiple_of(unit) || range.end == capacity);
@@ -18,13 +21,14 @@ pub(crate) struct Answer<'a> {
     out: &'a mut Vec<Extent>,
     first: usize,
     most: usize,
+    steps: u32,
 }
 
 impl<'a> Answer<'a> {
     /// An answer of at most `most` extents, at least one, appended to `out`.
     pub(crate) fn new(out: &'a mut Vec<Extent>, most: usize) -> Self {
         let first = out.len();
-        Self { out, first, most: most.max(1) }
+        Self { out, first, most: most.max(1), steps: 0 }
     }
 
     /// True when nothing has been said yet.
@@ -32,9 +36,16 @@ impl<'a> Answer<'a> {
         self.out.len() == self.first
     }
 
-    /// Says what the next bytes are; false when there is no room for it any more.
+    /// Says what the next bytes are; false when there is no room for it any more, or it was enough.
     pub(crate) fn say(&mut self, start: u64, length: u64, content: Content) -> bool {
+        if length == 0 {
+            return true;
+        }
         let said = self.out.len() - self.first;
+        self.steps += 1;
+        if said > 0 && self.steps > STEPS_MAX {
+            return false;
+        }
         if said > 0
             && let Some(last) = self.out.last_mut()
             && continues(last, content)

@@ -10,6 +10,8 @@
 //! stream       streamOptimized: compressed, written once from front to back
 //! qcow2        QEMU's, to read
 //! image        opening what a user names: which files belong together, which may be opened, and the chain they make
+
+//! ova          no layer: the archive that carries streamOptimized disks with their description
 //! ```
 //!
 //! A layer knows itself and its files only. It never looks at a parent: what it does not hold it calls
@@ -41,6 +43,13 @@ pub mod vmfssparse;
 pub mod vsansparse;
 
 pub mod sesparse;
+
+mod cache;
+pub mod hosted;
+pub mod ova;
+mod proving;
+pub mod qcow2;
+pub mod stream;
 
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
