@@ -143,6 +143,14 @@ pub trait Layer: Send + Sync {
         Err(read_only(self.format()))
     }
 
+    /// Writes sectors, the slices one after another at `start`, where this layer holds every grain they touch as
+    /// [`Content::Data`] and writes in place: a small write into a large grain then costs what it is. `Ok(false)`, and
+    /// nothing changed, where that is not so; the chain then fills the grains up and calls [`Layer::write`].
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        let _ = (start, slices);
+        Ok(false)
+    }
+
     /// Makes whole grains read as zeros, hiding the parent. The space of what was there is given back where the format
     /// can say so (`unmap`), and may be kept where `keep` asks for it.
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
