@@ -10,7 +10,6 @@
 //! stream       streamOptimized: compressed, written once from front to back
 //! qcow2        QEMU's, to read
 //! image        opening what a user names: which files belong together, which may be opened, and the chain they make
-
 //! ova          no layer: the archive that carries streamOptimized disks with their description
 //! ```
 //!
@@ -28,28 +27,26 @@
 
 #![forbid(unsafe_code)]
 
-pub mod descriptor;
-pub mod flat;
-pub mod image;
-
 mod aligned;
+mod cache;
+pub mod descriptor;
 mod extents;
+pub mod flat;
+pub mod hosted;
+pub mod image;
 #[cfg(test)]
 mod model;
-#[cfg(test)]
-mod speed;
-mod runs;
-pub mod vmfssparse;
-pub mod vsansparse;
-
-pub mod sesparse;
-
-mod cache;
-pub mod hosted;
 pub mod ova;
+#[cfg(test)]
 mod proving;
 pub mod qcow2;
+mod runs;
+pub mod sesparse;
+#[cfg(test)]
+mod speed;
 pub mod stream;
+pub mod vmfssparse;
+pub mod vsansparse;
 
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};

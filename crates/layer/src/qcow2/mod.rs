@@ -1,7 +1,7 @@
 //! QEMU's qcow2, versions 2 and 3, to read: bases that come along, and images to import.
 //!
 //! Written for this because the crates that read qcow2 want their own I/O and their own chains: see
-//! docs/adr/0009-qcow2-reader.md. The bytes are on the format's page, docs/format/qcow2.md. What must hold:
+//! docs/adr/0010-qcow2-reader.md. The bytes are on the format's page, docs/format/qcow2.md. What must hold:
 //!
 //! 1. Never written, never repaired: a dirty mark concerns reference counts, which nobody reads here.
 //! 2. The first-level table is the only thing loaded whole, at most `L1_ENTRIES_MAX` entries of it; second-level
