@@ -31,8 +31,8 @@ impl Hosted {
         read_descriptor(self.file.as_ref(), &self.header, &self.image)
     }
 
-    /// Replaces the embedded descriptor, durably. Only sectors that change are written: a change within one of them (CID
-    /// and parentCID stand in the first) is there or not after a crash, a wider one may be there in part.
+    /// Replaces the embedded descriptor, durably. Only sectors that change are written: a change within one of them
+    /// (CID and parentCID stand in the first) is there or not after a crash, a wider one may be there in part.
     pub fn set_descriptor(&self, text: &[u8]) -> Result<()> {
         self.check_changeable(self.writer()?)?;
         let room = self.header.descriptor_size * SECTOR;

@@ -5,17 +5,19 @@
 //! ```
 //!
 //! A directory names tables, a table 512 grains of 64 KiB. There are two copies of directory and tables, which name the
-//! same grains; both are written, the primary is read, and the redundant one where the primary is damaged. The bytes, and
-//! the order in which they become durable, are on the format's page: docs/format/hosted.md. What must hold:
+//! same grains; both are written, the primary is read, and the redundant one where the primary is damaged. The bytes,
+//! and the order in which they become durable, are on the format's page: docs/format/hosted.md. What must hold:
 //!
 //! 1. Payload is durable before an entry that names it is written; a new table is durable before a directory names it.
 //!    So a crash leaves at worst grains without a name.
 //! 2. Between two commits both copies of a table are the same on the medium. A crash within a commit may leave them
 //!    different, each entry old or new; opening for writing makes them the same before anything else is changed.
-//! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is used.
+//! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
+//!    used.
 //! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
 //!    after nobody can read it by its old name: see `space.rs`.
-//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened again.
+//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//!    again.
 //!
 //! Locks, outermost first: the gate (shared by changes, alone by closing), the commit, `loading`, the tables' state and
 //! directories, the space. None but the gate is held while payload is read or written.

@@ -1,14 +1,14 @@
 //! Where new grains go, and when the place of an old one may be used again.
 //!
-//! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain that
-//! no table names any more is *retired*. Its place is used again only after
+//! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain
+//! that no table names any more is *retired*. Its place is used again only after
 //!
 //! 1. a commit that took the table without it has ended, so that no crash brings the name back, and
 //! 2. everybody who asked the map before that commit has let go of the [`Epoch`] he held: reads go to places without a
 //!    lock, and writes in place too.
 //!
-//! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name are
-//! found when the image is opened for writing the next time.
+//! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name
+//! are found when the image is opened for writing the next time.
 
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;

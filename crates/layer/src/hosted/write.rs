@@ -113,7 +113,8 @@ impl Hosted {
         Ok(())
     }
 
-    /// After an error of the medium nothing is written any more. A full file system or damaged tables are no such error.
+    /// After an error of the medium nothing is written any more. A full file system or damaged tables are no such
+    /// error.
     fn stop_after(&self, writer: &Writer, error: Error) -> Error {
         if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
             writer.stopped.store(true, Ordering::Release);

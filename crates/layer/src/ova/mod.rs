@@ -1,11 +1,13 @@
 //! OVA: a tar archive of a virtual machine's description (OVF), its disks, and a manifest of their digests.
 //!
-//! No layer, but the way layers travel: [`Ova`] reads an archive in place, so that a disk in it can be served or converted
-//! without being unpacked; [`OvaWriter`] makes one. What must hold:
+//! No layer, but the way layers travel: [`Ova`] reads an archive in place, so that a disk in it can be served or
+//! converted without being unpacked; [`OvaWriter`] makes one. What must hold:
 //!
-//! 1. Names in the archive and in the OVF are plain file names. One that leads anywhere else is refused, whoever wants it.
+//! 1. Names in the archive and in the OVF are plain file names. One that leads anywhere else is refused, whoever wants
+//!    it.
 //! 2. Members, references, disks and the sizes of what is taken into memory are bounded by the limits below.
-//! 3. Digests are checked while bytes pass, never assumed: [`Ova::verify`], [`Ova::reader`]. A mismatch names the member.
+//! 3. Digests are checked while bytes pass, never assumed: [`Ova::verify`], [`Ova::reader`]. A mismatch names the
+//!    member.
 //! 4. An archive that was not finished does not begin with a tar header: the first one is written last.
 
 mod archive;
@@ -149,8 +151,8 @@ impl Ova {
         Ok(CheckedReader { image: self.image.clone(), name: name.to_owned(), section, at: 0, check })
     }
 
-    /// Reads everything that the manifest names and checks its digest. `progress` is told how many bytes more were read,
-    /// and stops the work with its error.
+    /// Reads everything that the manifest names and checks its digest. `progress` is told how many bytes more were
+    /// read, and stops the work with its error.
     pub fn verify(&self, progress: &mut dyn FnMut(u64) -> Result<()>) -> Result<()> {
         let Some(manifest) = &self.manifest else {
             return Err(Error::new(ErrorKind::Unsupported, format!("{}: it has no manifest to check by", self.image)));

@@ -8,8 +8,8 @@
 //! format's page: docs/format/stream.md. What must hold:
 //!
 //! 1. A grain never takes more memory than its header's grain size when inflated, nor twice that when compressed.
-//! 2. Where the directory is lost (a transfer that was cut) the markers are walked instead, and it is said; each step goes
-//!    forward in the file, so that the walk ends.
+//! 2. Where the directory is lost (a transfer that was cut) the markers are walked instead, and it is said; each step
+//!    goes forward in the file, so that the walk ends.
 //! 3. Inflated grains are kept in a cache of `CACHE_BYTES`; grains read whole do not pass through it.
 //! 4. [`StreamWriter`] never goes back: what it writes can go down a pipe.
 

@@ -38,7 +38,8 @@ const FOREIGN: &str = r#"<?xml version='1.0' encoding='UTF-8'?>
     <Disk ovf:capacity="${size}" ovf:diskId="empty"/>
   </DiskSection>
   <VirtualSystemCollection ovf:id="all"><VirtualSystem ovf:id="first"><Name>one &amp;&#32;only</Name>
-    <VirtualHardwareSection><Item><AllocationUnits>MegaBytes</AllocationUnits><ResourceType>4</ResourceType><VirtualQuantity>512</VirtualQuantity></Item></VirtualHardwareSection>
+    <VirtualHardwareSection><Item><AllocationUnits>MegaBytes</AllocationUnits><ResourceType>4</ResourceType>
+      <VirtualQuantity>512</VirtualQuantity></Item></VirtualHardwareSection>
   </VirtualSystem><VirtualSystem ovf:id="second"><Name>two</Name></VirtualSystem></VirtualSystemCollection>
 </ovf:Envelope>
 "#;
