@@ -3,9 +3,14 @@
 //! 1. A flush that was asked for is answered by one that **began** after that.
 //! 2. One runs at a time. It flushes every level that was written since its last flush, so that what lies in a level
 //!    which a snapshot has just put below is covered too.
-//! 3. After one failed nothing is known of what was written before; the chain stops.
+//! 3. The target of a merge down is left out until the commit: its sources hide it, nobody else writes it, and after a
+//!    crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
+//!    beside those of others. Any other level may hold what a guest wrote, and is flushed here only.
+//! 4. After one failed nothing is known of what was written before; the chain stops.
 
 use crate::chain::Chain;
+use crate::consolidate::Job;
+use crate::levels::Level;
 use crate::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 use std::sync::atomic::Ordering;
@@ -59,12 +64,23 @@ impl Chain {
 
     fn flush_levels(&self) -> Result<()> {
         let levels = self.levels();
-        for level in &levels.stack {
-            if level.unflushed.swap(false, Ordering::SeqCst) {
-                level.layer.flush().map_err(|error| error.context(format_args!("flushing {}", self.name)))?;
-            }
+        let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
+        levels.stack.iter().filter(|level| left_out != Some(level.key())).try_for_each(|level| self.flush_level(level))
+    }
+
+    fn flush_level(&self, level: &Level) -> Result<()> {
+        if !level.unflushed.swap(false, Ordering::SeqCst) {
+            return Ok(());
         }
-        Ok(())
+        level.layer.flush().map_err(|error| error.context(format_args!("flushing {}", self.name)))
+    }
+
+    /// Makes durable what a merge has copied so far.
+    pub(crate) fn flush_target(&self, job: &Job) -> Result<()> {
+        if !job.leaves_target_out() {
+            return self.flush();
+        }
+        self.flush_level(&job.target).inspect_err(|_| self.stopped.store(true, Ordering::SeqCst))
     }
 
     /// An error once a flush has failed.

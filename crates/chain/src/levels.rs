@@ -144,12 +144,7 @@ pub(crate) struct Levels {
 }
 
 impl Levels {
-    pub fn new(
-        generation: u64,
-        stack: Vec<Arc<Level>>,
-        job: Option<Arc<Job>>,
-        leaving: Vec<Arc<Level>>,
-    ) -> Self {
+    pub fn new(generation: u64, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>, leaving: Vec<Arc<Level>>) -> Self {
         let mut by_number = [u8::MAX; NUMBERS];
         let mut visible = Vec::with_capacity(stack.len());
         let mut least = u64::MAX;

@@ -39,8 +39,8 @@ pub const DISCARD_STEP: u64 = 16 << 20;
 /// Bytes that one step of a merge copies, with that range locked: a write to it waits for this much.
 pub const COPY_STEP: u64 = 256 << 10;
 
-/// Bytes after which a merge makes its copies durable and says so.
-pub const COPY_CHECKPOINT: u64 = 64 << 20;
+/// Bytes after which a merge makes its copies durable and says so. A flush of the disk may have to wait for this much.
+pub const COPY_CHECKPOINT: u64 = 16 << 20;
 
 /// Passes over what was written during a merge before writes go to both sides.
 pub const COPY_PASSES_MAX: u32 = 8;

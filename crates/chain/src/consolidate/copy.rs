@@ -88,7 +88,7 @@ fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
 
 impl Chain {
     /// Goes to the next thing to copy at or after `at`, and copies up to `most` bytes of it.
-    pub(super) fn copy_next(&self, side: Side, job: &Job, at: u64, most: u64) -> Result<Copied> {
+    pub(super) fn copy_next(&self, job: &Job, at: u64, most: u64) -> Result<Copied> {
         let levels = self.levels();
         let capacity = job.target.layer.capacity();
         let Some(places) = places(&levels, job) else { return Ok(Copied { next: capacity, bytes: 0 }) };
@@ -108,13 +108,13 @@ impl Chain {
             // Zeros cost little, so more of them is one step.
             let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
             let start = mapping.start / job.target.grain * job.target.grain;
-            return self.copy_within(side, job, start..capacity, most);
+            return self.copy_within(job, start..capacity, most);
         }
         Ok(Copied { next: known / job.target.grain * job.target.grain, bytes: 0 }.at_least(known, capacity))
     }
 
     /// Copies what there is in the first `most` bytes of `range`.
-    pub(super) fn copy_within(&self, side: Side, job: &Job, range: Range<u64>, most: u64) -> Result<Copied> {
+    pub(super) fn copy_within(&self, job: &Job, range: Range<u64>, most: u64) -> Result<Copied> {
         let target = &job.target;
         let most = (most / target.grain).max(1) * target.grain;
         let range = target.widened(&range);
@@ -127,7 +127,7 @@ impl Chain {
             Walk { levels: &levels, among, demand, window, most: 0 }.run().map(|found| found.mappings)
         };
         let mut found = walk(places.sources.clone())?;
-        if side == Side::Up {
+        if job.side == Side::Up {
             let last = places.sources.end == levels.stack.len();
             found = within_gaps(&found, &walk(places.target..places.target + 1)?);
             // With nothing below the sources, absent reads as zeros too.
@@ -176,14 +176,14 @@ impl Chain {
     }
 
     /// Zeroes what the target would show, once the sources are gone, past the end of the shortest of them.
-    pub(super) fn hide_tail(&self, side: Side, job: &Job) -> Result<()> {
+    pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
         let target = &job.target;
         let levels = self.levels();
         let Some(places) = places(&levels, job) else { return Ok(()) };
         let shown = levels.visible(places.sources.start, places.sources.end - 1);
         let below = levels.stack.get(places.sources.end).map_or(0, |level| level.layer.capacity());
         let end = target.layer.capacity();
-        let needed = match side {
+        let needed = match job.side {
             Side::Down => shown < end,
             Side::Up => shown < end.min(below),
         };
@@ -194,7 +194,7 @@ impl Chain {
             let range = target.widened(&(at..stop));
             let _held = self.ranges.lock(range.clone());
             let tail = [Mapping { start: at, length: stop - at, to: To::Zero }];
-            let found = match side {
+            let found = match job.side {
                 Side::Down => tail.to_vec(),
                 Side::Up => {
                     let (demand, window) = (range.clone(), range.clone());

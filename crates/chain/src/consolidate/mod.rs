@@ -20,8 +20,8 @@
 //! 2. **It ends** whatever is written meanwhile: once writes go to both sides, what is left to copy only shrinks, and
 //!    nobody is held off but for the moment of swapping the stack. Passes before that keep what has to be copied then,
 //!    and the time in which every write costs two, small.
-//! 3. **Nothing flushed is lost.** From the mirror on, a flush covers both sides; at the commit the target has all that
-//!    was acknowledged and flushed before, and everything after the commit goes to it as well.
+//! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all that
+//!    was acknowledged before; everything after that goes to both, and after the swap to the target.
 //! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
 //!    the range against writers; mirrored writes hold it in both levels' grains.
 //! 5. A target that gives places to others changes only after every plan that does not hold its epoch is gone.
@@ -89,6 +89,7 @@ pub struct Merged {
 
 /// What writers know of a merge.
 pub(crate) struct Job {
+    side: Side,
     pub target: Arc<Level>,
     pub sources: Vec<LevelKey>,
     /// Numbers of the sources.
@@ -105,9 +106,19 @@ impl Job {
         self.mirroring.load(Ordering::SeqCst)
     }
 
+    /// True while nothing that a guest has flushed depends on the target.
+    pub fn leaves_target_out(&self) -> bool {
+        self.side == Side::Down && !self.commits()
+    }
+
+    /// True when the owner's record may change at any moment: what is flushed has to be durable on both sides.
+    fn commits(&self) -> bool {
+        self.committing.load(Ordering::SeqCst)
+    }
+
     /// The other side failed: the merge ends with this, unless it is past that: then the write fails.
     pub fn fail(&self, error: Error) -> Result<()> {
-        if self.committing.load(Ordering::SeqCst) {
+        if self.commits() {
             return Err(error);
         }
         self.failure.lock().get_or_insert(error);
@@ -229,7 +240,7 @@ impl Chain {
         let (job, old) = self.begin(side, upper, lower)?;
         let ready = if job.target.reuses { self.wait_unused(&old, watch) } else { Ok(()) };
         drop(old);
-        let result = ready.and_then(|()| self.carry_out(side, &job, from, watch, commit));
+        let result = ready.and_then(|()| self.carry_out(&job, from, watch, commit));
         result.inspect_err(|_| {
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
@@ -272,6 +283,7 @@ impl Chain {
         let mut numbers = Numbers::default();
         levels.stack[sources.clone()].iter().for_each(|level| numbers.insert(level.number()));
         let job = Arc::new(Job {
+            side,
             target: Arc::clone(target),
             sources: levels.stack[sources].iter().map(|level| level.key()).collect(),
             numbers,
@@ -298,7 +310,6 @@ impl Chain {
 
     fn carry_out(
         &self,
-        side: Side,
         job: &Arc<Job>,
         from: u64,
         watch: &dyn Watch,
@@ -314,26 +325,28 @@ impl Chain {
         while at < capacity {
             job.check(watch)?;
             watch.progress(at, capacity);
-            let Copied { next, bytes } = self.copy_next(side, job, at, COPY_STEP)?;
+            let Copied { next, bytes } = self.copy_next(job, at, COPY_STEP)?;
             at = next;
             merged.copied += bytes;
             unflushed += bytes;
             if unflushed >= COPY_CHECKPOINT {
                 unflushed = 0;
-                self.flush()?;
+                self.flush_target(job)?;
                 watch.checkpoint(at);
             }
             throttle.wait(bytes, job, watch)?;
         }
         watch.progress(capacity, capacity);
-        if side == Side::Down {
+        if job.side == Side::Down {
             self.follow_writes(job, &mut merged, &mut throttle, watch)?;
         }
-        self.hide_tail(side, job)?;
-        self.flush()?;
-        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it.
+        self.hide_tail(job)?;
+        self.flush_target(job)?;
+        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it; and every
+        // flush covers it.
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
+        self.flush()?;
         job.check(watch)?;
         commit()?;
         let _control = self.control.lock();
@@ -367,7 +380,7 @@ impl Chain {
             let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
             if last {
                 // Flushed now, so that little is left to flush while writes cost two.
-                self.flush()?;
+                self.flush_target(job)?;
                 job.mirroring.store(true, Ordering::SeqCst);
                 self.pass_writers(merged);
             }
@@ -378,7 +391,7 @@ impl Chain {
                 let mut start = piece.start;
                 while start < piece.end {
                     job.check(watch)?;
-                    let Copied { next, bytes } = self.copy_within(Side::Down, job, start..piece.end, COPY_STEP)?;
+                    let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
                     throttle.wait(bytes, job, watch)?;
