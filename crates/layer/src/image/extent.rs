@@ -71,10 +71,21 @@ pub(super) fn open_extent(format: Format, file: Arc<dyn File>, name: &str, optio
             let layer: Arc<dyn Layer> = Arc::<Flat>::clone(&flat);
             return Ok(OpenExtent { layer, flat: Some(flat), parent: None });
         }
-        Format::HostedSparse if is_compressed(&*file, name)? => not_there(name, "streamOptimized")?,
-        Format::HostedSparse => not_there(name, "hosted sparse")?,
-        Format::VmfsSparse => not_there(name, "VMFSsparse")?,
-        Format::SeSparse => not_there(name, "SEsparse")?,
+        Format::HostedSparse if is_compressed(&*file, name)? => Arc::new(crate::stream::Stream::open(file, name)?) as _,
+        Format::HostedSparse => {
+            let options =
+                crate::hosted::OpenOptions { image: name.to_owned(), writable: options.writable, parent: true };
+            Arc::new(crate::hosted::Hosted::open(file, &options)?) as _
+        }
+        Format::VmfsSparse => {
+            let reading = crate::vmfssparse::OpenOptions::reading(name);
+            let options = crate::vmfssparse::OpenOptions { writable: options.writable, ..reading };
+            Arc::new(crate::vmfssparse::VmfsSparse::open(file, &options)?) as _
+        }
+        Format::SeSparse => {
+            let options = crate::sesparse::Options { write: options.writable, ..Default::default() };
+            Arc::new(crate::sesparse::SeSparse::open(file, name, options)?) as _
+        }
         Format::Qcow2 => not_there(name, "qcow2")?,
     };
     Ok(OpenExtent { layer, flat: None, parent: None })
