@@ -104,9 +104,8 @@ pub(super) fn read(
     let sequence_of = |slot: usize| slots.get(slot).and_then(|slot| slot.as_ref().ok()).map(|slot| slot.sequence);
     let older = (at + 1..slots.len()).rev().zip(1..);
     let first = last.checked_sub(at as u64);
-    let round = older.take_while(|(slot, by)| {
-        first.is_some_and(|first| first >= *by && sequence_of(*slot) == Some(first - by))
-    });
+    let round = older
+        .take_while(|(slot, by)| first.is_some_and(|first| first >= *by && sequence_of(*slot) == Some(first - by)));
     order.splice(0..0, round.map(|(slot, _)| slot).collect::<Vec<_>>().into_iter().rev());
     let begin = last.checked_sub(order.len() as u64 - 1);
     for (slot, by) in order.iter().zip(0..) {
@@ -123,7 +122,8 @@ pub(super) fn read(
     let mut replayed = Replayed::default();
     for slot in order {
         let Some(transaction) = slots.get_mut(slot).and_then(|slot| slot.as_mut().ok()) else { continue };
-        let damage = transaction.records.iter().find_map(|(sector, payload)| check_payload(layout, *sector, &payload[..]));
+        let damage =
+            transaction.records.iter().find_map(|(sector, payload)| check_payload(layout, *sector, &payload[..]));
         let is_last = transaction.sequence == last;
         if is_last && (damage.is_some() || (counted <= last && !is_in_place(transaction, &overlay, &read)?)) {
             replayed.dropped = Some(last);

@@ -38,7 +38,9 @@ impl SeSparse {
         let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
         if length < layout.grains.start() {
             let needed = layout.grains.start();
-            return Err(corrupt(format!("the file has {length} bytes, its tables alone reach to {needed}: it was cut")));
+            return Err(corrupt(format!(
+                "the file has {length} bytes, its tables alone reach to {needed}: it was cut"
+            )));
         }
         if file.mode() == IoMode::Direct && !layout.grains.start().is_multiple_of(BLOCK_SIZE as u64) {
             let text = format!("{name}: its grains do not begin at a multiple of 4 KiB; use buffered I/O");

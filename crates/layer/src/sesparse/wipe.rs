@@ -156,8 +156,7 @@ impl SeSparse {
             let mut state = self.state.lock();
             let end = window.end.min(state.readable.max(window.start));
             let window = window.start..end.next_multiple_of(64);
-            let mut census =
-                Census { named: GrainSet::new(window.clone()), accounted: GrainSet::new(window) };
+            let mut census = Census { named: GrainSet::new(window.clone()), accounted: GrainSet::new(window) };
             for run in state.retirement.waiting() {
                 census.account(run);
             }

@@ -139,7 +139,10 @@ fn type_one_reads_as_zeros() {
     let file = disk.directory().open(NAME, IoMode::Buffered).unwrap();
     file.write_at(&[&(1u64 << 60 | 9).to_le_bytes()], 6144 * 512 + 8, false).unwrap();
     let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
-    assert_eq!(stamps(&layer, 0, 4 * GRAIN).unwrap()[4..28], [[5; 4], [0; 4], [0; 4], [5; 4], [5; 4], [ABSENT; 4]].concat());
+    assert_eq!(
+        stamps(&layer, 0, 4 * GRAIN).unwrap()[4..28],
+        [[5; 4], [0; 4], [0; 4], [5; 4], [5; 4], [ABSENT; 4]].concat()
+    );
     layer.write(GRAIN, &[&stamped(1, 8)]).unwrap();
     assert_eq!(stamps(&layer, GRAIN, GRAIN).unwrap(), [8; 8]);
 }

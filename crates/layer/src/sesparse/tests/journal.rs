@@ -108,7 +108,11 @@ fn the_last_transaction_is_dropped_unless_it_is_provably_whole() {
 #[test]
 fn reading_changes_nothing_and_writing_replays_for_good() {
     let file = dirty(&three(), 10);
-    let before = { let mut bytes = vec![0; file.len().unwrap() as usize]; file.read_at(&mut bytes, 0).unwrap(); bytes };
+    let before = {
+        let mut bytes = vec![0; file.len().unwrap() as usize];
+        file.read_at(&mut bytes, 0).unwrap();
+        bytes
+    };
     drop(replayed(&file, false).unwrap());
     let mut after = vec![0; before.len()];
     file.read_at(&mut after, 0).unwrap();
@@ -141,7 +145,10 @@ fn older_sessions_and_a_journal_that_went_round() {
     slots[80] = Slot::new(80, 199, TABLE, 3);
     let layer = replayed(&dirty(&slots, 201), false).unwrap();
     assert_eq!(layer.replayed().unwrap().transactions, 81);
-    assert_eq!((stamps(&layer, 0, GRAIN).unwrap(), stamps(&layer, 64 * GRAIN, GRAIN).unwrap()), (vec![4; 8], vec![3; 8]));
+    assert_eq!(
+        (stamps(&layer, 0, GRAIN).unwrap(), stamps(&layer, 64 * GRAIN, GRAIN).unwrap()),
+        (vec![4; 8], vec![3; 8])
+    );
 }
 
 #[test]

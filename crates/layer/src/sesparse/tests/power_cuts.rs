@@ -43,11 +43,7 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
             model.set(operation.first, operation.count, operation.stamp);
             let _ = operation.apply(layer);
         }
-        28..35 => {
-            if layer.flush().is_ok() {
-                model.flushed();
-            }
-        }
+        28..35 if layer.flush().is_ok() => model.flushed(),
         35 => {
             let _ = layer.wipe(true, full_pace());
         }

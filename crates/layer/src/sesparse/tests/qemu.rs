@@ -132,7 +132,16 @@ fn qemu_reads_a_disk_beyond_two_tebibytes() {
     layer.write(last, &[&stamped(4, 0x1111_1111_1111_1111)]).unwrap();
     layer.close().unwrap();
     let output = Command::new("qemu-io")
-        .args(["-r", "-f", "vmdk", "-c", &format!("read -P 0x11 {last} 16k"), "-c", "read -P 0 3T 64k", "vm-000001.vmdk"])
+        .args([
+            "-r",
+            "-f",
+            "vmdk",
+            "-c",
+            &format!("read -P 0x11 {last} 16k"),
+            "-c",
+            "read -P 0 3T 64k",
+            "vm-000001.vmdk",
+        ])
         .current_dir(folder.path())
         .output()
         .expect("qemu-io is installed");

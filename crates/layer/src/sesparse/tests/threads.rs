@@ -119,9 +119,11 @@ fn closing_ends_long_work() {
     let layer = SeSparse::create(file, NAME, 1 << 40, writing()).unwrap();
     layer.write(0, &[&stamped(100, 1)]).unwrap();
     std::thread::scope(|scope| {
-        let wipe = scope.spawn(|| loop {
-            if let Err(error) = layer.wipe(true, full_pace()) {
-                return error;
+        let wipe = scope.spawn(|| {
+            loop {
+                if let Err(error) = layer.wipe(true, full_pace()) {
+                    return error;
+                }
             }
         });
         std::thread::sleep(Duration::from_millis(30));

@@ -14,7 +14,7 @@ const ROUNDS: usize = 5;
 /// One side of a comparison.
 enum Side {
     Flat(Arc<dyn File>),
-    Sparse(SeSparse),
+    Sparse(Box<SeSparse>),
 }
 
 impl Side {
@@ -26,7 +26,7 @@ impl Side {
             file.set_len(CAPACITY).unwrap();
             Self::Flat(file)
         } else {
-            Self::Sparse(SeSparse::create(file, NAME, CAPACITY, writing()).unwrap())
+            Self::Sparse(Box::new(SeSparse::create(file, NAME, CAPACITY, writing()).unwrap()))
         };
         if full {
             let data = stamped(256, 3);
