@@ -2,11 +2,11 @@
 //!
 //! The tables are the truth: they alone decide what a guest reads. Damage in them (places beyond the file, two entries
 //! with one grain, entries that cannot be) is told and left alone. Bitmap and backmap follow from the tables, so what
-//! is wrong with them can be repaired: a named grain is marked as allocated and owned at any time, an allocated one that
-//! nothing names is freed only where the tables are without damage.
+//! is wrong with them can be repaired: a named grain is marked as allocated and owned at any time, an allocated one
+//! that nothing names is freed only where the tables are without damage.
 //!
-//! Changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the tables that the
-//! file really holds.
+//! Changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the tables that
+//! the file really holds.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};

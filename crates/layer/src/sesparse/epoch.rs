@@ -6,8 +6,8 @@
 //! 2. nobody holds the token of the batch or of an older one: whoever asked the map, or writes in place, took the
 //!    token that was current then.
 //!
-//! Batches are freed in order. A batch is closed, and a new token made current, at the start of each commit and whenever
-//! somebody wants to wait for all who began before ([`Retirement::rotate`]).
+//! Batches are freed in order. A batch is closed, and a new token made current, at the start of each commit and
+//! whenever somebody wants to wait for all who began before ([`Retirement::rotate`]).
 
 use super::entry::Run;
 use super::header::PAGE_ENTRIES;

@@ -1,14 +1,15 @@
 //! The journal of ESXi's: read when an image was left with one that was not replayed, never written.
 //!
-//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Nobody outside VMware knows
-//! how its checksum is made, so a torn transaction cannot be told from a whole one by its own bytes. What can be proven:
+//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Nobody outside VMware
+//! knows how its checksum is made, so a torn transaction cannot be told from a whole one by its own bytes. What can be
+//! proven:
 //!
 //! * a transaction that a later one follows was complete before the later one was begun;
 //! * the last one was complete if a header counts it already, or if its sectors stand in their places already.
 //!
-//! So a replay, which has to be asked for, takes an unbroken sequence from slot 0 to the last, each transaction with sane
-//! counts, targets within the metadata and payload that decodes; it leaves out the last one if nothing proves it whole,
-//! and says so. Anything else is refused: the image then needs its own hypervisor.
+//! So a replay, which has to be asked for, takes an unbroken sequence from slot 0 to the last, each transaction with
+//! sane counts, targets within the metadata and payload that decodes; it leaves out the last one if nothing proves it
+//! whole, and says so. Anything else is refused: the image then needs its own hypervisor.
 
 use super::entry::{Entry, Owner, decode_slot};
 use super::header::{Area, Layout, Volatile, Words, journal_sequence, put_journal_header};

@@ -65,6 +65,9 @@ impl SeSparse {
     /// Begins a piece of long work, if none is under way.
     pub(super) fn begin_work<'a, 'w>(&'a self, plan: Maintenance<'w>, what: &'static str) -> Result<Work<'a, 'w>> {
         let Some(alone) = self.maintenance.try_lock() else {
+            if self.closing.load(Ordering::Acquire) {
+                return Err(Error::new(ErrorKind::ReadOnly, format!("{} is being closed", self.name)));
+            }
             let text = format!("{}: {what} has to wait: wipe, shrink or check is under way", self.name);
             return Err(Error::new(ErrorKind::Busy, text));
         };

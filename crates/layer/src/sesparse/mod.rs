@@ -10,8 +10,8 @@
 //!              grains: 4 KiB each, in the order of first use                          space
 //! ```
 //!
-//! The bytes are in `docs/format/sesparse.md`. The work is split so: [`state`] is what is known, behind one lock, with
-//! the pages of metadata in [`cache`]; `read` and `write` are what guests do; `commit` makes it durable; `recover` opens
+//! The bytes are in `docs/format/sesparse.md`. The work is split so: `state` is what is known, behind one lock, with
+//! the pages of metadata in `cache`; `read` and `write` are what guests do; `commit` makes it durable; `recover` opens
 //! for writing; `wipe`, `shrink` and `check` are what people ask for.
 //!
 //! What must hold:
@@ -21,9 +21,9 @@
 //!    names is allocated in the bitmap and owned in the backmap; what a slot of the directory names is below the number
 //!    of tables handed out, and written. A crash leaves only grains and tables that nothing names.
 //! 3. A grain is given to a new owner only after no table on the medium names it and nobody who saw it there is still
-//!    reading it ([`epoch`]).
+//!    reading it (`epoch`).
 //! 4. An allocated grain is overwritten in place. Whoever moves it announces it first, waits for those who were writing
-//!    already, and gives up when somebody writes meanwhile ([`relocate`]).
+//!    already, and gives up when somebody writes meanwhile (`relocate`).
 //! 5. After a failed write of metadata or a failed flush nothing is changed any more until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by whoever changes something, exclusive

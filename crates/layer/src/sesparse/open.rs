@@ -1,8 +1,8 @@
 //! Opening and making images.
 //!
-//! Everything in a file is untrusted until it has come through here: the headers decode into types that cannot be wrong,
-//! and the areas they name lie within the file where it matters. What tables, bitmap and backmap say is checked when it
-//! is read.
+//! Everything in a file is untrusted until it has come through here: the headers decode into types that cannot be
+//! wrong, and the areas they name lie within the file where it matters. What tables, bitmap and backmap say is checked
+//! when it is read.
 
 use super::cache::Cache;
 use super::commit::Committed;

@@ -8,8 +8,8 @@
 //!
 //! The census covers a window of the grain area at a time, so that its memory does not depend on the disk.
 //!
-//! In an image that others wrote last, the bitmap is not believed until a wipe has been through: new grains come from the
-//! end of the file only. From then on the mark says that it is ours.
+//! In an image that others wrote last, the bitmap is not believed until a wipe has been through: new grains come from
+//! the end of the file only. From then on the mark says that it is ours.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -115,8 +115,8 @@ impl Holes {
 }
 
 impl SeSparse {
-    /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes on
-    /// beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
+    /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
+    /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
     pub fn wipe(&self, zeros: bool, plan: Maintenance) -> Result<WipeReport> {
         let mut work = self.begin_work(plan, "wiping")?;
         self.check_changeable()?;

@@ -1,5 +1,5 @@
-//! Images that lie: every header field, table, bitmap and journal, changed at random. Nothing panics, nothing takes long
-//! or much memory, and what can be read is within the file.
+//! Images that lie: every header field, table, bitmap and journal, changed at random. Nothing panics, nothing takes
+//! long or much memory, and what can be read is within the file.
 
 use super::super::DirtyJournal;
 use super::*;

@@ -1,5 +1,5 @@
-//! Power cuts at any operation of writes, discards, flushes, wipe, shrink and close: what was flushed is there, the rest
-//! is old or new by sector, bitmap and backmap are right, and nothing is lost after opening for writing.
+//! Power cuts at any operation of writes, discards, flushes, wipe, shrink and close: what was flushed is there, the
+//! rest is old or new by sector, bitmap and backmap are right, and nothing is lost after opening for writing.
 
 use super::*;
 
