@@ -185,8 +185,8 @@ impl Chain {
         self.generation.load(Ordering::SeqCst) == levels.generation
     }
 
-    /// Makes another stack current. Under the control lock. Gives the levels before, by which nobody writes any more, and
-    /// how long nobody could begin.
+    /// Makes another stack current. Under the control lock. Gives the levels before, by which nobody writes any more,
+    /// and how long nobody could begin.
     ///
     /// Until the last one inside the old gate is out, what these write is guarded by the new levels as well: their top,
     /// and the target of their merge, may give places to others although the new levels do not write there.

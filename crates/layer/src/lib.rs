@@ -23,7 +23,8 @@
 //!    names it is written. What was not flushed may be lost, whole or in part by sectors, and a crash leaves at worst
 //!    space that nothing names.
 //! 4. A range is never called [`Content::Data`] before its bytes are in the file, so that reads need no lock: the map
-//!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is held.
+//!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is
+//!    held.
 
 #![forbid(unsafe_code)]
 
@@ -115,8 +116,8 @@ pub trait Layer: Send + Sync {
     /// True when it was opened for writing.
     fn writable(&self) -> bool;
 
-    /// Appends what `range` is: extents in order, adjoining, beginning at `range.start`, equal neighbours merged where that
-    /// is cheap. May stop early, after `most` extents and at least one.
+    /// Appends what `range` is: extents in order, adjoining, beginning at `range.start`, equal neighbours merged where
+    /// that is cheap. May stop early, after `most` extents and at least one.
     fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()>;
 
     /// File number `index`, as [`Content::Data`] names it.

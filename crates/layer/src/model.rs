@@ -248,8 +248,8 @@ impl<'a, S: Subject> Trial<'a, S> {
         self.subject.check(&layer);
     }
 
-    /// Random operations, the power cut in the middle of one of them, several times over; what was flushed must be there,
-    /// the rest old or new by sectors, and the image in order.
+    /// Random operations, the power cut in the middle of one of them, several times over; what was flushed must be
+    /// there, the rest old or new by sectors, and the image in order.
     pub(crate) fn run_with_cuts(mut self, steps: u64, cuts: u32) {
         for _ in 0..cuts {
             let operations = self.disk.operations();

@@ -1,5 +1,5 @@
-//! How fast a layer is beside a plain file: sequential 512 KiB and random 4 KiB, empty and full, on one thread. Figures for
-//! people, printed; run with `--ignored --nocapture`.
+//! How fast a layer is beside a plain file: sequential 512 KiB and random 4 KiB, empty and full, on one thread.
+//! Figures for people, printed; run with `--ignored --nocapture`.
 
 use crate::model::Random;
 use crate::{Content, Layer};

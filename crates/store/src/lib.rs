@@ -27,8 +27,8 @@ pub mod tree;
 #[allow(clippy::unwrap_used)]
 mod testbed;
 
-pub use engine::{Engine, EngineOptions};
 pub use backend::{Error, ErrorKind, IoContext, Result};
+pub use engine::{Engine, EngineOptions};
 
 /// CRC32C (Castagnoli), the checksum of every structure and every block.
 pub fn checksum(bytes: &[u8]) -> u32 {

@@ -20,8 +20,8 @@
 //! 2. **It ends** whatever is written meanwhile: once writes go to both sides, what is left to copy only shrinks, and
 //!    nobody is held off but for the moment of swapping the stack. Passes before that keep what has to be copied then,
 //!    and the time in which every write costs two, small.
-//! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all that
-//!    was acknowledged before; everything after that goes to both, and after the swap to the target.
+//! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all
+//!    that was acknowledged before; everything after that goes to both, and after the swap to the target.
 //! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
 //!    the range against writers; mirrored writes hold it in both levels' grains.
 //! 5. A target that gives places to others changes only after every plan that does not hold its epoch is gone.
@@ -342,8 +342,8 @@ impl Chain {
         }
         self.hide_tail(job)?;
         self.flush_target(job)?;
-        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it; and every
-        // flush covers it.
+        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it; and
+        // every flush covers it.
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
         self.flush()?;

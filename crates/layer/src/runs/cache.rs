@@ -1,7 +1,7 @@
 //! Tables in memory: a bounded cache of what can be read again, and everything that changed since it was last written.
 //!
-//! 1. A table that changed, or that is being written, stays until its writing is over ([`RunCache::release`]). All others
-//!    together take no more than the bound; which of them go, the clock decides.
+//! 1. A table that changed, or that is being written, stays until its writing is over ([`RunCache::release`]). All
+//!    others together take no more than the bound; which of them go, the clock decides.
 //! 2. A table is read from the medium by one thread at a time, and put in before it can be changed: what is put in is
 //!    never older than what was there before.
 //! 3. What is captured does not change any more: a table changed while it is being written is copied first.

@@ -1,5 +1,5 @@
-//! Which units of a file are used: a bit each, for a window of the file at a time, so that memory stays small whatever the
-//! size of the file.
+//! Which units of a file are used: a bit each, for a window of the file at a time, so that memory stays small whatever
+//! the size of the file.
 
 use std::ops::Range;
 

@@ -1,3 +1,5 @@
+//! Lists of runs against a plain table, and the cache of them.
+
 use super::cache::RunCache;
 use super::*;
 use crate::{Error, ErrorKind};
@@ -24,7 +26,9 @@ fn check(list: &RunList, model: &[Entry], stride: u32) {
     for piece in list.pieces(0..model.len() as u32) {
         assert_eq!(piece.first as usize, seen.len());
         for at in 0..u64::from(piece.count) {
-            seen.push(piece.what.map(|(kind, place)| (kind, if place == 0 { 0 } else { place + at * u64::from(stride) })));
+            seen.push(
+                piece.what.map(|(kind, place)| (kind, if place == 0 { 0 } else { place + at * u64::from(stride) })),
+            );
         }
     }
     assert!(seen == model, "the table differs from the model");
@@ -75,13 +79,11 @@ fn tables_are_what_was_set() {
 fn the_limits_fit() {
     let mut list = RunList::new(1);
     list.set(0..ENTRIES_MAX, 3, PLACE_MAX - u64::from(ENTRIES_MAX));
-    assert_eq!(list.runs().collect::<Vec<_>>(), [Run {
-        first: 0,
-        count: ENTRIES_MAX,
-        kind: 3,
-        place: PLACE_MAX - u64::from(ENTRIES_MAX)
-    }]);
-    assert_eq!(list.heap_bytes() / size_of::<u64>() < 5, true);
+    assert_eq!(
+        list.runs().collect::<Vec<_>>(),
+        [Run { first: 0, count: ENTRIES_MAX, kind: 3, place: PLACE_MAX - u64::from(ENTRIES_MAX) }]
+    );
+    assert!(list.heap_bytes() / size_of::<u64>() < 5);
 }
 
 fn table(index: u32) -> RunList {
@@ -100,7 +102,16 @@ fn the_cache_is_bounded_and_keeps_what_changed() {
     cache.change(7, || Ok(table(7)), |list| (list.set(0..1, 1, 99), 1)).unwrap();
     let mut loads = 0;
     for index in 0..100_000u32 {
-        let found = cache.read(index, || { loads += 1; Ok(table(index)) }, place).unwrap();
+        let found = cache
+            .read(
+                index,
+                || {
+                    loads += 1;
+                    Ok(table(index))
+                },
+                place,
+            )
+            .unwrap();
         assert_eq!(found, if index == 7 { 99 } else { u64::from(index * 1000 + 1) });
         assert!(cache.bytes() <= (1 << 20) + 16 * 1024, "{} bytes", cache.bytes());
     }

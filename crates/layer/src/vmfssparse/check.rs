@@ -88,7 +88,9 @@ impl VmfsSparse {
             let mut marks = Marks::new(start..limit.min(start + WINDOW));
             let overlaps = self.mark(&mut marks)?;
             let end = marks.window.end;
-            check.complain(overlaps, || format!("{overlaps} grains or tables overlap between sectors {start} and {end}"));
+            check.complain(overlaps, || {
+                format!("{overlaps} grains or tables overlap between sectors {start} and {end}")
+            });
             start = end;
         }
         Ok(check)

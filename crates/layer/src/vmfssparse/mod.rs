@@ -8,15 +8,16 @@
 //! What must hold:
 //!
 //! 1. Payload goes to the file at once; only tables are held back. A commit makes the payload and new tables durable
-//!    first, then writes the entries that name them: a crash leaves at worst grains and tables without a name. The mark of
-//!    where the file ends comes last, and is not believed after a crash.
+//!    first, then writes the entries that name them: a crash leaves at worst grains and tables without a name. The
+//!    mark of where the file ends comes last, and is not believed after a crash.
 //! 2. The unclean mark is durable before the first change, and goes after the last.
-//! 3. A grain keeps its place: writing again goes there. Only shrinking moves grains, and a place that was named is cut off
-//!    when all that were told of it are gone ([`Layer::epoch`]).
+//! 3. A grain keeps its place: writing again goes there. Only shrinking moves grains, and a place that was named is
+//!    cut off when all that were told of it are gone ([`Layer::epoch`]).
 //! 4. The format has no entry for zeros. Zeros over a parent are grains like others, with a hole of the file under them
 //!    where they are many; the value 1, which some readers take for zeros and others do not, is read as zeros and not
 //!    written.
-//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened again.
+//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//!    again.
 //!
 //! Locks, outermost first: `shrinking`, the gate (shared by changes, alone by closing and by the steps of shrinking),
 //! `commit`, `unnamed`, `space`, the cache's own. None but the gate is held while payload is read or written.

@@ -11,9 +11,9 @@
 //! wait for everybody who was told of the old places, and cut the file
 //! ```
 //!
-//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the end
-//! of the file meanwhile is the next round's. So is what did not fit, because holes are too small for a grain or a table:
-//! the next round aims higher by so much.
+//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the
+//! end of the file meanwhile is the next round's. So is what did not fit, because holes are too small for a grain or a
+//! table: the next round aims higher by so much.
 
 use super::VmfsSparse;
 use super::commit::Writer;

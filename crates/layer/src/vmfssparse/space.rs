@@ -55,10 +55,11 @@ impl Space {
     /// Takes `sectors` sectors in one piece for what stands at sector `lba` of the disk.
     pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
         let skip = lba.wrapping_sub(self.free) % ALIGNMENT;
-        if !self.holes.is_empty() && (sectors >= ALIGNMENT || skip != 0) {
-            if let Some(place) = self.take_hole(sectors, lba) {
-                return Ok(place);
-            }
+        if !self.holes.is_empty()
+            && (sectors >= ALIGNMENT || skip != 0)
+            && let Some(place) = self.take_hole(sectors, lba)
+        {
+            return Ok(place);
         }
         // Less than a page is not worth its alignment.
         let skip = if sectors < ALIGNMENT { 0 } else { skip };

@@ -1,7 +1,7 @@
 //! Grain directory and grain tables: what the file says, checked, and in memory.
 //!
-//! 1. The directory is in memory whole (4 MiB for 2 TiB). It may name tables that the file's directory does not name yet;
-//!    these are in the cache, changed, until a commit has written them.
+//! 1. The directory is in memory whole (4 MiB for 2 TiB). It may name tables that the file's directory does not name
+//!    yet; these are in the cache, changed, until a commit has written them.
 //! 2. Tables are read on demand and kept as runs. An entry that cannot be is kept as it is, and is an error for whoever
 //!    asks for that grain.
 

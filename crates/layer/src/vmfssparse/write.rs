@@ -269,4 +269,3 @@ enum Source<'a> {
 
 const _: () = assert!(TABLE_ENTRIES <= crate::runs::ENTRIES_MAX);
 const _: () = assert!(super::header::SECTORS_END <= crate::runs::PLACE_MAX);
-

@@ -33,8 +33,8 @@ pub(super) struct Survey {
 }
 
 impl VsanSparse {
-    /// Checks the whole map: each page is whole and names blocks of the units, no block is named twice. Reads every page,
-    /// and once more for each 512 GiB of units.
+    /// Checks the whole map: each page is whole and names blocks of the units, no block is named twice. Reads every
+    /// page, and once more for each 512 GiB of units.
     pub fn check(&self) -> Result<Check> {
         let mut check = Check::default();
         for index in 0..self.map.layout.pages {

@@ -11,8 +11,8 @@
 //! end         a checkpoint; the header, both copies: closed                        durable writes
 //! ```
 //!
-//! What a commit logs and what a checkpoint writes is taken in one moment, with `order` held alone: no change is in the one
-//! and not in the other. The log goes on while a checkpoint writes.
+//! What a commit logs and what a checkpoint writes is taken in one moment, with `order` held alone: no change is in
+//! the one and not in the other. The log goes on while a checkpoint writes.
 
 use super::VsanSparse;
 use super::header::Header;

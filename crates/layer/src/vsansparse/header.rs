@@ -1,5 +1,5 @@
-//! The header: what opening needs before anything else. Two copies of one block each; a new one is written over the older
-//! of the two, with one durable write, so that a torn write leaves the other.
+//! The header: what opening needs before anything else. Two copies of one block each; a new one is written over the
+//! older of the two, with one durable write, so that a torn write leaves the other.
 
 use super::layout::{BLOCK, COPIES, Layout};
 use crate::aligned::AlignedFile;

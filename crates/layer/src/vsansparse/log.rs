@@ -1,9 +1,9 @@
 //! The log: changes of the map since the last checkpoint, in batches, in a ring of blocks that were written before.
 //!
-//! A *position* counts blocks and only grows; its place is the position modulo the size of the ring. A batch counts if its
-//! checksum holds, it is this object's, stands where it says, has the next number, and is not of an earlier incarnation
-//! than the one before. The first that does not count ends the log. A batch is durable before the next is begun, so only
-//! the last can be torn.
+//! A *position* counts blocks and only grows; its place is the position modulo the size of the ring. A batch counts if
+//! its checksum holds, it is this object's, stands where it says, has the next number, and is not of an earlier
+//! incarnation than the one before. The first that does not count ends the log. A batch is durable before the next is
+//! begun, so only the last can be torn.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, LOG_BLOCKS, LOG_START};

@@ -2,10 +2,10 @@
 //!
 //! 1. The root is in memory whole, as far as anything is there: a quarter of a byte for 2 MiB of the disk. It is read
 //!    without a lock.
-//! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as changed,
-//!    before the root says that it is stored, and written before the root's block is.
-//! 3. Pages are changed under their lock in the cache. Whoever logs the change does so under the same lock: the order in
-//!    the log is that in memory.
+//! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as
+//!    changed, before the root says that it is stored, and written before the root's block is.
+//! 3. Pages are changed under their lock in the cache. Whoever logs the change does so under the same lock: the order
+//!    in the log is that in memory.
 
 use super::header::Header;
 use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};

@@ -1,26 +1,27 @@
 //! vsanSparse: a delta object with an extent map of its own, in which space is taken in units of 4 MiB.
 //!
 //! ```text
-//! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled one after another as grains are first written
+//! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled one after another as grains are first
+//! written
 //! ```
 //!
 //! vSAN keeps its deltas as objects of its store, and no file format of theirs exists. This one is lamina's, with their
 //! behaviour; its bytes are on its page: docs/format/vsansparse.md. What must hold:
 //!
-//! 1. A grain (4 KiB) that has been given a place keeps it. Writing again goes there, discarding punches a hole there, and
-//!    writing after that goes there too. So places are never freed, nothing that was told of one has to be waited for,
-//!    and the file is never longer than the disk and its map.
-//! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A flush
-//!    is one flush of the file, and one append to the log if the map changed.
-//! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then the
-//!    header that lets go of the log up to there. Whenever the power goes, the log or a whole copy has it.
+//! 1. A grain (4 KiB) that has been given a place keeps it. Writing again goes there, discarding punches a hole there,
+//!    and writing after that goes there too. So places are never freed, nothing that was told of one has to be waited
+//!    for, and the file is never longer than the disk and its map.
+//! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A
+//!    flush is one flush of the file, and one append to the log if the map changed.
+//! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
+//!    the header that lets go of the log up to there. Whenever the power goes, the log or a whole copy has it.
 //! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
 //! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
 //!    opened again. What read with a failed checksum is an error, never data.
 //!
-//! Locks, outermost first: the gate (shared by changes, alone by closing), `checkpoint`, `log`, `order` (shared by changes
-//! of the map, alone by captures), `births` and the cache's own, `pending`, `space`. None but the gate is held while
-//! payload is read or written.
+//! Locks, outermost first: the gate (shared by changes, alone by closing), `checkpoint`, `log`, `order` (shared by
+//! changes of the map, alone by captures), `births` and the cache's own, `pending`, `space`. None but the gate is held
+//! while payload is read or written.
 
 mod check;
 mod commit;

@@ -1,9 +1,9 @@
 //! Map pages and root blocks as bytes: one block each, in two copies that are written in turn.
 //!
-//! A copy is whole when its checksum holds, and it is this object's and in its place. Of two whole ones the one with the
-//! greater sequence counts. A copy that is all zeros was never written. A copy that is neither is a torn write, which
-//! only the pages and root blocks of an interrupted checkpoint can have; those are replayed from the log and written
-//! again before anything else happens, so that at any other time it is damage and not to be read around.
+//! A copy is whole when its checksum holds, and it is this object's and in its place. Of two whole ones the one with
+//! the greater sequence counts. A copy that is all zeros was never written. A copy that is neither is a torn write,
+//! which only the pages and root blocks of an interrupted checkpoint can have; those are replayed from the log and
+//! written again before anything else happens, so that at any other time it is damage and not to be read around.
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};

@@ -1,15 +1,15 @@
 //! What happens after a crash: the log is read from its tail on, and each change is made again, in order.
 //!
-//! A page may be newer in the file than the log's tail: a checkpoint was interrupted. Making old changes and then the newer
-//! ones again ends where it was, since each change says what the entries are and not how they differ; and nothing is in a
-//! page that is not in the log or before its tail.
+//! A page may be newer in the file than the log's tail: a checkpoint was interrupted. Making old changes and then the
+//! newer ones again ends where it was, since each change says what the entries are and not how they differ; and
+//! nothing is in a page that is not in the log or before its tail.
 
 use super::VsanSparse;
 use super::layout::PAGE_GRAINS;
 use super::log::{Log, Record};
 use super::page::{DATA, RESERVED, ZERO, ZERO_RESERVED};
-use crate::runs::RunList;
 use crate::Result;
+use crate::runs::RunList;
 use std::ops::Range;
 
 /// Most pages that a log changes; a writer makes a checkpoint long before.

@@ -1,16 +1,16 @@
 //! Writes and zeros.
 //!
-//! A write first makes sure that every grain has a place, which the page keeps for it without showing it; then the payload
-//! goes to the file, without a lock; then the page shows it, and the log will say so. Two writes of one grain find the same
-//! place.
+//! A write first makes sure that every grain has a place, which the page keeps for it without showing it; then the
+//! payload goes to the file, without a lock; then the page shows it, and the log will say so. Two writes of one grain
+//! find the same place.
 
+use super::VsanSparse;
 use super::commit::Writer;
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS};
 use super::log::Record;
 use super::map::State;
 use super::page::{DATA, RESERVED, ZERO_RESERVED};
 use super::recover::zero_entries;
-use super::VsanSparse;
 use crate::aligned::part_of;
 use crate::extents::check_range;
 use crate::{IoContext, Result};
@@ -90,13 +90,7 @@ impl VsanSparse {
         Ok(pieces)
     }
 
-    fn reserve(
-        &self,
-        writer: &Writer,
-        index: u32,
-        entries: Range<u32>,
-        say: &mut impl FnMut(Piece),
-    ) -> Result<()> {
+    fn reserve(&self, writer: &Writer, index: u32, entries: Range<u32>, say: &mut impl FnMut(Piece)) -> Result<()> {
         let base = u64::from(index) * PAGE_GRAINS;
         // Room for payload and map is taken first: a full file system is found out here, before anything changes.
         let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
@@ -216,4 +210,3 @@ impl VsanSparse {
         Ok(())
     }
 }
-

@@ -1,8 +1,8 @@
 //! Bytes from outside: whatever they are, an answer or an error comes soon.
 
-use crate::vmfssparse::header::GRAIN_SECTORS_MAX;
 use super::*;
 use crate::model::Random;
+use crate::vmfssparse::header::GRAIN_SECTORS_MAX;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
 /// A small image with something in each of its tables.

@@ -1,3 +1,5 @@
+//! Redo logs: the trials that every format passes, and the setting for what is special about them.
+
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;
@@ -33,12 +35,12 @@ impl Subject for Cowd {
 
     fn maintain(&self, layer: &VmfsSparse, number: u64) -> Result<()> {
         // Space that a crash would have left without a name, now and then in front of tables yet to come.
-        if number % 3 > 0 {
+        if !number.is_multiple_of(3) {
             let mut space = layer.writer()?.space.lock();
             space.take(layer.file.file().as_ref(), number / 3 % 300, 0)?;
             layer.tables.raise_limit(space.free());
         }
-        if number % 4 == 0 {
+        if number.is_multiple_of(4) {
             layer.shrink(&|_| true)?;
         }
         Ok(())

@@ -90,14 +90,24 @@ fn a_disk_of_64_tebibytes() {
     layer.write(capacity - BLOCK, &[&[7; 4096]]).unwrap();
     layer.write(1 << 45, &[&[8; 4096]]).unwrap();
     layer.flush().unwrap();
-    let mut extents = Vec::new();
-    layer.map(0..capacity, 16, &mut extents).unwrap();
-    assert_eq!(extents.iter().map(|extent| extent.length).collect::<Vec<_>>(), [
-        1 << 45,
-        4096,
-        (1 << 45) - 8192,
-        4096
-    ]);
+    // One answer may stop early; the next goes on.
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut at = 0;
+    while at < capacity {
+        let mut part = Vec::new();
+        layer.map(at..capacity, 16, &mut part).unwrap();
+        for extent in part {
+            at = extent.start + extent.length;
+            match extents.last_mut() {
+                Some(last) if last.content == extent.content && extent.content == Content::Zero => {
+                    last.length += extent.length;
+                }
+                _ => extents.push(extent),
+            }
+        }
+    }
+    let lengths: Vec<u64> = extents.iter().map(|extent| extent.length).collect();
+    assert_eq!(lengths, [1 << 45, 4096, (1 << 45) - 8192, 4096]);
     assert!(file.allocated().unwrap() < 64 << 20, "{} bytes", file.allocated().unwrap());
     drop(layer);
     let layer = after_cut(&disk, false).unwrap();

@@ -1,5 +1,5 @@
-//! Bytes from outside: whatever they are, an answer or an error comes soon. Half of the mutations get their checksums put
-//! right again, so that what lies behind them is reached.
+//! Bytes from outside: whatever they are, an answer or an error comes soon. Half of the mutations get their checksums
+//! put right again, so that what lies behind them is reached.
 
 use super::*;
 use crate::model::Random;
@@ -70,7 +70,8 @@ fn damaged_objects_never_panic() {
     };
     restore();
     // Where each block of the metadata has its checksum; the log's last batch is one block.
-    let blocks: Vec<(usize, usize)> = vec![(0, 12), (1, 12), (3, 4), (258, 4), (259, 4), (260, 4), (261, 4), (262, 4), (264, 4)];
+    let blocks: Vec<(usize, usize)> =
+        vec![(0, 12), (1, 12), (3, 4), (258, 4), (259, 4), (260, 4), (261, 4), (262, 4), (264, 4)];
     for round in 0..100_000u64 {
         let mut touched = Vec::new();
         for _ in 0..1 + random.below(2) {
@@ -139,7 +140,7 @@ fn flipped_bits_are_noticed() {
                 noticed += u32::from(at < CAPACITY);
                 for extent in extents {
                     let block = extent.start / BLOCK;
-                    let expected = block % 3 == 0 && block < 1800;
+                    let expected = block.is_multiple_of(3) && block < 1800;
                     assert_eq!(matches!(extent.content, Content::Data { .. }), expected, "block {block}");
                     if expected {
                         assert_eq!(read(&layer, extent.start), Some([(block / 3) as u8; 4096]));

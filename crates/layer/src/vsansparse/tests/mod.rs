@@ -1,3 +1,5 @@
+//! Delta objects: the trials that every format passes, and the setting for what is special about them.
+
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;

@@ -51,7 +51,10 @@ fn rot_is_not_read_around() {
         layer.write(4096, &[&[2; 4096]]).unwrap();
         layer.write(5 << 20, &[&[2; 4096]]).unwrap();
         layer.close().unwrap();
-        assert_eq!(read(&VsanSparse::open(Arc::clone(&file), &OpenOptions::reading("image")).unwrap(), 4096), Some([2; 4096]));
+        assert_eq!(
+            read(&VsanSparse::open(Arc::clone(&file), &OpenOptions::reading("image")).unwrap(), 4096),
+            Some([2; 4096])
+        );
         // The second copy is the newer one now.
         disk.flip_bit("image", (block + 1) * BLOCK + 100, 3).unwrap();
         match VsanSparse::open(file, &OpenOptions::reading("image")) {
