@@ -2,13 +2,14 @@
 //! a warm metadata cache and with a working set that overflows it.
 //!
 //! ```text
-//! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT]
+//! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT] [SET]
 //! ```
 //!
 //! Every grain of the disk lies in a level of its own choice, so each 4 KiB is an extent of its own: the worst there
-//! is. Files are in FOLDER (default: the system's folder for temporary files), read through the page cache, which makes
-//! everything but the medium count. The deltas are closed after they were written and opened again for reading. Both
-//! sides are measured in turn; the figures are medians, ratios those of the rounds.
+//! is. Files are in FOLDER (default: the system's folder for temporary files), read in two ways: through the page cache,
+//! one read after the other, which makes everything but the medium count; and from the medium, 32 at a time. The deltas
+//! are closed after they were written and opened again for reading. Both sides are measured in turn; the figures are
+//! medians, ratios those of the rounds.
 
 #![allow(clippy::unwrap_used)]
 
@@ -30,13 +31,16 @@ use std::time::Instant;
 
 const GRAIN: u64 = 4096;
 const DEPTH: u64 = 32;
-const ROUNDS: usize = 11;
-const READS: u64 = 200_000;
+const ROUNDS: usize = 7;
+const READS: u64 = 100_000;
+/// Reads from the medium, and how many at a time.
+const MEDIUM_READS: u64 = 20_000;
+const IN_FLIGHT: usize = 32;
 /// Grains, and what they are to a cache of 65,536 entries.
 const SETS: [(&str, u64); 3] = [("warm", 60_000), ("twice the cache", 2 * 65_536), ("four times", 4 * 65_536)];
 
 /// A flat disk of `grains`, and `DEPTH` deltas over it (none with `None`); each grain is in a level of its own choice.
-fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> Chain {
+fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Chain; 2] {
     let capacity = grains * GRAIN;
     let mut random = Random::new(7);
     let depth = if deltas.is_some() { DEPTH } else { 0 };
@@ -53,9 +57,13 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> Cha
     }
     layers.iter().for_each(|layer| layer.close().unwrap());
     drop(layers);
-    let open = |(level, format): (usize, &Format)| format.open(directory, &name(level), IoMode::Buffered, level == 0);
-    let layers = formats.iter().enumerate().map(|level| open(level).unwrap()).collect();
-    Chain::open("depth", layers, Options::default()).unwrap()
+    [IoMode::Buffered, IoMode::Direct].map(|mode| {
+        let open = |(level, format): (usize, &Format)| {
+            // One of the two has the top open for writing, as in use.
+            format.open(directory, &name(level), mode, level == 0 && mode == IoMode::Buffered).unwrap()
+        };
+        Chain::open("depth", formats.iter().enumerate().map(open).collect(), Options::default()).unwrap()
+    })
 }
 
 /// Nanoseconds to find 4 KiB, without reading them.
@@ -109,6 +117,38 @@ fn measure(chain: &Chain, grains: u64, round: u64) -> f64 {
     begun.elapsed().as_nanos() as f64 / READS as f64
 }
 
+/// Reads per second from the medium.
+fn measure_medium(directory: &LocalDirectory, chain: &Chain, grains: u64, round: u64) -> f64 {
+    let mut random = Random::new(round);
+    let mut queue = directory.queue(IN_FLIGHT as u32).unwrap();
+    let mut completions = Vec::new();
+    let mut plans: Vec<Option<(u64, chain::Plan)>> = (0..IN_FLIGHT).map(|_| None).collect();
+    let begun = Instant::now();
+    let mut left = MEDIUM_READS;
+    while left > 0 || queue.in_flight() > 0 {
+        for (token, slot) in plans.iter_mut().enumerate().filter(|(_, slot)| slot.is_none()) {
+            if left == 0 {
+                break;
+            }
+            left -= 1;
+            let grain = random.below(grains);
+            let plan = chain.plan(grain * GRAIN, GRAIN as usize).unwrap();
+            match &plan.parts[0].place {
+                Place::Media { file, offset } => queue.read(file, *offset, Buffer::recycled(1), token as u64),
+                _ => panic!("every grain has data"),
+            }
+            *slot = Some((grain, plan));
+        }
+        completions.clear();
+        queue.wait(&mut completions, None).unwrap();
+        for completion in &completions {
+            let (grain, _) = plans[completion.token as usize].take().unwrap();
+            assert_eq!(completion.buffer.as_ref().unwrap()[..8], grain.to_le_bytes());
+        }
+    }
+    MEDIUM_READS as f64 / begun.elapsed().as_secs_f64()
+}
+
 fn median(mut figures: Vec<f64>) -> f64 {
     figures.sort_by(f64::total_cmp);
     figures[figures.len() / 2]
@@ -116,32 +156,36 @@ fn median(mut figures: Vec<f64>) -> f64 {
 
 fn compare(directory: &LocalDirectory, format: Format, what: &str, grains: u64) {
     let (flat, deep) = (build(directory, grains, None), build(directory, grains, Some(format)));
-    let known = [places(&flat, grains), places(&deep, grains)];
-    let (mut one, mut many, mut bares) = (Vec::new(), Vec::new(), [Vec::new(), Vec::new()]);
-    for round in 0..=ROUNDS {
-        let figures = (measure(&flat, grains, round as u64), measure(&deep, grains, round as u64));
-        let without = [bare(&known[0]), bare(&known[1])];
+    let known = [places(&flat[0], grains), places(&deep[0], grains)];
+    let mut figures: [Vec<(f64, f64)>; 3] = Default::default();
+    for round in 0..=ROUNDS as u64 {
+        let cached = (measure(&flat[0], grains, round), measure(&deep[0], grains, round));
+        let without = (bare(&known[0]), bare(&known[1]));
+        let medium = |chains: &[Chain; 2]| measure_medium(directory, &chains[1], grains, round);
+        let medium = (medium(&deep), medium(&flat));
         // The first round warms the caches.
         if round > 0 {
-            one.push(figures.0);
-            many.push(figures.1);
-            bares.iter_mut().zip(without).for_each(|(all, figure)| all.push(figure));
+            figures.iter_mut().zip([cached, without, medium]).for_each(|(all, figure)| all.push(figure));
         }
     }
-    let ratio = |one: &[f64], many: &[f64]| median(one.iter().zip(many).map(|(one, many)| one / many).collect());
-    let statistics = deep.statistics().metadata;
+    let ratio = |of: &[(f64, f64)]| median(of.iter().map(|(flat, deep)| flat / deep).collect());
+    let one = |of: &[(f64, f64)], deep: bool| median(of.iter().map(|of| if deep { of.1 } else { of.0 }).collect());
+    let [cached, without, medium] = &figures;
+    let statistics = deep[0].statistics().metadata;
     println!(
-        "{:10}  {what:15}  {:5.3}  {:5.0} {:5.0} ns  {:4.0} {:4.0} ns  {:5.0} {:5.0} ns {:5.3}  {:6} {:4.1} {:5.3} \
-         {:4.1}",
+        "{:10}  {what:15}  {:5.3}  {:5.0} {:5.0} ns  {:4.0} {:4.0} ns  {:5.0} {:5.0} ns {:5.3}   {:5.3} {:4.0} {:4.0} k/s          {:6} {:4.1} {:5.3} {:4.1}",
         format!("{format:?}"),
-        ratio(&one, &many),
-        median(one.clone()),
-        median(many.clone()),
-        find(&flat, grains),
-        find(&deep, grains),
-        median(bares[0].clone()),
-        median(bares[1].clone()),
-        ratio(&bares[0], &bares[1]),
+        ratio(cached),
+        one(cached, false),
+        one(cached, true),
+        find(&flat[0], grains),
+        find(&deep[0], grains),
+        one(without, false),
+        one(without, true),
+        ratio(without),
+        ratio(medium),
+        one(medium, true) / 1000.0,
+        one(medium, false) / 1000.0,
         statistics.entries,
         statistics.memory as f64 / statistics.entries as f64,
         statistics.hit_rate(),
@@ -155,15 +199,17 @@ fn compare(directory: &LocalDirectory, format: Format, what: &str, grains: u64) 
 fn main() {
     let parent = std::env::args().nth(1).map_or_else(std::env::temp_dir, Into::into);
     let wanted = std::env::args().nth(2);
+    let set = std::env::args().nth(3);
     let folder = tempfile::Builder::new().prefix("lamina-depth").tempdir_in(parent).unwrap();
-    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Auto).unwrap();
     println!(
-        "format      working set      ratio  flat, deep      to find       without a chain        entries bytes hits \
-         levels a walk"
+        "format      working set      ratio  flat, deep      to find       without a chain        from the medium      \
+         entries bytes hits levels a walk"
     );
     for format in Format::DELTAS {
         if wanted.as_ref().is_none_or(|wanted| format!("{format:?}").eq_ignore_ascii_case(wanted)) {
-            SETS.iter().for_each(|(what, grains)| compare(&directory, format, what, *grains));
+            let sets = SETS.iter().filter(|(what, _)| set.as_ref().is_none_or(|set| set == what));
+            sets.for_each(|(what, grains)| compare(&directory, format, what, *grains));
         }
     }
 }
