@@ -15,6 +15,7 @@
 //! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
 
 mod buffer;
+mod error;
 pub mod local;
 pub mod portable;
 mod queue;
@@ -25,6 +26,7 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice};
+pub use error::{Error, ErrorKind, IoContext, Result};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
 use std::io;
@@ -39,6 +41,26 @@ pub enum IoMode {
     Buffered,
     /// Past the page cache (`O_DIRECT`): offsets, lengths and memory must be multiples of 4 KiB.
     Direct,
+}
+
+/// What a file of another maker is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Reading: the medium is not changed whatever happens, and a file that may not be written can be opened.
+    Read,
+    /// Reading and writing.
+    ReadWrite,
+}
+
+/// A run of a file that takes space in the file system.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// The bytes of the file.
+    pub range: Range<u64>,
+    /// Byte address of the run on the medium; `None` where the file system does not say.
+    pub physical: Option<u64>,
+    /// False while the space is only reserved: it reads as zeros.
+    pub written: bool,
 }
 
 /// One file of a datastore. All methods may be called from any thread at once.
@@ -86,9 +108,24 @@ pub trait File: Send + Sync {
     /// Gives a range back to the file system; it reads as zeros afterwards. The length stays.
     fn punch(&self, offset: u64, length: u64) -> io::Result<()>;
 
+    /// Makes a range within the file read as zeros without giving its space back; where it had none, space is taken.
+    /// The medium need not be written for it. `Unsupported` where that cannot be had: the caller writes zeros then.
+    fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
+        let _ = (offset, length);
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// The first range at or after `offset` that takes space in the file system, up to the end of the file. A long
     /// range may be answered in parts: ask again from its end.
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>>;
+
+    /// What takes space at and after `offset` up to the end of the file, in order, neighbours not merged. A long answer
+    /// comes in parts: ask again from the end of the last; empty when there is no more. What was written before the
+    /// call counts as written, also while it waits in the page cache.
+    fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
+        let found = self.next_allocated(offset)?;
+        Ok(found.map(|range| Placement { range, physical: None, written: true }).into_iter().collect())
+    }
 
     /// Bytes this file takes in the file system.
     fn allocated(&self) -> io::Result<u64>;
@@ -113,6 +150,19 @@ pub trait Lock: Send + Sync {}
 pub trait Directory: Send + Sync {
     /// Opens a file that exists (`NotFound` otherwise).
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
+
+    /// Opens a file that somebody else may have put there: only a regular file, never through a symbolic link, and with
+    /// no more rights than `access` asks for.
+    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        let _ = access;
+        self.open(name, mode)
+    }
+
+    /// Gives file `to` the owner and permissions of file `from`, as far as this process may.
+    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
+        let _ = (from, to);
+        Ok(())
+    }
 
     /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;

@@ -1,6 +1,8 @@
 //! Files in a folder of a local file system.
 //!
-//! 1. Names are plain: one path component, so that nothing handed in from above can reach outside the folder.
+//! 1. Names are plain: one path component, so that nothing handed in from above can reach outside the folder. What
+//!    others may have put there is opened without following a symbolic link ([`Directory::open_foreign`]), and so is
+//!    a folder that an image names ([`LocalDirectory::open_resolved`]).
 //! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder; a file
 //!    created for direct I/O on a file system that refuses it is not left behind.
 //! 3. The lock is an advisory lock of the open file description (`flock`): the kernel drops it with the process,
@@ -19,11 +21,11 @@ pub use scheduling::wake_promptly;
 
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
-use crate::{Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use crate::{Access, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -69,14 +71,45 @@ impl LocalDirectory {
         Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
+    /// Opens a folder by its canonical path (as [`std::fs::canonicalize`] gives it), one component after another and
+    /// through no symbolic link: a link put in its place since the path was resolved and allowed is refused.
+    pub fn open_resolved(path: impl AsRef<Path>) -> io::Result<Self> {
+        let path = path.as_ref().to_path_buf();
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let step = if cfg!(target_os = "linux") { flags | OFlags::PATH } else { flags };
+        let fail = |e: rustix::io::Errno| named(e.into(), "open folder", &path);
+        let mut folder = rustix::fs::open("/", step, Mode::empty()).map_err(fail)?;
+        for component in path.components() {
+            match component {
+                Component::RootDir => {}
+                Component::Normal(name) => {
+                    folder = rustix::fs::openat(&folder, name, step, Mode::empty()).map_err(fail)?;
+                }
+                _ => {
+                    let text = format!("{} is no canonical path", path.display());
+                    return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+                }
+            }
+        }
+        // The steps need no right to list a folder; the folder itself is listed and flushed.
+        let folder = rustix::fs::openat(&folder, ".", flags, Mode::empty()).map_err(fail)?;
+        let uring = probe_uring().is_ok();
+        let queues = LocalQueues::Auto;
+        Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
+    }
+
     /// The folder's path, as given.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
     fn open_with(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
+        self.open_flags(name, mode, flags | OFlags::RDWR)
+    }
+
+    fn open_flags(&self, name: &str, mode: IoMode, flags: OFlags) -> io::Result<std::fs::File> {
         check_name(name)?;
-        let flags = flags | OFlags::RDWR | OFlags::CLOEXEC;
+        let flags = flags | OFlags::CLOEXEC;
         let file = retry(|| rustix::fs::openat(&self.folder, name, flags, Mode::RUSR | Mode::WUSR))
             .map_err(|e| named(e, "open", &self.path.join(name)))?;
         let file = std::fs::File::from(file);
@@ -101,6 +134,28 @@ impl Directory for LocalDirectory {
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         let file = self.open_with(name, mode, OFlags::empty())?;
         Ok(Arc::new(LocalFile::new(file, mode)))
+    }
+
+    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        let rights = match access {
+            Access::Read => OFlags::RDONLY,
+            Access::ReadWrite => OFlags::RDWR,
+        };
+        // Without NONBLOCK a FIFO would be waited on; a regular file knows nothing of it.
+        let file = self.open_flags(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
+        Ok(Arc::new(LocalFile::new(file, mode)))
+    }
+
+    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        let like = rustix::fs::statat(&self.folder, from, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)?;
+        let file = self.open_flags(to, IoMode::Buffered, OFlags::RDWR | OFlags::NOFOLLOW)?;
+        // Only root may give files away; others keep what they make.
+        let owner = rustix::fs::Uid::from_raw(like.st_uid);
+        let group = rustix::fs::Gid::from_raw(like.st_gid);
+        let _ = rustix::fs::fchown(&file, Some(owner), Some(group));
+        Ok(rustix::fs::fchmod(&file, Mode::from_raw_mode(like.st_mode & 0o777))?)
     }
 
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {

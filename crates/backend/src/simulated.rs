@@ -4,7 +4,8 @@
 //!
 //! 1. **Power cut** ([`SimulatedDisk::crash`]). Each write that was not flushed is kept, lost, or torn at 512-byte
 //!    sectors (any subset of them), independently of all others, so a later write may be there and an earlier one not.
-//!    A length change, reservation or punch that was not flushed is kept or lost, a punch also half done. Growth of a
+//!    A length change, reservation, punch or zeroed range that was not flushed is kept or lost, the last two also half
+//!    done. Growth of a
 //!    file by a write may be lost while its bytes were written: they vanish. Names created, renamed or removed since
 //!    the last [`Directory::sync`] may be lost, the later ones before the earlier.
 //! 2. **Write-back on its own.** Nothing stays unflushed for ever: beyond a bound the oldest changes of a file become

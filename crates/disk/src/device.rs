@@ -11,9 +11,10 @@ pub use store::engine::{Media, Segment, Verdict};
 
 /// A read whose places are known. While it lives, no place it names is given to another owner.
 pub struct ReadPlan {
-    /// The parts in order; together they cover the request, widened to whole blocks.
+    /// The parts in order; together they cover the request, widened to whole blocks, or to whole sectors where the
+    /// device has no blocks.
     pub segments: Vec<Segment>,
-    /// Bytes of the first block that lie before the request.
+    /// Bytes of the first parts that lie before the request.
     pub skip: usize,
     /// Length of the request in bytes.
     pub length: usize,
@@ -39,7 +40,7 @@ impl ReadPlan {
                     }
                 }
                 Segment::Memory(slice) => out.push(slice),
-                Segment::Media(media) => out.push(media.buffer.as_deref().unwrap_or_default()),
+                Segment::Media(media) => out.push(media.contents()),
             }
         }
         let (mut skip, mut left) = (self.skip, self.length);

@@ -18,7 +18,6 @@
 pub mod buffer;
 pub mod catalog;
 pub mod engine;
-pub mod error;
 pub mod journal;
 pub mod pages;
 pub mod space;
@@ -28,8 +27,8 @@ pub mod tree;
 #[allow(clippy::unwrap_used)]
 mod testbed;
 
+pub use backend::{Error, ErrorKind, IoContext, Result};
 pub use engine::{Engine, EngineOptions};
-pub use error::{Error, ErrorKind, IoContext, Result};
 
 /// CRC32C (Castagnoli), the checksum of every structure and every block.
 pub fn checksum(bytes: &[u8]) -> u32 {

@@ -50,7 +50,10 @@ fn files(ending: &str) -> Vec<Text> {
 }
 
 fn is_test(path: &str) -> bool {
-    path.contains("/tests/") || path.ends_with("/tests.rs") || path.ends_with("/testbed.rs")
+    path.contains("/tests/")
+        || path.contains("/examples/")
+        || path.ends_with("/tests.rs")
+        || path.ends_with("/testbed.rs")
 }
 
 fn none(complaints: Vec<String>) {

@@ -5,19 +5,38 @@
 //! place included. File systems without it (tmpfs, NFS) are asked by `SEEK_DATA`, which on them sees every byte that
 //! was ever written.
 
+use crate::Placement;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
+
+/// Extents at and after `offset`, as many as one call gives; the first may begin before, the last may reach past the
+/// end of the file. Without `FIEMAP`, what is there is all that can be said.
+pub(super) fn placements(file: &File, offset: u64) -> io::Result<Vec<Placement>> {
+    #[cfg(target_os = "linux")]
+    match fiemap::placements(file, offset) {
+        Err(error) if is_missing(&error) => {}
+        answer => return answer,
+    }
+    let run = by_seeking(file, offset)?;
+    Ok(run.map(|range| Placement { range, physical: None, written: true }).into_iter().collect())
+}
 
 /// The first run of extents that ends after `offset`; it may begin before, and may reach past the end of the file.
 pub(super) fn next_allocated(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
     #[cfg(target_os = "linux")]
     match fiemap::first_run(file, offset) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput) => {}
-        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error()) => {}
+        Err(error) if is_missing(&error) => {}
         answer => return answer,
     }
     by_seeking(file, offset)
+}
+
+/// Whether the file system knows no `FIEMAP`.
+#[cfg(target_os = "linux")]
+fn is_missing(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::Unsupported | io::ErrorKind::InvalidInput)
+        || error.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error())
 }
 
 /// Moves the file position, which nothing here relies on: all I/O is positional.
@@ -48,13 +67,25 @@ fn by_seeking(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
 mod fiemap {
     //! The extent map of Linux file systems (`FS_IOC_FIEMAP`, layout as in `linux/fiemap.h`).
 
+    use crate::Placement;
     use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
     use std::fs::File;
     use std::io;
     use std::ops::Range;
 
-    /// Extents asked for at a time: enough that a fragmented file costs few calls, small enough for the stack.
-    const EXTENTS_MAX: usize = 32;
+    /// Extents asked for at a time when looking for the next run: few calls for a fragmented file, yet little of the
+    /// stack.
+    const EXTENTS_NEXT: usize = 32;
+    /// Extents asked for at a time when listing them all: 28 KiB.
+    const EXTENTS_LISTED: usize = 512;
+
+    /// Have the file's writes placed before answering.
+    const FLAG_SYNC: u32 = 0x1;
+    /// No place yet, none in the open, or a place that is not in blocks of its own: unknown, delayed, encoded, inline,
+    /// tail.
+    const EXTENT_NOWHERE: u32 = 0x2 | 0x4 | 0x8 | 0x200 | 0x400;
+    /// Reserved and never written.
+    const EXTENT_UNWRITTEN: u32 = 0x800;
 
     #[repr(C)]
     #[derive(Clone, Copy)]
@@ -79,37 +110,46 @@ mod fiemap {
     }
 
     #[repr(C)]
-    struct Request {
+    struct Request<const EXTENTS: usize> {
         header: Header,
-        extents: [Extent; EXTENTS_MAX],
+        extents: [Extent; EXTENTS],
     }
 
     const _: () = assert!(size_of::<Header>() == 32 && size_of::<Extent>() == 56);
+    const _: () = assert!(size_of::<Request<2>>() == 32 + 2 * 56);
 
     /// The number encodes the size of the header alone, as in the C macro.
     const FS_IOC_FIEMAP: Opcode = opcode::read_write::<Header>(b'f', 11);
 
-    /// The first extent that ends after `offset`, with those that follow it without a gap.
-    pub(super) fn first_run(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
-        let empty = Extent { logical: 0, physical: 0, length: 0, reserved_wide: [0; 2], flags: 0, reserved: [0; 3] };
-        let mut request = Request {
-            header: Header {
+    impl<const EXTENTS: usize> Request<EXTENTS> {
+        /// Asks for the extents that end after `offset`.
+        fn new(offset: u64, flags: u32) -> Self {
+            let empty =
+                Extent { logical: 0, physical: 0, length: 0, reserved_wide: [0; 2], flags: 0, reserved: [0; 3] };
+            let header = Header {
                 start: offset,
                 length: u64::MAX - offset,
-                flags: 0,
+                flags,
                 mapped_extents: 0,
-                extent_count: EXTENTS_MAX as u32,
+                extent_count: EXTENTS as u32,
                 reserved: 0,
-            },
-            extents: [empty; EXTENTS_MAX],
-        };
-        // SAFETY: `Request` is the header of `FS_IOC_FIEMAP` followed by room for as many extents as the header says;
-        // the kernel writes no more than these.
-        unsafe { ioctl(file, Updater::<FS_IOC_FIEMAP, Request>::new(&mut request))? };
+            };
+            Self { header, extents: [empty; EXTENTS] }
+        }
 
-        let mapped = (request.header.mapped_extents as usize).min(EXTENTS_MAX);
+        fn answer(&mut self, file: &File) -> io::Result<&[Extent]> {
+            // SAFETY: `Request` is the header of `FS_IOC_FIEMAP` followed by room for as many extents as the header
+            // says; the kernel writes no more than these.
+            unsafe { ioctl(file, Updater::<FS_IOC_FIEMAP, Self>::new(self))? };
+            Ok(&self.extents[..(self.header.mapped_extents as usize).min(EXTENTS)])
+        }
+    }
+
+    /// The first extent that ends after `offset`, with those that follow it without a gap.
+    pub(super) fn first_run(file: &File, offset: u64) -> io::Result<Option<Range<u64>>> {
+        let mut request = Request::<EXTENTS_NEXT>::new(offset, 0);
         let mut run: Option<Range<u64>> = None;
-        for extent in &request.extents[..mapped] {
+        for extent in request.answer(file)? {
             let end = extent.logical.saturating_add(extent.length);
             match &mut run {
                 None if end <= offset => {}
@@ -119,5 +159,16 @@ mod fiemap {
             }
         }
         Ok(run)
+    }
+
+    /// The extents that end after `offset`.
+    pub(super) fn placements(file: &File, offset: u64) -> io::Result<Vec<Placement>> {
+        let mut request = Box::new(Request::<EXTENTS_LISTED>::new(offset, FLAG_SYNC));
+        let extents = request.answer(file)?.iter().map(|extent| Placement {
+            range: extent.logical..extent.logical.saturating_add(extent.length),
+            physical: (extent.flags & EXTENT_NOWHERE == 0).then_some(extent.physical),
+            written: extent.flags & EXTENT_UNWRITTEN == 0,
+        });
+        Ok(extents.filter(|placement| placement.range.end > offset).collect())
     }
 }

@@ -6,7 +6,7 @@
 use super::{extents, retry};
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range};
-use crate::{File, IoMode};
+use crate::{File, IoMode, Placement};
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
@@ -172,6 +172,14 @@ impl File for LocalFile {
         }
     }
 
+    fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        check_range(offset, length)?;
+        zero_range_call(&self.file, offset, length)
+    }
+
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
         let length = self.len()?;
         if offset >= length {
@@ -182,6 +190,21 @@ impl File for LocalFile {
             let clipped = range.start.max(offset)..range.end.min(length);
             (!clipped.is_empty()).then_some(clipped)
         }))
+    }
+
+    fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
+        let length = self.len()?;
+        if offset >= length {
+            return Ok(Vec::new());
+        }
+        let mut found = extents::placements(&self.file, offset)?;
+        for placement in &mut found {
+            let start = placement.range.start.max(offset);
+            placement.physical = placement.physical.map(|at| at.saturating_add(start - placement.range.start));
+            placement.range = start..placement.range.end.min(length);
+        }
+        found.retain(|placement| !placement.range.is_empty());
+        Ok(found)
     }
 
     fn allocated(&self) -> io::Result<u64> {
@@ -250,6 +273,17 @@ fn reserve_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Result
 fn punch_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
     use rustix::fs::FallocateFlags;
     retry(|| rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, length))
+}
+
+#[cfg(target_os = "linux")]
+fn zero_range_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
+    use rustix::fs::FallocateFlags;
+    retry(|| rustix::fs::fallocate(file, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE, offset, length))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn zero_range_call(_file: &std::fs::File, _offset: u64, _length: u64) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
 }
 
 /// Elsewhere a hole is written as zeros: it reads right and keeps its space.

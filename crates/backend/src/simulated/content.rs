@@ -198,6 +198,27 @@ impl Content {
         }
     }
 
+    /// Zeros a range within the file; all of it takes space afterwards.
+    pub(super) fn zero_range(&mut self, offset: u64, length: u64) {
+        self.punch(offset, length);
+        self.space.insert(pages_touched(offset, length));
+    }
+
+    /// The first run of pages at or after `page` that take space and are alike in whether anything was written to them.
+    pub(super) fn next_alike(&self, page: u64) -> Option<(Range<u64>, bool)> {
+        let taken = self.space.next(page)?;
+        let mut written = self.pages.range(taken.clone()).map(|(page, _)| *page);
+        let Some(first) = written.next() else { return Some((taken, false)) };
+        if first > taken.start {
+            return Some((taken.start..first, false));
+        }
+        let mut end = first + 1;
+        while written.next() == Some(end) {
+            end += 1;
+        }
+        Some((taken.start..end, true))
+    }
+
     /// Inverts one bit if something is stored there.
     pub(super) fn flip_bit(&mut self, offset: u64, bit: u8) {
         if let Some(page) = self.pages.get_mut(&(offset / PAGE)) {

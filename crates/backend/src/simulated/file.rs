@@ -3,13 +3,16 @@
 use super::content::PAGE;
 use super::world::{FileId, World};
 use crate::validate::{check_alignment, check_range};
-use crate::{File, IoMode};
+use crate::{File, IoMode, Placement};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::Arc;
+
+/// Placements told at a time: few, so that callers have to go on asking.
+const PLACEMENTS_MAX: usize = 8;
 
 pub(super) struct SimulatedFile {
     world: Arc<Mutex<World>>,
@@ -98,6 +101,36 @@ impl File for SimulatedFile {
             return Ok(());
         }
         self.world.lock().punch(self.id, offset, length)
+    }
+
+    fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
+        check_range(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        let mut world = self.world.lock();
+        if offset + length > world.file(self.id)?.live.length() {
+            return Err(Errno::INVAL.into());
+        }
+        world.zero_range(self.id, offset, length)
+    }
+
+    fn placements(&self, offset: u64) -> io::Result<Vec<Placement>> {
+        let mut world = self.world.lock();
+        let live = &world.file(self.id)?.live;
+        let mut found = Vec::new();
+        let mut page = offset / PAGE;
+        while found.len() < PLACEMENTS_MAX
+            && let Some((pages, written)) = live.next_alike(page)
+        {
+            page = pages.end;
+            let range = (pages.start * PAGE).max(offset)..pages.end.saturating_mul(PAGE).min(live.length());
+            if range.is_empty() {
+                break;
+            }
+            found.push(Placement { range, physical: None, written });
+        }
+        Ok(found)
     }
 
     fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {

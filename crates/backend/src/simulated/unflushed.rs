@@ -77,6 +77,7 @@ pub(super) enum Change {
     SetLength(u64),
     Reserve { offset: u64, length: u64 },
     Punch { offset: u64, length: u64 },
+    ZeroRange { offset: u64, length: u64 },
 }
 
 impl Change {
@@ -87,6 +88,7 @@ impl Change {
             Self::SetLength(length) => content.set_length(*length),
             Self::Reserve { offset, length } => content.reserve(*offset, *length),
             Self::Punch { offset, length } => content.punch(*offset, *length),
+            Self::ZeroRange { offset, length } => content.zero_range(*offset, *length),
         }
     }
 
@@ -107,6 +109,10 @@ impl Change {
                 // Up to some page: file systems free whole ones, and a long punch in several steps.
                 let reached = (*offset + random.below(*length + 1)) / PAGE * PAGE;
                 content.punch(*offset, reached.saturating_sub(*offset));
+            }
+            Self::ZeroRange { offset, length } if random.percent(fate.tear) => {
+                let reached = (*offset + random.below(*length + 1)) / PAGE * PAGE;
+                content.zero_range(*offset, reached.saturating_sub(*offset));
             }
             _ if random.percent(fate.keep) => self.apply(content),
             _ => {}
@@ -137,7 +143,7 @@ impl Change {
         let apart = |offset: u64, length: u64| end <= offset || offset + length <= start;
         match self {
             Self::Write { offset, bytes, .. } => apart(*offset, bytes.len() as u64),
-            Self::Punch { offset, length } => apart(*offset, *length),
+            Self::Punch { offset, length } | Self::ZeroRange { offset, length } => apart(*offset, *length),
             Self::Reserve { .. } => true,
             Self::SetLength(_) => false,
         }

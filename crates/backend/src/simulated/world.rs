@@ -344,6 +344,12 @@ impl World {
         self.finish(id, Change::Punch { offset, length }, verdict)
     }
 
+    pub(super) fn zero_range(&mut self, id: FileId, offset: u64, length: u64) -> io::Result<()> {
+        let verdict = self.begin()?;
+        self.check_space(id, offset, length)?;
+        self.finish(id, Change::ZeroRange { offset, length }, verdict)
+    }
+
     pub(super) fn sync(&mut self, id: FileId) -> io::Result<()> {
         let verdict = self.begin_sync()?;
         let mut random = self.random.fork();

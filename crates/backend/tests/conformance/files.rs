@@ -29,9 +29,16 @@ pub fn random_script_matches_bytes(directory: &dyn Directory, mode: IoMode, seed
                 let within = start.min(model.len())..end.min(model.len());
                 model[within].fill(0);
             }
-            60..70 => {
+            60..66 => {
                 file.reserve(start as u64, length as u64).unwrap();
                 model.resize(model.len().max(end), 0);
+            }
+            66..70 if start < model.len() => {
+                let cut = end.min(model.len());
+                match file.zero_range(start as u64, (cut - start) as u64) {
+                    Ok(()) => model[start..cut].fill(0),
+                    Err(error) => assert_eq!(error.kind(), ErrorKind::Unsupported, "seed {seed} step {step}"),
+                }
             }
             70..74 => {
                 file.set_len(start as u64).unwrap();
@@ -172,6 +179,54 @@ pub fn space_is_taken_and_given_back(directory: &dyn Directory, mode: IoMode) {
     file.reserve(0, 0).unwrap();
     file.punch(0, 0).unwrap();
     directory.remove("space").unwrap();
+}
+
+/// All placements of a file, neighbours that are alike merged.
+fn placements(file: &dyn File) -> Vec<(std::ops::Range<u64>, bool)> {
+    let mut all: Vec<(std::ops::Range<u64>, bool)> = Vec::new();
+    let mut at = 0;
+    loop {
+        let part = file.placements(at).unwrap();
+        let Some(last) = part.last() else { return all };
+        assert!(part[0].range.start >= at);
+        at = last.range.end;
+        for found in part {
+            match all.last_mut() {
+                Some((range, written)) if range.end == found.range.start && *written == found.written => {
+                    range.end = found.range.end;
+                }
+                _ => all.push((found.range, found.written)),
+            }
+        }
+    }
+}
+
+pub fn reserved_and_written_are_told_apart(directory: &dyn Directory, mode: IoMode) {
+    const MIB: u64 = 1 << 20;
+    let file = directory.create("placed", mode).unwrap();
+    file.set_len(8 * MIB).unwrap();
+    assert!(placements(&*file).is_empty());
+    file.reserve(2 * MIB, 3 * MIB).unwrap();
+    assert_eq!(placements(&*file), [(2 * MIB..5 * MIB, false)]);
+    let mut data = Buffer::with_bytes(MIB as usize);
+    data.fill(1);
+    file.write_at(&[&data], 3 * MIB, false).unwrap();
+    let three = [(2 * MIB..3 * MIB, false), (3 * MIB..4 * MIB, true), (4 * MIB..5 * MIB, false)];
+    assert_eq!(placements(&*file), three);
+    let from_within = file.placements(3 * MIB + MIB / 2).unwrap();
+    assert_eq!(from_within[0].range.start, 3 * MIB + MIB / 2);
+    assert!(from_within[0].written);
+    match file.zero_range(3 * MIB + MIB / 2, 2 * MIB + MIB / 2) {
+        Ok(()) => {
+            let (half, end) = (3 * MIB + MIB / 2, 6 * MIB);
+            assert_eq!(placements(&*file), [(2 * MIB..3 * MIB, false), (3 * MIB..half, true), (half..end, false)]);
+            file.read_at(&mut data, half).unwrap();
+            assert!(data.iter().all(|byte| *byte == 0));
+        }
+        Err(error) => assert_eq!(error.kind(), ErrorKind::Unsupported),
+    }
+    assert_eq!(file.len().unwrap(), 8 * MIB);
+    directory.remove("placed").unwrap();
 }
 
 pub fn offsets_are_checked(directory: &dyn Directory, mode: IoMode) {

@@ -85,6 +85,7 @@ fn conforms(directory: &Arc<dyn Directory>, mode: IoMode) {
     files::names_behave(directory.as_ref(), mode);
     files::locks_exclude(directory.as_ref());
     files::past_the_end_is_zeros(directory.as_ref(), mode);
+    files::reserved_and_written_are_told_apart(directory.as_ref(), mode);
     files::space_is_taken_and_given_back(directory.as_ref(), mode);
     files::offsets_are_checked(directory.as_ref(), mode);
     for seed in 0..4 {

@@ -61,7 +61,7 @@ fn contents(segment: &Segment) -> &[u8] {
     match segment {
         Segment::Zero { .. } => &[],
         Segment::Memory(slice) => slice,
-        Segment::Media(media) => media.buffer.as_deref().unwrap_or_default(),
+        Segment::Media(media) => media.contents(),
     }
 }
 

@@ -1,9 +1,13 @@
 //! Tests of the NBD server through its sockets: an independent client, hostile clients, and the clients people use.
 #![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
+mod chained;
 mod client;
 mod handshake;
 mod hostile;
+#[allow(dead_code)]
+#[path = "../../../chain/tests/chain/mock.rs"]
+mod layer_mock;
 mod malformed;
 mod memory_disk;
 mod model;

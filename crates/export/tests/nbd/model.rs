@@ -7,14 +7,14 @@ use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
 
-const PART: u64 = 2 << 20;
+pub const PART: u64 = 2 << 20;
 
 struct Expected {
     range: std::ops::Range<usize>,
     data: Option<Vec<u8>>,
 }
 
-fn play(socket: &std::path::Path, part: u64, mode: Mode, seed: u64, rounds: usize) {
+pub fn play(socket: &std::path::Path, part: u64, mode: Mode, seed: u64, rounds: usize) {
     let mut random = Random(seed);
     let mut client = Client::open(socket, "vm", mode);
     let base = part * PART;

@@ -28,11 +28,11 @@ pub enum Segment {
 pub struct Media {
     /// The data file.
     pub file: Arc<dyn File>,
-    /// Byte offset in it, a multiple of 4 KiB.
+    /// Byte offset in it: a multiple of 4 KiB here and in every file past the page cache, of 512 bytes elsewhere.
     pub offset: u64,
-    /// Length in bytes, a multiple of 4 KiB.
+    /// Length in bytes: a multiple of 4 KiB here, of anything elsewhere.
     pub length: usize,
-    /// Where the caller puts what it read: exactly `length` bytes.
+    /// Where the caller puts what it read: `length` bytes, rounded up to whole blocks.
     pub buffer: Option<Buffer>,
     /// CRC32C of each block as the table has it.
     pub checksums: Vec<u32>,
@@ -55,6 +55,13 @@ pub struct Planned {
     pub segments: Vec<Segment>,
     /// While it lives, no place named here is given to another owner.
     pub guard: Arc<()>,
+}
+
+impl Media {
+    /// The bytes of the segment, once they were read.
+    pub fn contents(&self) -> &[u8] {
+        self.buffer.as_deref().map_or(&[], |bytes| &bytes[..self.length.min(bytes.len())])
+    }
 }
 
 impl Segment {

@@ -1,0 +1,270 @@
+//! An open chain.
+
+use crate::changes::Changes;
+use crate::consolidate::Job;
+use crate::data::DataCache;
+use crate::flush::Flushes;
+use crate::levels::{Identities, Level, LevelKey, Levels};
+use crate::limits::{LEVELS_DEFAULT, LEVELS_MAX};
+use crate::metadata::{MetadataCache, Tunables};
+use crate::ranges::Ranges;
+use crate::statistics::{LevelStatistics, Statistics};
+use crate::{Error, ErrorKind, Result};
+use layer::{CAPACITY_MAX, Layer};
+use parking_lot::{Mutex, RwLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// How a chain is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// Refuse every change, whatever the top layer allows.
+    pub read_only: bool,
+    /// Most levels, at most [`LEVELS_MAX`].
+    pub levels_max: usize,
+    /// The metadata cache.
+    pub metadata: Tunables,
+    /// Bytes of the data cache; 0 for none.
+    pub data_cache: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { read_only: false, levels_max: LEVELS_DEFAULT, metadata: Tunables::default(), data_cache: 0 }
+    }
+}
+
+/// An open chain. All methods may be called from any thread.
+pub struct Chain {
+    pub(crate) name: String,
+    pub(crate) read_only: bool,
+    levels_max: usize,
+    current: RwLock<Arc<Levels>>,
+    /// Of the current levels; counted up just before others are published.
+    generation: AtomicU64,
+    pub(crate) identities: Arc<Identities>,
+    pub(crate) metadata: MetadataCache,
+    pub(crate) data: DataCache,
+    pub(crate) changes: Changes,
+    pub(crate) ranges: Ranges,
+    pub(crate) flushes: Flushes,
+    pub(crate) stopped: AtomicBool,
+    /// One change of the stack at a time.
+    pub(crate) control: Mutex<()>,
+    /// One merge at a time.
+    pub(crate) operation: Mutex<()>,
+    pub(crate) fills: AtomicU64,
+}
+
+impl Chain {
+    /// A chain of layers, newest first. The name is for messages.
+    pub fn open(name: impl Into<String>, layers: Vec<Arc<dyn Layer>>, options: Options) -> Result<Self> {
+        let name = name.into();
+        if options.levels_max == 0 || options.levels_max > LEVELS_MAX {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{name}: a chain may be limited to 1 to {LEVELS_MAX} levels, not {}", options.levels_max),
+            ));
+        }
+        if layers.is_empty() {
+            return Err(Error::new(ErrorKind::Invalid, format!("{name}: a chain needs at least one layer")));
+        }
+        check_depth(&name, layers.len(), options.levels_max)?;
+        let identities = Identities::new();
+        let mut stack = Vec::with_capacity(layers.len());
+        for layer in layers {
+            check_capacity(&name, &*layer)?;
+            stack.push(Arc::new(Level::new(identities.take(|_| {})?, layer)?));
+        }
+        let read_only = options.read_only || !stack[0].layer.writable();
+        Ok(Self {
+            read_only,
+            levels_max: options.levels_max,
+            current: RwLock::new(Arc::new(Levels::new(0, stack, None, Vec::new()))),
+            generation: AtomicU64::new(0),
+            identities,
+            metadata: MetadataCache::new(options.metadata)?,
+            data: DataCache::new(options.data_cache)?,
+            changes: Changes::new(),
+            ranges: Ranges::default(),
+            flushes: Flushes::default(),
+            stopped: AtomicBool::new(false),
+            control: Mutex::new(()),
+            operation: Mutex::new(()),
+            fills: AtomicU64::new(0),
+            name,
+        })
+    }
+
+    /// The name it was opened under.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Capacity in bytes: that of the top layer.
+    pub fn capacity(&self) -> u64 {
+        self.levels().capacity()
+    }
+
+    /// True when changes are refused.
+    pub fn read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// The levels, newest first.
+    pub fn keys(&self) -> Vec<LevelKey> {
+        self.levels().stack.iter().map(|level| level.key()).collect()
+    }
+
+    /// The layer of a level.
+    pub fn layer(&self, key: LevelKey) -> Option<Arc<dyn Layer>> {
+        let levels = self.levels();
+        levels.position(key).map(|index| Arc::clone(&levels.stack[index].layer))
+    }
+
+    /// The tunables of the metadata cache.
+    pub fn tunables(&self) -> Tunables {
+        self.metadata.tunables()
+    }
+
+    /// Changes the tunables of the metadata cache, at once.
+    pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
+        self.metadata.set_tunables(tunables)
+    }
+
+    /// Sets the size of the data cache in bytes, at once; 0 switches it off.
+    pub fn set_data_cache(&self, bytes: u64) -> Result<()> {
+        self.data.set_size(bytes)
+    }
+
+    /// Figures, as of now.
+    pub fn statistics(&self) -> Statistics {
+        let levels = self.levels();
+        let of_level = |level: &Arc<Level>| LevelStatistics {
+            key: level.key(),
+            format: level.layer.format(),
+            capacity: level.layer.capacity(),
+            grain: level.layer.grain(),
+            writable: level.layer.writable(),
+        };
+        Statistics {
+            levels: levels.stack.iter().map(of_level).collect(),
+            metadata: self.metadata.statistics(),
+            data: self.data.statistics(),
+            fills: self.fills.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads go on.
+    pub fn close(&self) -> Result<()> {
+        let _control = self.control.lock();
+        if self.stopped.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        let levels = self.levels();
+        levels.gate.close();
+        let result = self.flush();
+        self.stopped.store(true, Ordering::SeqCst);
+        levels.gate.open();
+        result?;
+        for level in levels.stack.iter().filter(|level| level.layer.writable()) {
+            level.layer.close().map_err(|error| error.context(format_args!("closing {}", self.name)))?;
+        }
+        Ok(())
+    }
+
+    /// The current levels.
+    pub(crate) fn levels(&self) -> Arc<Levels> {
+        Arc::clone(&self.current.read())
+    }
+
+    /// True while these are the current levels. Asked after a token was taken, so that a fill is never older than a
+    /// stack to which writes already go.
+    pub(crate) fn is_current(&self, levels: &Levels) -> bool {
+        self.generation.load(Ordering::SeqCst) == levels.generation
+    }
+
+    /// Makes another stack current. Under the control lock. Gives the levels before, by which nobody writes any more,
+    /// and how long nobody could begin.
+    ///
+    /// Until the last one inside the old gate is out, what these write is guarded by the new levels as well: their top,
+    /// and the target of their merge, may give places to others although the new levels do not write there.
+    pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
+        let old = self.levels();
+        let written = [Some(old.top()), old.job.as_ref().map(|job| &job.target)];
+        let stays = |level: &Level| {
+            level.key() == stack[0].key() || job.as_ref().is_some_and(|job| job.target.key() == level.key())
+        };
+        let leaving: Vec<Arc<Level>> =
+            written.into_iter().flatten().filter(|level| level.reuses && !stays(level)).cloned().collect();
+        let begun = Instant::now();
+        self.swap(stack.clone(), job.clone(), leaving.clone());
+        let pause = begun.elapsed();
+        old.gate.drain();
+        if !leaving.is_empty() {
+            self.swap(stack, job, Vec::new()).gate.drain();
+        }
+        (old, pause)
+    }
+
+    fn swap(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>, leaving: Vec<Arc<Level>>) -> Arc<Levels> {
+        let generation = self.generation.load(Ordering::SeqCst) + 1;
+        let new = Arc::new(Levels::new(generation, stack, job, leaving));
+        let mut current = self.current.write();
+        self.generation.store(generation, Ordering::SeqCst);
+        current.gate.retire();
+        std::mem::replace(&mut *current, new)
+    }
+
+    /// A level for a layer that joins the chain.
+    pub(crate) fn new_level(&self, layer: Arc<dyn Layer>) -> Result<Arc<Level>> {
+        check_capacity(&self.name, &*layer)?;
+        let identity = self.identities.take(|number| self.metadata.purge(number))?;
+        Ok(Arc::new(Level::new(identity, layer)?))
+    }
+
+    pub(crate) fn check_room(&self) -> Result<()> {
+        check_depth(&self.name, self.levels().stack.len() + 1, self.levels_max)
+    }
+
+    pub(crate) fn check_range(&self, capacity: u64, offset: u64, length: u64) -> Result<()> {
+        match offset.checked_add(length) {
+            Some(end) if end <= capacity => Ok(()),
+            _ => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: {length} bytes at offset {offset} lie past its capacity of {capacity} bytes", self.name),
+            )),
+        }
+    }
+
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        if self.read_only {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
+        }
+        self.check_running()
+    }
+}
+
+fn check_depth(name: &str, levels: usize, most: usize) -> Result<()> {
+    if levels > most {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!(
+                "{name}: a chain of {levels} levels is deeper than the limit of {most}; consolidate it, or raise the \
+                 limit (at most {LEVELS_MAX})"
+            ),
+        ));
+    }
+    Ok(())
+}
+
+fn check_capacity(name: &str, layer: &dyn Layer) -> Result<()> {
+    if layer.capacity() > CAPACITY_MAX {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{name}: a {} image of {} bytes is larger than {CAPACITY_MAX}", layer.format(), layer.capacity()),
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,129 @@
+//! Who may put an old answer into a cache: nobody.
+//!
+//! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and puts what it found
+//! into the cache afterwards. Meanwhile a write may have come and gone. So the address space is cut into stripes, each
+//! with a count of changes begun and of those under way, and it goes like this:
+//!
+//! ```text
+//! reader  T  take the stripes' counts        writer  B  begin: count up        (then, under the shard's lock:
+//!         L  look, without a lock                    R  remove what is cached   remove)
+//!         C  under the shard's lock:                 W  change the layer
+//!            counts as at T, nothing under way?      P  put the new answer     (under the shard's lock)
+//!            then put it in                          E  end
+//! ```
+//!
+//! Why no old answer stays. If C comes before R in the order of the shard's lock, R removes what C put in, or P
+//! replaces it. If C comes after R, it comes after B, and sees another count than T did unless T came after B too; then
+//! either T saw the change under way, and C refuses, or T came after E, and L looked at the layer after W. A change of
+//! the stack itself (a snapshot, a merge) is caught by taking T first and checking afterwards that the stack that L
+//! walks is still the current one: no write goes to a newer stack before it is current.
+//!
+//! Stripes repeat over the address space; a collision costs a cache fill, never truth.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of address space of one stripe.
+const STRIPE: u64 = 64 << 10;
+/// Stripes.
+const STRIPES: u64 = 4096;
+/// One change under way. In each count the low 16 bits are those under way, the rest those begun.
+const UNDER_WAY: u64 = 1;
+const BEGUN: u64 = 1 << 16;
+
+/// The counts of all stripes.
+pub(crate) struct Changes {
+    counts: Box<[AtomicU64]>,
+}
+
+/// The counts of the stripes of a range at one point in time.
+pub(crate) struct Token {
+    first: u64,
+    /// The first ones without memory of their own, which is enough for most requests.
+    few: [u64; FEW],
+    more: Vec<u64>,
+}
+
+const FEW: usize = 2;
+/// A count that no stripe has: one change under way, none begun.
+const NONE: u64 = UNDER_WAY;
+
+/// Stripe numbers of a range, each stripe once.
+fn stripes(range: &Range<u64>) -> Range<u64> {
+    let first = range.start / STRIPE;
+    first..range.end.div_ceil(STRIPE).max(first).min(first + STRIPES)
+}
+
+impl Changes {
+    pub fn new() -> Self {
+        Self { counts: (0..STRIPES).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    fn count(&self, stripe: u64) -> &AtomicU64 {
+        &self.counts[(stripe % STRIPES) as usize]
+    }
+
+    /// Before a cache is cleared of `range` and the range changed.
+    pub fn begin(&self, range: &Range<u64>) {
+        for stripe in stripes(range) {
+            self.count(stripe).fetch_add(BEGUN + UNDER_WAY, Ordering::SeqCst);
+        }
+    }
+
+    /// After the caches have the new answer, or none.
+    pub fn end(&self, range: &Range<u64>) {
+        for stripe in stripes(range) {
+            self.count(stripe).fetch_sub(UNDER_WAY, Ordering::SeqCst);
+        }
+    }
+
+    /// To be taken before anything about `range` is looked for.
+    pub fn token(&self, range: &Range<u64>) -> Token {
+        let stripes = stripes(range);
+        let first = stripes.start;
+        let mut counts = stripes.map(|stripe| self.count(stripe).load(Ordering::SeqCst));
+        let few = std::array::from_fn(|_| counts.next().unwrap_or(NONE));
+        Token { first, few, more: counts.collect() }
+    }
+
+    /// True when nothing of `range`, a part of what the token was taken for, has begun to change since. To be asked
+    /// under the lock under which the answer is put in.
+    pub fn unchanged(&self, token: &Token, range: &Range<u64>) -> bool {
+        stripes(range).all(|stripe| {
+            let index = (stripe.saturating_sub(token.first) % STRIPES) as usize;
+            let taken = token.few.get(index).or_else(|| token.more.get(index - FEW)).copied().unwrap_or(NONE);
+            taken % BEGUN == 0 && taken == self.count(stripe).load(Ordering::SeqCst)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_change_spoils_tokens_of_its_range_only() {
+        let changes = Changes::new();
+        let token = changes.token(&(0..1 << 20));
+        changes.begin(&(70_000..70_512));
+        assert!(!changes.unchanged(&token, &(65_536..65_537)));
+        assert!(changes.unchanged(&token, &(0..65_536)));
+        let during = changes.token(&(65_536..131_072));
+        changes.end(&(70_000..70_512));
+        assert!(!changes.unchanged(&token, &(65_536..65_537)));
+        assert!(!changes.unchanged(&during, &(65_536..65_537)), "taken while the change was under way");
+        let after = changes.token(&(65_536..131_072));
+        assert!(changes.unchanged(&after, &(65_536..131_072)));
+    }
+
+    #[test]
+    fn a_change_of_everything_spoils_every_token() {
+        let changes = Changes::new();
+        let token = changes.token(&((5 << 40)..(5 << 40) + 4096));
+        changes.begin(&(0..64 << 40));
+        changes.end(&(0..64 << 40));
+        assert!(!changes.unchanged(&token, &((5 << 40)..(5 << 40) + 4096)));
+        let wide = changes.token(&(0..64 << 40));
+        assert!(changes.unchanged(&wide, &((7 << 40)..(7 << 40) + 4096)));
+    }
+}

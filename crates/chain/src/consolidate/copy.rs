@@ -1,0 +1,236 @@
+//! The copying of a merge: one step at a time, each with its range held.
+//!
+//! 1. A step looks again, with the range held, at what is there now; what a pass saw before is only a hint where to go.
+//! 2. A grain of the target that the sources hold in part gets the rest from what shows there: down, through the
+//!    sources; up, through the target itself. Never from levels above, whose newer content is not the target's.
+//! 3. What the caches knew to lie in a source lies in the target afterwards, so that they stay warm when the sources
+//!    go.
+
+use super::Job;
+use crate::Result;
+use crate::chain::Chain;
+use crate::levels::{Level, Levels};
+use crate::limits::DISCARD_STEP;
+use crate::mapping::{Mapping, To, push};
+use crate::walk::Walk;
+use crate::write::Flux;
+use backend::Buffer;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Bytes that are looked through for the next thing to copy.
+const LOOK_AHEAD: u64 = 64 << 20;
+/// Extents of it.
+const LOOK_AHEAD_EXTENTS: usize = 128;
+/// Extents of a copied range that the caches are told of.
+const EXTENTS_MAX: usize = 64;
+
+/// The way a merge goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// Into the level below.
+    Down,
+    /// Into the level above.
+    Up,
+}
+
+/// What a step did.
+pub(super) struct Copied {
+    /// Where the next one begins.
+    pub next: u64,
+    /// Bytes written.
+    pub bytes: u64,
+}
+
+/// Where the levels of a merge stand now.
+struct Places {
+    sources: Range<usize>,
+    target: usize,
+    /// The level through which the rest of a partial grain is read.
+    view: usize,
+}
+
+fn places(levels: &Levels, job: &Job) -> Option<Places> {
+    let first = levels.position(*job.sources.first()?)?;
+    let target = levels.position(job.target.key())?;
+    Some(Places { sources: first..first + job.sources.len(), target, view: first.min(target) })
+}
+
+/// Whole grains of the target that a step writes, and whether as zeros.
+fn grains(target: &Level, found: &[Mapping]) -> Vec<(Range<u64>, bool)> {
+    let mut runs: Vec<(Range<u64>, bool)> = Vec::new();
+    let mut add = |run: Range<u64>, zero: bool| match runs.last_mut() {
+        _ if run.is_empty() => {}
+        Some((last, was_zero)) if *was_zero == zero && run.start <= last.end => last.end = last.end.max(run.end),
+        // A grain that two runs share is data, which `widened` has put in already.
+        _ => runs.push((run, zero)),
+    };
+    for mapping in found.iter().filter(|mapping| mapping.to != To::Absent) {
+        let whole = target.widened(&(mapping.start..mapping.end()));
+        if mapping.to != To::Zero {
+            add(whole, false);
+            continue;
+        }
+        let first = mapping.start.next_multiple_of(target.grain).min(whole.end);
+        let at_end = mapping.end() == whole.end;
+        let last = if at_end { whole.end } else { mapping.end() / target.grain * target.grain };
+        if first >= last {
+            add(whole, false);
+        } else {
+            add(whole.start..first, false);
+            add(first..last, true);
+            add(last..whole.end, false);
+        }
+    }
+    runs
+}
+
+impl Chain {
+    /// Goes to the next thing to copy at or after `at`, and copies up to `most` bytes of it.
+    pub(super) fn copy_next(&self, job: &Job, at: u64, most: u64) -> Result<Copied> {
+        let levels = self.levels();
+        let capacity = job.target.layer.capacity();
+        let Some(places) = places(&levels, job) else { return Ok(Copied { next: capacity, bytes: 0 }) };
+        let demand = at..(at + job.target.grain).min(capacity);
+        let window = at..(at + LOOK_AHEAD).min(capacity).max(demand.end);
+        let among = places.sources;
+        let walk = Walk { levels: &levels, among, demand, window, most: LOOK_AHEAD_EXTENTS };
+        let mut known = at;
+        for mapping in walk.run().map_err(|error| error.context(&self.name))?.mappings {
+            if mapping.start > known {
+                break;
+            }
+            known = mapping.end();
+            if mapping.to == To::Absent {
+                continue;
+            }
+            // Zeros cost little, so more of them is one step.
+            let most = if mapping.to == To::Zero { mapping.length.clamp(most, DISCARD_STEP.max(most)) } else { most };
+            let start = mapping.start / job.target.grain * job.target.grain;
+            return self.copy_within(job, start..capacity, most);
+        }
+        Ok(Copied { next: known / job.target.grain * job.target.grain, bytes: 0 }.at_least(known, capacity))
+    }
+
+    /// Copies what there is in the first `most` bytes of `range`.
+    pub(super) fn copy_within(&self, job: &Job, range: Range<u64>, most: u64) -> Result<Copied> {
+        let target = &job.target;
+        let most = (most / target.grain).max(1) * target.grain;
+        let range = target.widened(&range);
+        let range = range.start..range.end.min(range.start.saturating_add(most));
+        let _held = self.ranges.lock(range.clone());
+        let levels = self.levels();
+        let Some(places) = places(&levels, job) else { return Ok(Copied { next: range.end, bytes: 0 }) };
+        let walk = |among: Range<usize>| {
+            let (demand, window) = (range.clone(), range.clone());
+            Walk { levels: &levels, among, demand, window, most: 0 }.run().map(|found| found.mappings)
+        };
+        let mut found = walk(places.sources.clone())?;
+        if job.side == Side::Up {
+            let last = places.sources.end == levels.stack.len();
+            found = within_gaps(&found, &walk(places.target..places.target + 1)?);
+            // With nothing below the sources, absent reads as zeros too.
+            found.retain(|mapping| !(last && mapping.to == To::Zero));
+        }
+        let mut bytes = 0;
+        for (run, zero) in grains(target, &found) {
+            bytes += if zero { 0 } else { run.end - run.start };
+            self.copy_run(&levels, job, places.view, run, zero).map_err(|error| error.context(&self.name))?;
+        }
+        Ok(Copied { next: range.end, bytes })
+    }
+
+    /// Copies whole grains. The range is held.
+    fn copy_run(&self, levels: &Arc<Levels>, job: &Job, view: usize, run: Range<u64>, zero: bool) -> Result<()> {
+        let target = &job.target;
+        let length = (run.end - run.start) as usize;
+        let mut buffer = Buffer::default();
+        if !zero {
+            buffer = Buffer::recycled(length.div_ceil(backend::BLOCK_SIZE));
+            self.read_held(levels, view, run.start, &mut buffer[..length])?;
+        }
+        let _flux = Flux::begin(&self.changes, run.clone());
+        if target.reuses {
+            self.metadata.forget_level(&run, target.number());
+        }
+        target.unflushed.store(true, Ordering::SeqCst);
+        let written = match zero {
+            true => target.layer.zero(run.clone(), false),
+            false => target.layer.write(run.start, &[&buffer[..length]]),
+        };
+        if let Err(error) = written {
+            self.metadata.forget(&run);
+            return Err(error);
+        }
+        let mut extents = Vec::new();
+        let mut found = Vec::new();
+        if target.layer.map(run.clone(), EXTENTS_MAX, &mut extents).is_ok() {
+            for extent in extents {
+                let to = To::of(extent.content, target.number()).unwrap_or(To::Zero);
+                push(&mut found, Mapping { start: extent.start, length: extent.length, to });
+            }
+        }
+        self.metadata.retarget(&run, job.numbers, &found);
+        Ok(())
+    }
+
+    /// Zeroes what the target would show, once the sources are gone, past the end of the shortest of them.
+    pub(super) fn hide_tail(&self, job: &Job) -> Result<()> {
+        let target = &job.target;
+        let levels = self.levels();
+        let Some(places) = places(&levels, job) else { return Ok(()) };
+        let shown = levels.visible(places.sources.start, places.sources.end - 1);
+        let below = levels.stack.get(places.sources.end).map_or(0, |level| level.layer.capacity());
+        let end = target.layer.capacity();
+        let needed = match job.side {
+            Side::Down => shown < end,
+            Side::Up => shown < end.min(below),
+        };
+        let mut at = shown;
+        while needed && at < end {
+            let step = (DISCARD_STEP / target.grain).max(1) * target.grain;
+            let stop = (at / step + 1).saturating_mul(step).min(end);
+            let range = target.widened(&(at..stop));
+            let _held = self.ranges.lock(range.clone());
+            let tail = [Mapping { start: at, length: stop - at, to: To::Zero }];
+            let found = match job.side {
+                Side::Down => tail.to_vec(),
+                Side::Up => {
+                    let (demand, window) = (range.clone(), range.clone());
+                    let among = places.target..places.target + 1;
+                    let held = Walk { levels: &levels, among, demand, window, most: 0 }.run()?.mappings;
+                    within_gaps(&tail, &held)
+                }
+            };
+            for (run, zero) in grains(target, &found) {
+                self.copy_run(&levels, job, places.view, run, zero)?;
+            }
+            at = stop;
+        }
+        Ok(())
+    }
+}
+
+impl Copied {
+    /// Goes on at least where something new is to be looked at.
+    fn at_least(mut self, known: u64, capacity: u64) -> Self {
+        if known >= capacity {
+            self.next = capacity;
+        }
+        self
+    }
+}
+
+/// The parts of `found` where `held` says nothing.
+fn within_gaps(found: &[Mapping], held: &[Mapping]) -> Vec<Mapping> {
+    let mut out = Vec::new();
+    for mapping in found {
+        for gap in held.iter().filter(|held| held.to == To::Absent) {
+            if gap.start < mapping.end() && mapping.start < gap.end() {
+                out.push(mapping.clipped(gap.start, gap.end()));
+            }
+        }
+    }
+    out
+}

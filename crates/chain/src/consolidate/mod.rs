@@ -1,0 +1,406 @@
+//! Merging levels while the disk is in use.
+//!
+//! **Down** ([`Chain::merge_down`]): what a run of levels holds is copied into the level below them, then they go. With
+//! the top among them and the base below, that is the consolidation of the whole chain. **Up** ([`Chain::merge_up`]):
+//! what a level shows of those right below it is copied into it, then they go.
+//!
+//! ```text
+//!          down, the top among the sources                     writes go to
+//!   bulk     copy what the sources hold, front to back          top, and a note in the log
+//!   passes   copy what the log says, again while it shrinks     top, and a note in the log
+//!   mirror   let writers pass; copy the rest of the log         top, then target
+//!   commit   flush both; the owner's record made durable        top, then target
+//!   swap     publish the levels without the sources             target
+//! ```
+//!
+//! 1. **Nothing that can be seen changes before the commit.** Down: whatever is written into the target lies under a
+//!    source that has the same range. Up: only what is absent is filled, with what showed there. So a crash, an error
+//!    or an interruption before the commit leaves a chain that reads as before, and the merge may be begun again, from
+//!    the last checkpoint on.
+//! 2. **It ends** whatever is written meanwhile: once writes go to both sides, what is left to copy only shrinks, and
+//!    nobody is held off but for the moment of swapping the stack. Passes before that keep what has to be copied then,
+//!    and the time in which every write costs two, small.
+//! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all
+//!    that was acknowledged before; everything after that goes to both, and after the swap to the target.
+//! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
+//!    the range against writers; mirrored writes hold it in both levels' grains.
+//! 5. A target that gives places to others changes only after every plan that does not hold its epoch is gone.
+//! 6. The state that the target (down) or the sources (up) were a snapshot of is given up when a merge begins. Nobody
+//!    else may have that level open; the owner of names sees to that, and records a merge as begun if a crash is to be
+//!    followed by going on with it.
+
+mod copy;
+mod dirty;
+
+use crate::chain::Chain;
+use crate::levels::{Level, LevelKey, Levels};
+use crate::limits::{COPY_CHECKPOINT, COPY_PASSES_MAX, COPY_REST, COPY_STEP};
+use crate::mapping::Numbers;
+use crate::{Error, ErrorKind, Result};
+use copy::{Copied, Side};
+pub(crate) use dirty::DirtyLog;
+use layer::Layer;
+use parking_lot::Mutex;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Longest sleep before the watcher is asked again.
+const SLEEP_MAX: Duration = Duration::from_millis(20);
+
+/// Watches a merge. Every method may be called often.
+pub trait Watch: Sync {
+    /// The first pass is at byte `done` of `total`.
+    fn progress(&self, done: u64, total: u64) {
+        let _ = (done, total);
+    }
+
+    /// True once it should stop: it then ends with [`ErrorKind::Interrupted`], and the chain is as before.
+    fn cancelled(&self) -> bool {
+        false
+    }
+
+    /// Bytes per second it may copy; 0 for as fast as it goes. May change at any time.
+    fn rate(&self) -> u64 {
+        0
+    }
+
+    /// Everything before byte `position` is durable in the target: where to begin after a crash, as long as no source
+    /// was written since.
+    fn checkpoint(&self, position: u64) {
+        let _ = position;
+    }
+}
+
+impl Watch for () {}
+
+/// What a merge did.
+pub struct Merged {
+    /// The layers that are no longer part of the chain, newest first. Their files may be removed: reads under way hold
+    /// them open.
+    pub removed: Vec<Arc<dyn Layer>>,
+    /// Bytes copied, those copied again included.
+    pub copied: u64,
+    /// Times that the log of writes was gone through.
+    pub passes: u32,
+    /// How long writers were held off at the most.
+    pub pause: Duration,
+}
+
+/// What writers know of a merge.
+pub(crate) struct Job {
+    side: Side,
+    pub target: Arc<Level>,
+    pub sources: Vec<LevelKey>,
+    /// Numbers of the sources.
+    pub numbers: Numbers,
+    pub dirty: DirtyLog,
+    mirroring: AtomicBool,
+    committing: AtomicBool,
+    failure: Mutex<Option<Error>>,
+}
+
+impl Job {
+    /// True when writes go to both sides.
+    pub fn mirrors(&self) -> bool {
+        self.mirroring.load(Ordering::SeqCst)
+    }
+
+    /// True while nothing that a guest has flushed depends on the target.
+    pub fn leaves_target_out(&self) -> bool {
+        self.side == Side::Down && !self.commits()
+    }
+
+    /// True when the owner's record may change at any moment: what is flushed has to be durable on both sides.
+    fn commits(&self) -> bool {
+        self.committing.load(Ordering::SeqCst)
+    }
+
+    /// The other side failed: the merge ends with this, unless it is past that: then the write fails.
+    pub fn fail(&self, error: Error) -> Result<()> {
+        if self.commits() {
+            return Err(error);
+        }
+        self.failure.lock().get_or_insert(error);
+        Ok(())
+    }
+
+    fn check(&self, watch: &dyn Watch) -> Result<()> {
+        if let Some(error) = self.failure.lock().take() {
+            return Err(error);
+        }
+        if watch.cancelled() {
+            return Err(Error::new(ErrorKind::Interrupted, "the merge was stopped; the chain is as before"));
+        }
+        Ok(())
+    }
+}
+
+/// Keeps a merge to its rate.
+struct Throttle {
+    begun: Instant,
+    bytes: u64,
+    rate: u64,
+}
+
+impl Throttle {
+    fn wait(&mut self, bytes: u64, job: &Job, watch: &dyn Watch) -> Result<()> {
+        let rate = watch.rate();
+        if rate != self.rate {
+            (self.begun, self.bytes, self.rate) = (Instant::now(), 0, rate);
+        }
+        self.bytes += bytes;
+        if self.rate == 0 {
+            return Ok(());
+        }
+        let due = Duration::from_secs_f64(self.bytes as f64 / self.rate as f64);
+        while let Some(left) = due.checked_sub(self.begun.elapsed()).filter(|left| !left.is_zero()) {
+            std::thread::sleep(left.min(SLEEP_MAX));
+            job.check(watch)?;
+            if watch.rate() != self.rate {
+                break;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Chain {
+    /// Merges the levels from `newest` down to right above `into` into that one, from byte `from` on (a checkpoint of
+    /// an earlier try, or 0). `commit` makes the owner's record durable that the sources are gone; it is called once,
+    /// last.
+    pub fn merge_down(
+        &self,
+        newest: LevelKey,
+        into: LevelKey,
+        from: u64,
+        watch: &dyn Watch,
+        commit: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Merged> {
+        self.merge(Side::Down, newest, into, from, watch, commit)
+    }
+
+    /// Merges the levels from right below `into` down to `oldest` into that one. As [`Chain::merge_down`] otherwise.
+    pub fn merge_up(
+        &self,
+        into: LevelKey,
+        oldest: LevelKey,
+        from: u64,
+        watch: &dyn Watch,
+        commit: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Merged> {
+        self.merge(Side::Up, into, oldest, from, watch, commit)
+    }
+
+    /// Merges the whole chain into its base.
+    pub fn consolidate(&self, watch: &dyn Watch, commit: &mut dyn FnMut() -> Result<()>) -> Result<Merged> {
+        let keys = self.keys();
+        match keys.as_slice() {
+            [newest, .., base] => self.merge_down(*newest, *base, 0, watch, commit),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: there is only one level", self.name))),
+        }
+    }
+
+    /// Puts another opening of the same image in the place of a level: for writing, before something is merged into it,
+    /// or for reading afterwards. Waits until nobody reads by the old one.
+    pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
+        let control = self.control.lock();
+        let levels = self.levels();
+        let index = levels.position(key).filter(|index| *index > 0).ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{}: only a level below the top can be replaced", self.name))
+        })?;
+        let old = &levels.stack[index];
+        if layer.capacity() != old.layer.capacity() || layer.format() != old.layer.format() {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: a level can be replaced by another opening of the same image only", self.name),
+            ));
+        }
+        let level = Arc::new(Level::new(Arc::clone(&old.identity), layer)?);
+        let mut stack = levels.stack.clone();
+        stack[index] = level;
+        let (old, _) = self.publish(stack, levels.job.clone());
+        drop(levels);
+        drop(control);
+        self.wait_unused(&old, &())
+    }
+
+    fn merge(
+        &self,
+        side: Side,
+        upper: LevelKey,
+        lower: LevelKey,
+        from: u64,
+        watch: &dyn Watch,
+        commit: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Merged> {
+        let _operation = self.operation.try_lock().ok_or_else(|| {
+            Error::new(ErrorKind::Busy, format!("{}: another merge of this disk is under way", self.name))
+        })?;
+        let (job, old) = self.begin(side, upper, lower)?;
+        let ready = if job.target.reuses { self.wait_unused(&old, watch) } else { Ok(()) };
+        drop(old);
+        let result = ready.and_then(|()| self.carry_out(&job, from, watch, commit));
+        result.inspect_err(|_| {
+            let _control = self.control.lock();
+            self.publish(self.levels().stack.clone(), None);
+        })
+    }
+
+    /// Checks what is asked for, and makes the job known to writers.
+    fn begin(&self, side: Side, upper: LevelKey, lower: LevelKey) -> Result<(Arc<Job>, Arc<Levels>)> {
+        let _control = self.control.lock();
+        self.check_running()?;
+        let levels = self.levels();
+        let refuse = |kind, what: &str| Err(Error::new(kind, format!("{}: {what}", self.name)));
+        let (Some(upper), Some(lower)) = (levels.position(upper), levels.position(lower)) else {
+            return refuse(ErrorKind::NotFound, "a level to merge is not in the chain");
+        };
+        if upper >= lower {
+            return refuse(ErrorKind::Invalid, "there is nothing to merge between these levels");
+        }
+        let (target, sources) = match side {
+            Side::Down => (lower, upper..lower),
+            Side::Up => (upper, upper + 1..lower + 1),
+        };
+        let target = &levels.stack[target];
+        if !target.layer.writable() {
+            return refuse(ErrorKind::ReadOnly, "the image to merge into is open for reading only");
+        }
+        if side == Side::Down {
+            let below = target.layer.capacity();
+            let newest = levels.stack[upper].layer.capacity();
+            if newest > below || (upper == 0 && newest != below) {
+                return refuse(
+                    ErrorKind::Unsupported,
+                    &format!(
+                        "a layer of {newest} bytes cannot be merged into one of {below}; merge it the other way, or \
+                         convert the disk"
+                    ),
+                );
+            }
+        }
+        let mut numbers = Numbers::default();
+        levels.stack[sources.clone()].iter().for_each(|level| numbers.insert(level.number()));
+        let job = Arc::new(Job {
+            side,
+            target: Arc::clone(target),
+            sources: levels.stack[sources].iter().map(|level| level.key()).collect(),
+            numbers,
+            dirty: DirtyLog::new(levels.capacity()),
+            mirroring: AtomicBool::new(false),
+            committing: AtomicBool::new(false),
+            failure: Mutex::new(None),
+        });
+        // From here on every write leaves a note.
+        let (old, _) = self.publish(levels.stack.clone(), Some(Arc::clone(&job)));
+        Ok((job, old))
+    }
+
+    /// Waits until nobody holds levels that are not current any more.
+    fn wait_unused(&self, old: &Arc<Levels>, watch: &dyn Watch) -> Result<()> {
+        while Arc::strong_count(old) > 1 {
+            if watch.cancelled() {
+                return Err(Error::new(ErrorKind::Interrupted, format!("{}: stopped before it began", self.name)));
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        Ok(())
+    }
+
+    fn carry_out(
+        &self,
+        job: &Arc<Job>,
+        from: u64,
+        watch: &dyn Watch,
+        commit: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Merged> {
+        let capacity = job.target.layer.capacity();
+        let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
+        let mut throttle = Throttle { begun: Instant::now(), bytes: 0, rate: 0 };
+        let mut unflushed = 0;
+        // A live top may have been written since a checkpoint, and nobody has noted it.
+        let from = if self.levels().job_is_live { 0 } else { from };
+        let mut at = from.min(capacity) / job.target.grain * job.target.grain;
+        while at < capacity {
+            job.check(watch)?;
+            watch.progress(at, capacity);
+            let Copied { next, bytes } = self.copy_next(job, at, COPY_STEP)?;
+            at = next;
+            merged.copied += bytes;
+            unflushed += bytes;
+            if unflushed >= COPY_CHECKPOINT {
+                unflushed = 0;
+                self.flush_target(job)?;
+                watch.checkpoint(at);
+            }
+            throttle.wait(bytes, job, watch)?;
+        }
+        watch.progress(capacity, capacity);
+        if job.side == Side::Down {
+            self.follow_writes(job, &mut merged, &mut throttle, watch)?;
+        }
+        self.hide_tail(job)?;
+        self.flush_target(job)?;
+        // From here on a write that the target does not get fails, so nothing acknowledged is missing from it; and
+        // every flush covers it.
+        job.committing.store(true, Ordering::SeqCst);
+        self.pass_writers(&mut merged);
+        self.flush()?;
+        job.check(watch)?;
+        commit()?;
+        let _control = self.control.lock();
+        let stays = |level: &&Arc<Level>| !job.sources.contains(&level.key());
+        let (old, pause) = self.publish(self.levels().stack.iter().filter(stays).cloned().collect(), None);
+        merged.pause = merged.pause.max(pause);
+        let gone = old.stack.iter().filter(|level| job.sources.contains(&level.key()));
+        merged.removed = gone.map(|level| Arc::clone(&level.layer)).collect();
+        Ok(merged)
+    }
+
+    /// Waits until every write has ended that had begun; others begin meanwhile.
+    fn pass_writers(&self, merged: &mut Merged) {
+        let _control = self.control.lock();
+        let levels = self.levels();
+        let (_, pause) = self.publish(levels.stack.clone(), levels.job.clone());
+        merged.pause = merged.pause.max(pause);
+    }
+
+    /// Copies what was written meanwhile, until both sides are the same and stay so.
+    fn follow_writes(
+        &self,
+        job: &Arc<Job>,
+        merged: &mut Merged,
+        throttle: &mut Throttle,
+        watch: &dyn Watch,
+    ) -> Result<()> {
+        let mut before = u64::MAX;
+        loop {
+            let left = job.dirty.bytes();
+            let last = left <= COPY_REST || left > before / 2 || merged.passes >= COPY_PASSES_MAX;
+            if last {
+                // Flushed now, so that little is left to flush while writes cost two.
+                self.flush_target(job)?;
+                job.mirroring.store(true, Ordering::SeqCst);
+                self.pass_writers(merged);
+            }
+            merged.passes += 1;
+            let mut at = 0;
+            while let Some(piece) = job.dirty.take(at) {
+                at = piece.end;
+                let mut start = piece.start;
+                while start < piece.end {
+                    job.check(watch)?;
+                    let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
+                    start = next;
+                    merged.copied += bytes;
+                    throttle.wait(bytes, job, watch)?;
+                }
+            }
+            if last {
+                return Ok(());
+            }
+            before = left;
+        }
+    }
+}

@@ -1,0 +1,121 @@
+//! The gate of a stack of levels: writers go through together, can be held off for a moment, and are turned away once
+//! another stack is current.
+//!
+//! 1. After [`Gate::close`] returned nobody is inside, and nobody gets in before [`Gate::open`].
+//! 2. After [`Gate::retire`] nobody gets in any more, nor waits to; after [`Gate::drain`] nobody is inside either.
+//! 3. Passing an open gate is one atomic step each way.
+
+use parking_lot::{Condvar, Mutex};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const CLOSED: u64 = 1 << 63;
+const RETIRED: u64 = 1 << 62;
+const INSIDE: u64 = RETIRED - 1;
+
+/// How many are inside, and whether more may come.
+#[derive(Default)]
+pub(crate) struct Gate {
+    state: AtomicU64,
+    waiting: Mutex<()>,
+    changed: Condvar,
+}
+
+/// Somebody inside.
+pub(crate) struct Inside<'a>(&'a Gate);
+
+impl Gate {
+    /// Goes in; waits while it is closed. `None` when it is retired.
+    pub fn enter(&self) -> Option<Inside<'_>> {
+        let mut state = self.state.load(Ordering::SeqCst);
+        loop {
+            if state & RETIRED != 0 {
+                return None;
+            }
+            if state & CLOSED != 0 {
+                let mut waiting = self.waiting.lock();
+                state = self.state.load(Ordering::SeqCst);
+                if state & CLOSED != 0 && state & RETIRED == 0 {
+                    self.changed.wait(&mut waiting);
+                    state = self.state.load(Ordering::SeqCst);
+                }
+                continue;
+            }
+            match self.state.compare_exchange_weak(state, state + 1, Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return Some(Inside(self)),
+                Err(now) => state = now,
+            }
+        }
+    }
+
+    /// Lets nobody in, and waits until nobody is inside. One caller at a time.
+    pub fn close(&self) {
+        self.state.fetch_or(CLOSED, Ordering::SeqCst);
+        self.drain();
+    }
+
+    /// Lets everybody in again.
+    pub fn open(&self) {
+        let _waiting = self.waiting.lock();
+        self.state.fetch_and(!CLOSED, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    /// Turns everybody away from now on, those who wait to get in too.
+    pub fn retire(&self) {
+        let _waiting = self.waiting.lock();
+        self.state.fetch_or(RETIRED, Ordering::SeqCst);
+        self.changed.notify_all();
+    }
+
+    /// Waits until nobody is inside a closed or retired gate.
+    pub fn drain(&self) {
+        let mut waiting = self.waiting.lock();
+        while self.state.load(Ordering::SeqCst) & INSIDE != 0 {
+            self.changed.wait(&mut waiting);
+        }
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        let state = self.0.state.fetch_sub(1, Ordering::SeqCst) - 1;
+        if state & INSIDE == 0 && state != 0 {
+            let _waiting = self.0.waiting.lock();
+            self.0.changed.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    #[test]
+    fn a_closed_gate_is_empty_and_a_retired_one_stays_so() {
+        let (gate, stop) = (Gate::default(), AtomicBool::new(false));
+        let inside = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while let Some(_inside) = gate.enter() {
+                        assert!(!stop.load(Ordering::SeqCst));
+                        inside.fetch_add(1, Ordering::SeqCst);
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                    }
+                });
+            }
+            for _ in 0..5_000 {
+                gate.close();
+                assert_eq!(inside.load(Ordering::SeqCst), 0);
+                gate.open();
+            }
+            gate.close();
+            gate.retire();
+            gate.drain();
+            stop.store(true, Ordering::SeqCst);
+            gate.open();
+        });
+        assert!(gate.enter().is_none());
+    }
+}

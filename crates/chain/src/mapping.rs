@@ -1,0 +1,106 @@
+//! Where a run of bytes of the chain lies.
+
+use layer::Content;
+
+/// What answers for a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum To {
+    /// No level has it: zeros.
+    Absent,
+    /// A level says zeros.
+    Zero,
+    /// Bytes as they are.
+    Data {
+        /// Number of the level, see [`crate::levels::Identity`].
+        level: u8,
+        /// Which of its files.
+        file: u16,
+        /// Byte offset in it.
+        offset: u64,
+    },
+    /// Bytes that the level has to decode.
+    Encoded {
+        /// Number of the level.
+        level: u8,
+    },
+}
+
+impl To {
+    /// What a level's answer means; `None` for what it does not have.
+    pub fn of(content: Content, level: u8) -> Option<Self> {
+        match content {
+            Content::Absent => None,
+            Content::Zero => Some(Self::Zero),
+            Content::Data { file, offset } => Some(Self::Data { level, file, offset }),
+            Content::Encoded => Some(Self::Encoded { level }),
+        }
+    }
+
+    /// The level that must be there for this to be true.
+    pub fn level(self) -> Option<u8> {
+        match self {
+            Self::Absent | Self::Zero => None,
+            Self::Data { level, .. } | Self::Encoded { level } => Some(level),
+        }
+    }
+
+    /// Where the byte `by` further on lies.
+    pub fn advanced(self, by: u64) -> Self {
+        match self {
+            Self::Data { level, file, offset } => Self::Data { level, file, offset: offset.saturating_add(by) },
+            other => other,
+        }
+    }
+
+    /// True when it reads as zeros without asking anybody.
+    pub fn is_zero(self) -> bool {
+        matches!(self, Self::Absent | Self::Zero)
+    }
+}
+
+/// A run of bytes with one destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub start: u64,
+    pub length: u64,
+    pub to: To,
+}
+
+impl Mapping {
+    pub fn end(&self) -> u64 {
+        self.start + self.length
+    }
+
+    /// True when `next` goes on where this ends.
+    pub fn continues(&self, next: &Mapping) -> bool {
+        self.end() == next.start && self.to.advanced(self.length) == next.to
+    }
+
+    /// The part within `start..end`, which must overlap.
+    pub fn clipped(&self, start: u64, end: u64) -> Self {
+        let from = self.start.max(start);
+        Self { start: from, length: self.end().min(end) - from, to: self.to.advanced(from - self.start) }
+    }
+}
+
+/// Appends a run, to the last one where it goes on.
+pub(crate) fn push(out: &mut Vec<Mapping>, next: Mapping) {
+    match out.last_mut() {
+        Some(last) if last.continues(&next) => last.length += next.length,
+        _ => out.push(next),
+    }
+}
+
+/// A set of level numbers.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Numbers([u64; 4]);
+
+impl Numbers {
+    pub fn insert(&mut self, number: u8) {
+        self.0[number as usize / 64] |= 1 << (number % 64);
+    }
+
+    pub fn contains(&self, number: u8) -> bool {
+        self.0[number as usize / 64] >> (number % 64) & 1 == 1
+    }
+}

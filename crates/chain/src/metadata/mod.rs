@@ -1,0 +1,421 @@
+//! The metadata cache: which level holds which extent, as far as somebody asked lately.
+//!
+//! Sixteen shards, each answering for every sixteenth 64 MiB of addresses under a lock of its own, which is held for a
+//! search in two sorted arrays and nothing else. Eviction goes round all of them: entries seen since the hand last came
+//! by stay (second chance), so it is recency of the whole disk that decides, not of a shard.
+//!
+//! 1. An entry is true whenever a shard's lock is free, but for ranges under change ([`crate::changes`]), where it may
+//!    be what was before: no write has been acknowledged then. Where places are reused, ranges under change have no
+//!    entries.
+//! 2. There are never more entries than the maximum, but for what threads are putting in at this moment.
+//! 3. A prefetched entry goes first unless somebody asks for it. How much is prefetched follows from what became of
+//!    earlier prefetches: as long as a quarter of what leaves the cache unused had been used, or nothing leaves it, all
+//!    that the tunables allow; in a random load beyond the cache, nothing, but for a try now and then.
+
+mod entry;
+mod shard;
+#[cfg(test)]
+mod tests;
+
+use crate::changes::{Changes, Token};
+use crate::limits::{
+    ENTRIES_DEFAULT, ENTRIES_MAX, PREFETCH_BYTES_DEFAULT, PREFETCH_BYTES_MAX, PREFETCH_EXTENTS_DEFAULT,
+    PREFETCH_EXTENTS_MAX, UPDATE_BYTES_MAX,
+};
+use crate::mapping::{Mapping, Numbers};
+use crate::statistics::MetadataStatistics;
+use crate::{Error, ErrorKind, Result};
+use entry::Entry;
+use layer::SECTOR;
+use parking_lot::Mutex;
+use shard::Shard;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+const SHARDS: usize = 16;
+/// Addresses that belong together: no entry crosses the border between two of these.
+const REGION: u64 = 64 << 20;
+/// Prefetched extents that were used, or left unused, before their number is thought over.
+const OUTCOMES: u64 = 128;
+/// Walks between two looks at that.
+const JUDGE_EVERY: u64 = 32;
+/// Misses between two tries while prefetching does not pay.
+const TRY_EVERY: u64 = 32;
+/// Extents of a try.
+const TRY_EXTENTS: usize = 8;
+
+/// What can be changed while the cache is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tunables {
+    /// Most extents kept; 0 switches the cache off.
+    pub entries: usize,
+    /// Bytes around a miss that are resolved with it; 0 for none.
+    pub prefetch_bytes: u64,
+    /// Most extents that one prefetch brings.
+    pub prefetch_extents: usize,
+}
+
+impl Default for Tunables {
+    fn default() -> Self {
+        Self {
+            entries: ENTRIES_DEFAULT,
+            prefetch_bytes: PREFETCH_BYTES_DEFAULT,
+            prefetch_extents: PREFETCH_EXTENTS_DEFAULT,
+        }
+    }
+}
+
+impl Tunables {
+    fn check(&self) -> Result<()> {
+        let refuse = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        if self.entries > ENTRIES_MAX {
+            return refuse(format!("a metadata cache has at most {ENTRIES_MAX} entries, not {}", self.entries));
+        }
+        if self.prefetch_bytes > PREFETCH_BYTES_MAX {
+            return refuse(format!("at most {PREFETCH_BYTES_MAX} bytes are prefetched, not {}", self.prefetch_bytes));
+        }
+        if self.prefetch_extents > PREFETCH_EXTENTS_MAX {
+            return refuse(format!(
+                "a prefetch brings at most {PREFETCH_EXTENTS_MAX} extents, not {}",
+                self.prefetch_extents
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// A shard on cache lines of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Padded(Mutex<Shard>);
+
+#[derive(Default)]
+struct Counters {
+    evictions: AtomicU64,
+    walks: AtomicU64,
+    walk_levels: AtomicU64,
+    walk_levels_max: AtomicU64,
+    prefetched: AtomicU64,
+    unused: AtomicU64,
+}
+
+/// The cache of one chain.
+pub(crate) struct MetadataCache {
+    shards: [Padded; SHARDS],
+    total: AtomicUsize,
+    /// The shard that is swept next.
+    hand: AtomicUsize,
+    entries_max: AtomicUsize,
+    prefetch_bytes: AtomicU64,
+    prefetch_extents: AtomicUsize,
+    /// What prefetching is worth now, in extents.
+    effort: AtomicUsize,
+    /// Used and unused prefetches when that was last thought over.
+    judged: Mutex<(u64, u64)>,
+    counters: Counters,
+}
+
+fn sectors(range: &Range<u64>) -> (u64, u64) {
+    (range.start / SECTOR, range.end.div_ceil(SECTOR))
+}
+
+fn shard_of(address: u64) -> usize {
+    (address / REGION) as usize % SHARDS
+}
+
+/// The parts of a range that lie in one region each.
+fn regions(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
+    let mut at = range.start;
+    std::iter::from_fn(move || {
+        let start = at;
+        (start < range.end).then(|| {
+            at = ((start / REGION + 1) * REGION).min(range.end);
+            start..at
+        })
+    })
+}
+
+impl MetadataCache {
+    pub fn new(tunables: Tunables) -> Result<Self> {
+        tunables.check()?;
+        Ok(Self {
+            shards: std::array::from_fn(|_| Padded::default()),
+            total: AtomicUsize::new(0),
+            hand: AtomicUsize::new(0),
+            entries_max: AtomicUsize::new(tunables.entries),
+            prefetch_bytes: AtomicU64::new(tunables.prefetch_bytes),
+            prefetch_extents: AtomicUsize::new(tunables.prefetch_extents),
+            effort: AtomicUsize::new(tunables.prefetch_extents),
+            judged: Mutex::new((0, 0)),
+            counters: Counters::default(),
+        })
+    }
+
+    pub fn tunables(&self) -> Tunables {
+        Tunables {
+            entries: self.entries_max.load(Ordering::Relaxed),
+            prefetch_bytes: self.prefetch_bytes.load(Ordering::Relaxed),
+            prefetch_extents: self.prefetch_extents.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Takes effect at once: a smaller cache is smaller when this returns.
+    pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
+        tunables.check()?;
+        self.entries_max.store(tunables.entries, Ordering::Relaxed);
+        self.prefetch_bytes.store(tunables.prefetch_bytes, Ordering::Relaxed);
+        self.prefetch_extents.store(tunables.prefetch_extents, Ordering::Relaxed);
+        self.effort.store(tunables.prefetch_extents, Ordering::Relaxed);
+        self.evict();
+        Ok(())
+    }
+
+    fn is_off(&self) -> bool {
+        self.entries_max.load(Ordering::Relaxed) == 0
+    }
+
+    /// Works on a shard, and keeps the count of all.
+    fn with<T>(&self, index: usize, work: impl FnOnce(&mut Shard) -> T) -> T {
+        let mut shard = self.shards[index].0.lock();
+        let before = shard.entries;
+        let result = work(&mut shard);
+        let after = shard.entries;
+        if after > before {
+            self.total.fetch_add(after - before, Ordering::Relaxed);
+        } else if before > after {
+            self.total.fetch_sub(before - after, Ordering::Relaxed);
+        }
+        result
+    }
+
+    /// Works on each shard that may know something of `range`.
+    fn with_each(&self, range: &Range<u64>, mut work: impl FnMut(&mut Shard)) {
+        let first = range.start / REGION;
+        let last = range.end.div_ceil(REGION).min(first + SHARDS as u64);
+        for region in first..last {
+            self.with(region as usize % SHARDS, &mut work);
+        }
+    }
+
+    /// Appends where `range` is; false, and nothing appended, when not all of it is known.
+    pub fn lookup(&self, range: &Range<u64>, out: &mut Vec<Mapping>) -> bool {
+        let before = out.len();
+        for part in regions(range.clone()) {
+            let (from, to) = sectors(&part);
+            let mut shard = self.shards[shard_of(part.start)].0.lock();
+            if !shard.lookup(from, to, out) {
+                shard.misses += 1;
+                drop(shard);
+                out.truncate(before);
+                return false;
+            }
+            if part.end == range.end {
+                shard.hits += 1;
+            }
+        }
+        // A last sector that is not whole was looked up whole.
+        if let Some(last) = out.last_mut()
+            && last.end() > range.end
+        {
+            last.length = range.end - last.start;
+        }
+        true
+    }
+
+    fn knows(&self, address: u64) -> bool {
+        let sector = address / SECTOR;
+        !self.shards[shard_of(address)].0.lock().is_free(sector, sector + 1)
+    }
+
+    /// What to resolve together with `demand`, and how many extents of it at most.
+    pub fn window(&self, demand: &Range<u64>, capacity: u64) -> (Range<u64>, usize) {
+        let bytes = self.prefetch_bytes.load(Ordering::Relaxed).next_multiple_of(SECTOR);
+        let mut most = self.effort.load(Ordering::Relaxed).min(self.prefetch_extents.load(Ordering::Relaxed));
+        if most == 0 && self.counters.walks.load(Ordering::Relaxed).is_multiple_of(TRY_EVERY) {
+            most = TRY_EXTENTS.min(self.prefetch_extents.load(Ordering::Relaxed));
+        }
+        if bytes == 0 || most == 0 || self.is_off() {
+            return (demand.clone(), 0);
+        }
+        // In a stream what comes before is known already, and everything is spent on what follows.
+        let streams = demand.start >= SECTOR && self.knows(demand.start - SECTOR);
+        let start = if streams { demand.start } else { demand.start / bytes * bytes };
+        let end = demand.end.div_ceil(bytes).saturating_mul(bytes).min(capacity).max(demand.end);
+        (start..end, most)
+    }
+
+    /// Takes in what a walk of `levels` levels found for `demand` and around it, but for what changed meanwhile.
+    pub fn fill(&self, changes: &Changes, token: &Token, demand: &Range<u64>, found: &[Mapping], levels: usize) {
+        let counters = &self.counters;
+        if counters.walks.fetch_add(1, Ordering::Relaxed).is_multiple_of(JUDGE_EVERY) {
+            self.judge();
+        }
+        counters.walk_levels.fetch_add(levels as u64, Ordering::Relaxed);
+        counters.walk_levels_max.fetch_max(levels as u64, Ordering::Relaxed);
+        if self.is_off() {
+            return;
+        }
+        let mut prefetched = 0;
+        for mapping in found {
+            let asked = mapping.start < demand.end && demand.start < mapping.end();
+            for part in regions(mapping.start..mapping.end()) {
+                let (from, to) = sectors(&part);
+                let Some(mut entry) = Entry::new(&mapping.clipped(part.start, part.end)) else { continue };
+                entry.set_seen(asked);
+                entry.set_prefetched(!asked);
+                self.with(shard_of(part.start), |shard| {
+                    if !changes.unchanged(token, &part) || (!asked && !shard.is_free(from, to)) {
+                        return;
+                    }
+                    if asked {
+                        shard.remove(from, to);
+                    }
+                    shard.insert(entry);
+                    prefetched += u64::from(!asked);
+                });
+            }
+        }
+        counters.prefetched.fetch_add(prefetched, Ordering::Relaxed);
+        self.evict();
+    }
+
+    /// Before a change where places are reused: forgets `range`.
+    pub fn forget(&self, range: &Range<u64>) {
+        let (from, to) = sectors(range);
+        self.with_each(range, |shard| shard.remove(from, to));
+        // An entry cut in its middle is two.
+        self.evict();
+    }
+
+    /// As [`MetadataCache::forget`], but only what lies in level `number`.
+    pub fn forget_level(&self, range: &Range<u64>, number: u8) {
+        let (from, to) = sectors(range);
+        self.with_each(range, |shard| {
+            for (from, to) in shard.parts_of(from, to, |level| level == number) {
+                shard.remove(from, to);
+            }
+        });
+        self.evict();
+    }
+
+    /// After a change: `range` is now what `found` says, and unknown where that says nothing.
+    pub fn replace(&self, range: &Range<u64>, found: &[Mapping]) {
+        if self.is_off() || range.end - range.start > UPDATE_BYTES_MAX {
+            return self.forget(range);
+        }
+        let mut at = range.start;
+        for mapping in found {
+            for part in regions(mapping.start..mapping.end()) {
+                let entry = Entry::new(&mapping.clipped(part.start, part.end));
+                self.with(shard_of(part.start), |shard| {
+                    let (from, to) = sectors(&part);
+                    shard.remove(from, to);
+                    if let Some(mut entry) = entry {
+                        entry.set_seen(true);
+                        shard.insert(entry);
+                    }
+                });
+            }
+            if mapping.start > at {
+                self.forget(&(at..mapping.start));
+            }
+            at = mapping.end();
+        }
+        if at < range.end {
+            self.forget(&(at..range.end));
+        }
+        self.evict();
+    }
+
+    /// After a merge copied `range`: what was known to lie in one of `from` lies where `found` says.
+    pub fn retarget(&self, range: &Range<u64>, from: Numbers, found: &[Mapping]) {
+        for part in regions(range.clone()) {
+            let (start, end) = sectors(&part);
+            self.with(shard_of(part.start), |shard| {
+                for (start, end) in shard.parts_of(start, end, |level| from.contains(level)) {
+                    shard.remove(start, end);
+                    let (start, end) = (start * SECTOR, end * SECTOR);
+                    for mapping in found.iter().filter(|found| found.start < end && start < found.end()) {
+                        if let Some(mut entry) = Entry::new(&mapping.clipped(start, end)) {
+                            entry.set_seen(true);
+                            shard.insert(entry);
+                        }
+                    }
+                }
+            });
+        }
+        self.evict();
+    }
+
+    /// Forgets everything that lies in level `number`.
+    pub fn purge(&self, number: u8) {
+        for index in 0..SHARDS {
+            self.with(index, |shard| shard.purge(number));
+        }
+    }
+
+    /// Brings the number of entries down to the maximum.
+    fn evict(&self) {
+        let maximum = self.entries_max.load(Ordering::Relaxed);
+        // Twice round clears every mark and then takes everything.
+        for _ in 0..3 * SHARDS {
+            let excess = self.total.load(Ordering::Relaxed).saturating_sub(maximum);
+            if excess == 0 {
+                return;
+            }
+            let index = self.hand.load(Ordering::Relaxed) % SHARDS;
+            let swept = self.with(index, |shard| shard.sweep(excess));
+            if swept.round {
+                let _ = self.hand.compare_exchange(index, (index + 1) % SHARDS, Ordering::Relaxed, Ordering::Relaxed);
+            }
+            if swept.evicted > 0 {
+                self.counters.evictions.fetch_add(swept.evicted as u64, Ordering::Relaxed);
+                self.counters.unused.fetch_add(swept.unused as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Thinks over how much to prefetch.
+    fn judge(&self) {
+        let Some(mut judged) = self.judged.try_lock() else { return };
+        let unused = self.counters.unused.load(Ordering::Relaxed);
+        let used = self.shards.iter().map(|shard| shard.0.lock().used).sum::<u64>();
+        let (good, bad) = (used.saturating_sub(judged.0), unused.saturating_sub(judged.1));
+        if good + bad < OUTCOMES {
+            return;
+        }
+        *judged = (used, unused);
+        let allowed = self.prefetch_extents.load(Ordering::Relaxed);
+        let now = self.effort.load(Ordering::Relaxed);
+        let next = if good * 4 < bad {
+            now / 2
+        } else if good > bad {
+            (now * 2).clamp(TRY_EXTENTS.min(allowed), allowed)
+        } else {
+            now
+        };
+        self.effort.store(next, Ordering::Relaxed);
+    }
+
+    pub fn statistics(&self) -> MetadataStatistics {
+        let counters = &self.counters;
+        let mut statistics = MetadataStatistics {
+            evictions: counters.evictions.load(Ordering::Relaxed),
+            walks: counters.walks.load(Ordering::Relaxed),
+            walk_levels: counters.walk_levels.load(Ordering::Relaxed),
+            walk_levels_max: counters.walk_levels_max.load(Ordering::Relaxed),
+            prefetched: counters.prefetched.load(Ordering::Relaxed),
+            memory: size_of::<Self>() as u64,
+            ..MetadataStatistics::default()
+        };
+        for shard in &self.shards {
+            let shard = shard.0.lock();
+            statistics.hits += shard.hits;
+            statistics.misses += shard.misses;
+            statistics.prefetched_used += shard.used;
+            statistics.entries += shard.entries as u64;
+            statistics.memory += shard.memory() as u64;
+        }
+        statistics
+    }
+}

@@ -1,0 +1,313 @@
+//! Resolved extents in order of address: leaves of packed entries under one sorted index.
+//!
+//! 1. Entries do not overlap; leaves are not empty; `firsts[n]` is the start of the first entry of leaf `n`.
+//! 2. A leaf has at most [`LEAF_MAX`] entries and memory for at most two steps of [`LEAF_STEP`] more than it has: an
+//!    entry costs little above its 16 bytes however often it was split, cut and evicted.
+//! 3. The hand goes from high addresses to low, a leaf at a time: against the direction of most streams, which would
+//!    otherwise push it before them and lose what was just fetched.
+
+use super::entry::Entry;
+use crate::mapping::{Mapping, push};
+use layer::SECTOR;
+
+/// Entries of a leaf at the most.
+pub(super) const LEAF_MAX: usize = 64;
+/// Entries for which memory is taken at a time.
+const LEAF_STEP: usize = 8;
+
+/// Steps from a guess before it is given up for a search by halves.
+const STEPS_MAX: usize = 6;
+
+/// One shard of the cache.
+#[derive(Default)]
+pub(super) struct Shard {
+    firsts: Vec<u64>,
+    leaves: Vec<Vec<Entry>>,
+    /// Entries in all leaves.
+    pub entries: usize,
+    /// The leaf above the one that is swept next.
+    hand: usize,
+    /// Lookups answered, and not.
+    pub hits: u64,
+    pub misses: u64,
+    /// Prefetched entries that were asked for.
+    pub used: u64,
+}
+
+/// What a sweep did.
+#[derive(Default)]
+pub(super) struct Swept {
+    pub evicted: usize,
+    /// Of these, prefetched and never asked for.
+    pub unused: usize,
+    /// The hand has been everywhere once.
+    pub round: bool,
+}
+
+impl Shard {
+    /// The last entry that starts at or before `sector`.
+    fn at_or_before(&self, sector: u64) -> Option<(usize, usize)> {
+        let leaf = self.firsts.partition_point(|first| *first <= sector).checked_sub(1)?;
+        let entries = &self.leaves[leaf];
+        // Where it would be if extents were of one size, and from there step by step: entries are read far more often
+        // than they fit into the processor's cache, and this touches one or two lines of a leaf instead of four.
+        let (first, next) = (self.firsts[leaf], self.firsts.get(leaf + 1));
+        let span = next.map_or(entries[entries.len() - 1].end(), |next| *next) - first;
+        let guess = (sector - first).min(span) * entries.len() as u64 / span.max(1);
+        let mut index = (guess as usize).min(entries.len() - 1);
+        let mut steps = 0;
+        loop {
+            if entries[index].start() > sector {
+                // The first entry starts at or before it.
+                index -= 1;
+            } else if entries.get(index + 1).is_some_and(|next| next.start() <= sector) {
+                index += 1;
+            } else {
+                return Some((leaf, index));
+            }
+            steps += 1;
+            if steps == STEPS_MAX {
+                return Some((leaf, entries.partition_point(|entry| entry.start() <= sector) - 1));
+            }
+        }
+    }
+
+    /// Appends what is at sectors `from..to`; false when not all of it is here.
+    pub fn lookup(&mut self, from: u64, to: u64, out: &mut Vec<Mapping>) -> bool {
+        let Some((mut leaf, mut index)) = self.at_or_before(from) else { return false };
+        let mut at = from;
+        loop {
+            let Some(entry) = self.leaves.get_mut(leaf).and_then(|leaf| leaf.get_mut(index)) else { return false };
+            if entry.start() > at || entry.end() <= at {
+                return false;
+            }
+            if !entry.seen() {
+                entry.set_seen(true);
+                if entry.prefetched() {
+                    entry.set_prefetched(false);
+                    self.used += 1;
+                }
+            }
+            let end = entry.end().min(to);
+            push(out, entry.mapping().clipped(at * SECTOR, end * SECTOR));
+            at = end;
+            if at >= to {
+                return true;
+            }
+            index += 1;
+            if index == self.leaves[leaf].len() {
+                (leaf, index) = (leaf + 1, 0);
+            }
+        }
+    }
+
+    /// True when nothing overlaps sectors `from..to`.
+    pub fn is_free(&self, from: u64, to: u64) -> bool {
+        let before = self.at_or_before(to.saturating_sub(1));
+        before.is_none_or(|(leaf, index)| self.leaves[leaf][index].end() <= from)
+    }
+
+    /// Forgets sectors `from..to`.
+    pub fn remove(&mut self, from: u64, to: u64) {
+        let Some(mut leaf) = self.firsts.partition_point(|first| *first < to).checked_sub(1) else { return };
+        // From the last leaf concerned to the first, so that what is removed does not move what is to come.
+        loop {
+            let entries = &mut self.leaves[leaf];
+            let first = entries.partition_point(|entry| entry.end() <= from);
+            let last = entries.partition_point(|entry| entry.start() < to);
+            let reached_start = entries[0].start() <= from;
+            if first < last {
+                let head = (entries[first].start() < from).then(|| entries[first].part(entries[first].start(), from));
+                let end = entries[last - 1].end();
+                let tail = (end > to).then(|| entries[last - 1].part(to, end));
+                let kept = [head, tail].into_iter().flatten();
+                let before = entries.len();
+                if head.is_some() && tail.is_some() && last - first == 1 {
+                    reserve(entries);
+                }
+                entries.splice(first..last, kept);
+                self.entries = self.entries + entries.len() - before;
+                self.settle(leaf);
+            }
+            if reached_start || leaf == 0 {
+                return;
+            }
+            leaf -= 1;
+        }
+    }
+
+    /// The parts of `from..to` whose entries `wanted` chooses by their level.
+    pub fn parts_of(&self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) -> Vec<(u64, u64)> {
+        let mut parts = Vec::new();
+        let leaf = self.firsts.partition_point(|first| *first <= from).saturating_sub(1);
+        for entry in self.leaves[leaf.min(self.leaves.len())..].iter().flatten() {
+            if entry.start() >= to {
+                break;
+            }
+            if entry.end() > from && entry.level().is_some_and(&wanted) {
+                parts.push((entry.start().max(from), entry.end().min(to)));
+            }
+        }
+        parts
+    }
+
+    /// Puts in an entry where nothing is; one with the neighbours that it goes on from or that go on from it.
+    pub fn insert(&mut self, mut entry: Entry) {
+        let Some(leaf) = self.leaf_for(entry.start()) else {
+            self.firsts.push(entry.start());
+            let mut entries = Vec::new();
+            reserve(&mut entries);
+            entries.push(entry);
+            self.leaves.push(entries);
+            self.entries += 1;
+            return;
+        };
+        let entries = &mut self.leaves[leaf];
+        let mut index = entries.partition_point(|other| other.start() < entry.start());
+        if let Some(joined) = entries.get(index).and_then(|next| entry.joined(*next)) {
+            entries.remove(index);
+            self.entries -= 1;
+            entry = joined;
+        }
+        if let Some(joined) = index.checked_sub(1).and_then(|before| entries[before].joined(entry)) {
+            index -= 1;
+            entries[index] = joined;
+        } else {
+            reserve(entries);
+            entries.insert(index, entry);
+            self.entries += 1;
+        }
+        self.firsts[leaf] = entries[0].start();
+        if entries.len() > LEAF_MAX {
+            self.split(leaf, index);
+        }
+    }
+
+    fn leaf_for(&self, start: u64) -> Option<usize> {
+        if self.leaves.is_empty() {
+            return None;
+        }
+        Some(self.firsts.partition_point(|first| *first <= start).saturating_sub(1))
+    }
+
+    /// Cuts a leaf in two: in the middle, or behind what was put in last when that is its end, as in a stream.
+    fn split(&mut self, leaf: usize, inserted: usize) {
+        let entries = &mut self.leaves[leaf];
+        let at = if inserted + 1 == entries.len() { entries.len() - 1 } else { entries.len() / 2 };
+        let mut right = Vec::with_capacity((entries.len() - at).next_multiple_of(LEAF_STEP));
+        right.extend_from_slice(&entries[at..]);
+        entries.truncate(at);
+        trim(entries);
+        self.firsts.insert(leaf + 1, right[0].start());
+        self.leaves.insert(leaf + 1, right);
+        if self.hand > leaf + 1 {
+            self.hand += 1;
+        }
+    }
+
+    /// After entries of a leaf went: drops it, joins it with the next, or gives memory back.
+    fn settle(&mut self, leaf: usize) {
+        let length = self.leaves[leaf].len();
+        if length > LEAF_MAX {
+            return self.split(leaf, 0);
+        }
+        if length == 0 {
+            self.firsts.remove(leaf);
+            self.leaves.remove(leaf);
+            if self.hand > leaf {
+                self.hand -= 1;
+            }
+            return;
+        }
+        self.firsts[leaf] = self.leaves[leaf][0].start();
+        trim(&mut self.leaves[leaf]);
+        if length <= LEAF_MAX / 4 && self.leaves.get(leaf + 1).is_some_and(|next| length + next.len() <= LEAF_MAX / 2) {
+            let next = self.leaves.remove(leaf + 1);
+            self.firsts.remove(leaf + 1);
+            let entries = &mut self.leaves[leaf];
+            entries.reserve_exact((length + next.len()).next_multiple_of(LEAF_STEP) - length);
+            entries.extend_from_slice(&next);
+            if self.hand > leaf + 1 {
+                self.hand -= 1;
+            }
+        }
+    }
+
+    /// Moves the hand on until `wanted` entries are gone that were not seen since it last came by, or it has come
+    /// round.
+    pub fn sweep(&mut self, wanted: usize) -> Swept {
+        let mut swept = Swept::default();
+        while swept.evicted < wanted {
+            if self.hand == 0 || self.leaves.is_empty() {
+                self.hand = self.leaves.len();
+                swept.round = true;
+                return swept;
+            }
+            self.hand = (self.hand - 1).min(self.leaves.len() - 1);
+            let leaf = self.hand;
+            let before = self.leaves[leaf].len();
+            self.leaves[leaf].retain_mut(|entry| {
+                let kept = entry.seen();
+                entry.set_seen(false);
+                swept.unused += usize::from(!kept && entry.prefetched());
+                kept
+            });
+            let evicted = before - self.leaves[leaf].len();
+            if evicted > 0 {
+                swept.evicted += evicted;
+                self.entries -= evicted;
+                self.settle(leaf);
+            }
+        }
+        swept
+    }
+
+    /// Forgets everything that lies in level `number`.
+    pub fn purge(&mut self, number: u8) {
+        for leaf in (0..self.leaves.len()).rev() {
+            let before = self.leaves[leaf].len();
+            self.leaves[leaf].retain(|entry| entry.level() != Some(number));
+            let removed = before - self.leaves[leaf].len();
+            if removed > 0 {
+                self.entries -= removed;
+                self.settle(leaf);
+            }
+        }
+    }
+
+    /// Bytes of memory, headers of the allocator not counted.
+    pub fn memory(&self) -> usize {
+        let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<Entry>()).sum();
+        leaves + self.leaves.capacity() * size_of::<Vec<Entry>>() + self.firsts.capacity() * size_of::<u64>()
+    }
+
+    /// Panics when an invariant does not hold.
+    #[cfg(test)]
+    pub fn check(&self) {
+        assert_eq!(self.entries, self.leaves.iter().map(Vec::len).sum::<usize>());
+        assert_eq!(self.firsts.len(), self.leaves.len());
+        let mut end = 0;
+        for (first, leaf) in self.firsts.iter().zip(&self.leaves) {
+            assert_eq!(*first, leaf[0].start());
+            assert!(leaf.len() <= LEAF_MAX && leaf.capacity() <= leaf.len() + 3 * LEAF_STEP, "{}", leaf.capacity());
+            for entry in leaf {
+                assert!(entry.start() >= end && entry.length() > 0);
+                end = entry.end();
+            }
+        }
+    }
+}
+
+/// Makes room for one more entry without doubling.
+fn reserve(entries: &mut Vec<Entry>) {
+    if entries.len() == entries.capacity() {
+        entries.reserve_exact(LEAF_STEP);
+    }
+}
+
+/// Gives memory back that is not needed soon.
+fn trim(entries: &mut Vec<Entry>) {
+    if entries.capacity() >= entries.len() + 2 * LEAF_STEP {
+        entries.shrink_to(entries.len() + LEAF_STEP / 2);
+    }
+}

@@ -1,0 +1,332 @@
+//! Reading: where the bytes of a range are, for a caller that fetches them in its own way.
+//!
+//! 1. What is taken in which order: the token of the data cache, the levels, their epochs, then the caches. So a place
+//!    in a plan is not given to others while the plan lives, and nothing read by an old stack enters a cache.
+//! 2. A plan covers the request, widened to sectors (to blocks, where files are open past the page cache or blocks are
+//!    kept), but for the end of the disk.
+//! 3. A prefetch never fails a read: what cannot be resolved around it is left out.
+
+use crate::chain::Chain;
+use crate::changes::Token;
+use crate::levels::{Guard, Levels};
+use crate::limits::REQUEST_MAX;
+use crate::mapping::{Mapping, To, push};
+use crate::walk::Walk;
+use crate::{Error, ErrorKind, Result};
+use backend::{BLOCK_SIZE, Buffer, File, IoContext, IoMode, SharedSlice};
+use layer::{Layer, SECTOR};
+use std::ops::Range;
+use std::sync::Arc;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// Where a part of a planned read is.
+pub enum Place {
+    /// Nowhere: it reads as zeros.
+    Zero,
+    /// In memory.
+    Memory(SharedSlice),
+    /// In a file. `offset` is a multiple of a sector, not always of a block.
+    Media {
+        /// The file.
+        file: Arc<dyn File>,
+        /// Byte offset in it.
+        offset: u64,
+    },
+    /// In a layer that has to decode it: [`Part::read`].
+    Encoded {
+        /// The layer.
+        layer: Arc<dyn Layer>,
+        /// Byte offset in it.
+        start: u64,
+    },
+}
+
+/// A part of a planned read.
+pub struct Part {
+    /// Length in bytes.
+    pub length: usize,
+    /// Where it is.
+    pub place: Place,
+}
+
+/// A read whose places are known. While it lives, they are not given to others.
+pub struct Plan {
+    /// Byte offset of the first part.
+    pub start: u64,
+    /// The parts in order.
+    pub parts: Vec<Part>,
+    token: Option<Token>,
+    _guard: Guard,
+}
+
+impl Part {
+    /// Reads the bytes from `skip` on into `out`, at once.
+    pub fn read(&self, skip: usize, out: &mut [u8]) -> Result<()> {
+        match &self.place {
+            Place::Zero => out.fill(0),
+            Place::Memory(slice) => out.copy_from_slice(&slice[skip..skip + out.len()]),
+            Place::Media { file, offset } => read_file(&**file, offset + skip as u64, out)?,
+            Place::Encoded { layer, start } => read_encoded(&**layer, start + skip as u64, out)?,
+        }
+        Ok(())
+    }
+}
+
+/// Reads at any offset into any memory, also where the file is open past the page cache.
+fn read_file(file: &dyn File, offset: u64, out: &mut [u8]) -> Result<()> {
+    let what = || format!("reading {} bytes at {offset} of a layer's file", out.len());
+    if file.mode() == IoMode::Buffered {
+        return file.read_at(out, offset).during(|| format!("reading at {offset} of a layer's file"));
+    }
+    let start = offset / BLOCK * BLOCK;
+    let skip = (offset - start) as usize;
+    let mut buffer = Buffer::recycled((skip + out.len()).div_ceil(BLOCK_SIZE));
+    file.read_at(&mut buffer, start).during(what)?;
+    out.copy_from_slice(&buffer[skip..skip + out.len()]);
+    Ok(())
+}
+
+/// Reads any bytes of an encoded range; the layer is asked for whole sectors.
+fn read_encoded(layer: &dyn Layer, start: u64, out: &mut [u8]) -> Result<()> {
+    let end = start + out.len() as u64;
+    let from = start / SECTOR * SECTOR;
+    let to = end.next_multiple_of(SECTOR).min(layer.capacity()).max(end);
+    if from == start && to == end {
+        return layer.read_encoded(start, out);
+    }
+    let mut whole = vec![0; (to - from) as usize];
+    layer.read_encoded(from, &mut whole)?;
+    let skip = (start - from) as usize;
+    out.copy_from_slice(&whole[skip..skip + out.len()]);
+    Ok(())
+}
+
+impl Chain {
+    /// Finds where a range is.
+    pub fn plan(&self, offset: u64, length: usize) -> Result<Plan> {
+        self.check_request(length as u64)?;
+        loop {
+            let cached = self.data.is_on();
+            let aligned = |unit: u64, capacity: u64| {
+                let end = (offset + length as u64).div_ceil(unit).saturating_mul(unit).min(capacity);
+                offset / unit * unit..end
+            };
+            // The capacity does not matter for the token: too much is only too much.
+            let token = match cached {
+                true => {
+                    self.check_range(u64::MAX, offset, length as u64)?;
+                    Some(self.changes.token(&aligned(BLOCK, u64::MAX)))
+                }
+                false => None,
+            };
+            let guard = self.levels().guard();
+            let levels = &*guard.levels;
+            self.check_range(levels.capacity(), offset, length as u64)?;
+            let range = aligned(if cached { BLOCK } else { levels.alignment }, levels.capacity());
+            let mut parts = Vec::with_capacity(1);
+            let planned = match cached {
+                true => self.plan_cached(levels, range.clone(), &mut parts)?,
+                false => self.plan_run(levels, range.clone(), &mut parts)?,
+            };
+            if planned {
+                return Ok(Plan { start: range.start, parts, token, _guard: guard });
+            }
+        }
+    }
+
+    /// From the data cache where it can, from the layers elsewhere.
+    fn plan_cached(&self, levels: &Levels, range: Range<u64>, parts: &mut Vec<Part>) -> Result<bool> {
+        let mut missing = range.start;
+        let mut at = range.start;
+        while at < range.end {
+            let end = (at + BLOCK).min(range.end);
+            if let Some(slice) = self.data.get(at / BLOCK) {
+                if missing < at && !self.plan_run(levels, missing..at, parts)? {
+                    return Ok(false);
+                }
+                let length = (end - at) as usize;
+                parts.push(Part { length, place: Place::Memory(slice.slice(0..length)) });
+                missing = end;
+            }
+            at = end;
+        }
+        if missing < range.end { self.plan_run(levels, missing..range.end, parts) } else { Ok(true) }
+    }
+
+    /// False when the levels are not current any more.
+    fn plan_run(&self, levels: &Levels, range: Range<u64>, parts: &mut Vec<Part>) -> Result<bool> {
+        if range.is_empty() {
+            return Ok(true);
+        }
+        let mut found = Vec::with_capacity(1);
+        if !self.resolve(levels, &range, &mut found)? {
+            return Ok(false);
+        }
+        parts.reserve(found.len());
+        for mapping in &found {
+            parts.push(self.part(levels, mapping)?);
+        }
+        Ok(true)
+    }
+
+    fn part(&self, levels: &Levels, mapping: &Mapping) -> Result<Part> {
+        let level = |number: u8| {
+            levels.level(number).ok_or_else(|| {
+                Error::new(ErrorKind::Corrupt, format!("{}: the cache names a level that is gone", self.name))
+            })
+        };
+        let place = match mapping.to {
+            To::Absent | To::Zero => Place::Zero,
+            To::Data { level: number, file, offset } => {
+                Place::Media { file: Arc::clone(level(number)?.layer.file(file)?), offset }
+            }
+            To::Encoded { level: number } => {
+                Place::Encoded { layer: Arc::clone(&level(number)?.layer), start: mapping.start }
+            }
+        };
+        Ok(Part { length: mapping.length as usize, place })
+    }
+
+    /// Appends where `range` is, from the cache or by a walk. False when the levels are not current any more.
+    pub(crate) fn resolve(&self, levels: &Levels, range: &Range<u64>, out: &mut Vec<Mapping>) -> Result<bool> {
+        if self.metadata.lookup(range, out) {
+            // What lay in a level that was merged away is looked for again.
+            if out.iter().all(|found| found.to.level().is_none_or(|number| levels.level(number).is_some())) {
+                return Ok(true);
+            }
+            out.clear();
+        }
+        let (window, most) = self.metadata.window(range, levels.capacity());
+        let token = self.changes.token(&window);
+        if !self.is_current(levels) {
+            return Ok(false);
+        }
+        let alone = range.clone();
+        let mut walk = Walk { levels, among: 0..levels.stack.len(), demand: range.clone(), window, most };
+        let found = match walk.run() {
+            Err(_) if walk.most > 0 => {
+                (walk.window, walk.most) = (alone, 0);
+                walk.run()
+            }
+            other => other,
+        }
+        .map_err(|error| error.context(&self.name))?;
+        self.metadata.fill(&self.changes, &token, range, &found.mappings, found.levels);
+        let asked = found.mappings.iter().filter(|found| found.start < range.end && range.start < found.end());
+        asked.for_each(|mapping| push(out, *mapping));
+        Ok(true)
+    }
+
+    /// Reads into memory, by levels that no write of this range passes: the caller holds the range. With `from`, as
+    /// it looks without the levels above.
+    pub(crate) fn read_held(&self, levels: &Arc<Levels>, from: usize, start: u64, out: &mut [u8]) -> Result<()> {
+        let capacity = levels.stack[from].layer.capacity();
+        let end = (start + out.len() as u64).min(capacity).max(start);
+        let (out, past) = out.split_at_mut((end - start) as usize);
+        past.fill(0);
+        if out.is_empty() {
+            return Ok(());
+        }
+        let range = start / SECTOR * SECTOR..end.next_multiple_of(SECTOR).min(capacity);
+        let _guard = Arc::clone(levels).guard();
+        let mut found = Vec::new();
+        if from > 0 || !self.resolve(levels, &range, &mut found)? {
+            found =
+                Walk { levels, among: from..levels.stack.len(), demand: range.clone(), window: range.clone(), most: 0 }
+                    .run()?
+                    .mappings;
+        }
+        let mut parts = found.iter().map(|mapping| Ok((mapping.start, self.part(levels, mapping)?)));
+        parts.try_for_each(|part: Result<_>| {
+            let (at, part) = part?;
+            read_overlap(at, &part, start, out)
+        })
+    }
+
+    /// Reads into memory at once.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        let plan = self.plan(offset, out.len())?;
+        if plan.token.is_some() {
+            // Blocks are kept whole, so whole ones are read.
+            let mut read = Vec::with_capacity(plan.parts.len());
+            for part in &plan.parts {
+                let mut bytes = vec![0; part.length];
+                part.read(0, &mut bytes).map_err(|error| error.context(&self.name))?;
+                read.push(bytes);
+            }
+            self.keep(&plan, |index| &read[index]);
+            let all = read.concat();
+            let skip = (offset - plan.start) as usize;
+            out.copy_from_slice(&all[skip..skip + out.len()]);
+            return Ok(());
+        }
+        let mut at = plan.start;
+        for part in &plan.parts {
+            read_overlap(at, part, offset, out).map_err(|error| error.context(&self.name))?;
+            at += part.length as u64;
+        }
+        Ok(())
+    }
+
+    /// Offers what was read by a plan to the data cache. `contents` gives the bytes of each part by its index; those
+    /// of zeros and of memory are not asked for.
+    pub fn keep<'a>(&self, plan: &Plan, contents: impl Fn(usize) -> &'a [u8]) {
+        let Some(token) = &plan.token else { return };
+        let mut at = plan.start;
+        let mut whole: Option<(Buffer, bool)> = None;
+        for (index, part) in plan.parts.iter().enumerate() {
+            let bytes: &[u8] = match part.place {
+                Place::Media { .. } | Place::Encoded { .. } => contents(index),
+                Place::Zero | Place::Memory(_) => &[],
+            };
+            let end = at + part.length as u64;
+            let start = at;
+            while at < end {
+                let inside = (at % BLOCK) as usize;
+                let step = (BLOCK_SIZE - inside).min((end - at) as usize);
+                // A block of zeros, or one from this cache, needs no memory of its own.
+                let worthless = bytes.is_empty() && step == BLOCK_SIZE;
+                if inside == 0 && !worthless {
+                    whole = Some((Buffer::recycled(1), false));
+                }
+                if let Some((buffer, filled)) = &mut whole {
+                    let from = (at - start) as usize;
+                    match bytes.get(from..from + step) {
+                        Some(bytes) => {
+                            buffer[inside..inside + step].copy_from_slice(bytes);
+                            *filled = true;
+                        }
+                        None => buffer[inside..inside + step].fill(0),
+                    }
+                }
+                at += step as u64;
+                if at.is_multiple_of(BLOCK)
+                    && let Some((buffer, true)) = whole.take()
+                {
+                    self.data.fill(&self.changes, token, at / BLOCK - 1, buffer);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn check_request(&self, length: u64) -> Result<()> {
+        if length > REQUEST_MAX {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: {length} bytes are more than one request may ask for ({REQUEST_MAX})", self.name),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Reads what `part`, which lies at `at`, has of the range that begins at `start`.
+fn read_overlap(at: u64, part: &Part, start: u64, out: &mut [u8]) -> Result<()> {
+    let end = start + out.len() as u64;
+    let (from, to) = (at.max(start), (at + part.length as u64).min(end));
+    if from >= to {
+        return Ok(());
+    }
+    part.read((from - at) as usize, &mut out[(from - start) as usize..(to - start) as usize])
+}

@@ -1,0 +1,95 @@
+//! Snapshots: a new top level at one point in time, while requests go on.
+//!
+//! The owner of names first makes the new delta, empty, and its record that it is now the top, durable; only then comes
+//! [`Chain::push`]. A crash between the two opens a chain whose top is empty: the same bytes. So there is nothing to
+//! undo and nothing that can fail late.
+//!
+//! ```text
+//!   writers:   ... inside the old gate ............ inside the new gate ...
+//!   push:             | publish |  drain the old gate  | flush |  done
+//! ```
+//!
+//! 1. A write that begins after `publish` goes to the new level and does not wait; one that was inside the old gate is
+//!    finished before `push` returns. So what was acknowledged before is below, what begins after is above, and when
+//!    `push` has returned the level below never changes again.
+//! 2. Two writes to the same bytes on either side of the moment come one after another: ranges are locked in the chain,
+//!    not in a level.
+//! 3. Several disks at one point in time: [`Chain::freeze`] each (always in the same order), then push each. Writes
+//!    wait from the first freeze to the push of their disk; reads and flushes do not.
+
+use crate::chain::Chain;
+use crate::levels::{Level, LevelKey, Levels};
+use crate::{Error, ErrorKind, Result};
+use layer::Layer;
+use parking_lot::MutexGuard;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A chain whose writers are held off. Dropped without a push, everything goes on as before.
+pub struct Frozen<'a> {
+    chain: &'a Chain,
+    levels: Arc<Levels>,
+    since: Instant,
+    _control: MutexGuard<'a, ()>,
+}
+
+impl Chain {
+    /// Puts an empty layer, open for writing, on top: what is below is a snapshot from now on, and durable when this
+    /// returns. Gives the new level, and how long writers were kept waiting at the most.
+    pub fn push(&self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
+        let control = self.control.lock();
+        let level = self.prepare(layer)?;
+        let key = level.key();
+        let pause = self.publish_top(level);
+        drop(control);
+        self.flush()?;
+        Ok((key, pause))
+    }
+
+    /// Holds off writers, and waits for those on their way.
+    pub fn freeze(&self) -> Result<Frozen<'_>> {
+        self.check_writable()?;
+        let control = self.control.lock();
+        let levels = self.levels();
+        let since = Instant::now();
+        levels.gate.close();
+        Ok(Frozen { chain: self, levels, since, _control: control })
+    }
+
+    fn prepare(&self, layer: Arc<dyn Layer>) -> Result<Arc<Level>> {
+        self.check_writable()?;
+        self.check_room()?;
+        if !layer.writable() {
+            return Err(Error::new(
+                ErrorKind::ReadOnly,
+                format!("{}: a new top layer has to be open for writing", self.name),
+            ));
+        }
+        self.new_level(layer)
+    }
+
+    fn publish_top(&self, level: Arc<Level>) -> Duration {
+        let old = self.levels();
+        let mut stack = Vec::with_capacity(old.stack.len() + 1);
+        stack.push(level);
+        stack.extend(old.stack.iter().cloned());
+        self.publish(stack, old.job.clone()).1
+    }
+}
+
+impl Frozen<'_> {
+    /// As [`Chain::push`], but for the flush: the caller flushes when all disks are past the point.
+    pub fn push(self, layer: Arc<dyn Layer>) -> Result<(LevelKey, Duration)> {
+        let level = self.chain.prepare(layer)?;
+        let key = level.key();
+        self.chain.publish_top(level);
+        Ok((key, self.since.elapsed()))
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        // Whoever waits at the gate of levels that are not current any more turns round.
+        self.levels.gate.open();
+    }
+}

@@ -1,0 +1,90 @@
+//! What a person, or a monitoring system, sees of an open chain. All counters only grow.
+
+use crate::levels::LevelKey;
+
+/// Figures of the metadata cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MetadataStatistics {
+    /// Lookups answered from the cache.
+    pub hits: u64,
+    /// Lookups that needed a walk.
+    pub misses: u64,
+    /// Extents that had to go for others.
+    pub evictions: u64,
+    /// Walks down the chain.
+    pub walks: u64,
+    /// Levels asked in all walks together: with `walks`, the mean length.
+    pub walk_levels: u64,
+    /// Levels asked in the longest walk.
+    pub walk_levels_max: u64,
+    /// Extents taken in that nobody had asked for yet.
+    pub prefetched: u64,
+    /// Of these, asked for later.
+    pub prefetched_used: u64,
+    /// Extents in the cache now.
+    pub entries: u64,
+    /// Bytes of memory that the cache takes now.
+    pub memory: u64,
+}
+
+impl MetadataStatistics {
+    /// Levels asked per walk.
+    pub fn walk_levels_mean(&self) -> f64 {
+        if self.walks == 0 { 0.0 } else { self.walk_levels as f64 / self.walks as f64 }
+    }
+
+    /// Share of lookups answered from the cache.
+    pub fn hit_rate(&self) -> f64 {
+        let all = self.hits + self.misses;
+        if all == 0 { 0.0 } else { self.hits as f64 / all as f64 }
+    }
+}
+
+/// Figures of the data cache. Blocks are 4 KiB.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DataStatistics {
+    /// Blocks answered from the cache.
+    pub hits: u64,
+    /// Blocks that were not there.
+    pub misses: u64,
+    /// Blocks taken in.
+    pub insertions: u64,
+    /// Blocks that had to go for others.
+    pub evictions: u64,
+    /// Blocks that a write, discard or zeroing made untrue.
+    pub invalidations: u64,
+    /// Blocks in the cache now.
+    pub blocks: u64,
+    /// Bytes of memory that the cache takes now.
+    pub memory: u64,
+    /// Bytes it may take.
+    pub memory_max: u64,
+}
+
+/// One level.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LevelStatistics {
+    /// Its name in this chain.
+    pub key: LevelKey,
+    /// Its format, as `lamina convert -d` takes it.
+    pub format: &'static str,
+    /// Its capacity in bytes.
+    pub capacity: u64,
+    /// Unit of mapping in bytes.
+    pub grain: u64,
+    /// Open for writing.
+    pub writable: bool,
+}
+
+/// Figures of a chain.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Statistics {
+    /// The levels, newest first.
+    pub levels: Vec<LevelStatistics>,
+    /// The metadata cache.
+    pub metadata: MetadataStatistics,
+    /// The data cache.
+    pub data: DataStatistics,
+    /// Writes of partial grains, which had to be filled up from below.
+    pub fills: u64,
+}

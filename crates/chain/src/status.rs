@@ -1,0 +1,94 @@
+//! What a range is, for block status and for changed-block tracking. Asked of the layers, past the cache: a backup that
+//! looks at the whole disk takes nothing from the guest.
+
+use crate::chain::Chain;
+use crate::levels::LevelKey;
+use crate::mapping::To;
+use crate::walk::Walk;
+use crate::{Error, ErrorKind, Result};
+use layer::SECTOR;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What a run is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Condition {
+    /// Some level holds data.
+    Data,
+    /// A level says zeros.
+    Zero,
+    /// No level has it.
+    Absent,
+}
+
+/// A run of bytes in one condition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Byte offset.
+    pub start: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// What it is.
+    pub condition: Condition,
+}
+
+/// Bytes that are surely answered for at a time, and those that may be.
+const STEP: u64 = 64 << 10;
+const WINDOW: u64 = 64 << 20;
+/// Extents of a walk.
+const EXTENTS: usize = 1024;
+
+impl Chain {
+    /// What a range is: at most `limit` spans, the whole range unless the limit cut it.
+    pub fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
+        let all = 0..self.levels().stack.len();
+        self.spans(offset, length, limit, all)
+    }
+
+    /// What was written above level `below`: [`Condition::Absent`] is what was not.
+    pub fn changed_above(&self, below: LevelKey, offset: u64, length: u64, limit: usize) -> Result<Vec<Span>> {
+        let position = self.levels().position(below).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("{}: the level to compare with is not in the chain", self.name))
+        })?;
+        self.spans(offset, length, limit, 0..position)
+    }
+
+    fn spans(&self, offset: u64, length: u64, limit: usize, among: Range<usize>) -> Result<Vec<Span>> {
+        let levels = self.levels();
+        self.check_range(levels.capacity(), offset, length)?;
+        let among = among.start..among.end.min(levels.stack.len());
+        let _guard = Arc::clone(&levels).guard();
+        let end = offset + length;
+        let mut spans: Vec<Span> = Vec::new();
+        let mut at = offset;
+        while at < end && spans.len() <= limit {
+            let start = at / SECTOR * SECTOR;
+            let demand = start..(start + STEP).min(end.next_multiple_of(SECTOR)).min(levels.capacity());
+            let window = start..demand.end.max((start + WINDOW).min(end));
+            let found = Walk { levels: &levels, among: among.clone(), demand, window, most: EXTENTS }
+                .run()
+                .map_err(|error| error.context(&self.name))?;
+            for mapping in found.mappings {
+                if mapping.start > at {
+                    break;
+                }
+                let stop = mapping.end().min(end);
+                if stop <= at {
+                    continue;
+                }
+                let condition = match mapping.to {
+                    To::Absent => Condition::Absent,
+                    To::Zero => Condition::Zero,
+                    To::Data { .. } | To::Encoded { .. } => Condition::Data,
+                };
+                match spans.last_mut() {
+                    Some(last) if last.condition == condition => last.length += stop - at,
+                    _ => spans.push(Span { start: at, length: stop - at, condition }),
+                }
+                at = stop;
+            }
+        }
+        spans.truncate(limit);
+        Ok(spans)
+    }
+}

@@ -1,0 +1,194 @@
+//! The resolver: one walk down the levels, each asked only for what those above left absent.
+//!
+//! The range that somebody waits for (`demand`) is resolved whole. Around it, within `window`, extents come along as
+//! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
+//! what is farthest from the demand goes first when there are more than `most`.
+
+use crate::levels::Levels;
+use crate::mapping::{Mapping, To, push};
+use crate::{Error, ErrorKind, Result};
+use layer::{Content, Extent};
+use std::ops::Range;
+
+/// Extents of the demanded range that are asked of a level at a time.
+const EXTENTS_AT_ONCE: usize = 256;
+
+/// A run that is resolved, or not yet.
+#[derive(Clone, Copy)]
+struct Piece {
+    start: u64,
+    end: u64,
+    to: Option<To>,
+}
+
+/// What a walk found.
+pub(crate) struct Found {
+    /// In order. Covers the demand; outside it there may be gaps.
+    pub mappings: Vec<Mapping>,
+    /// Levels that were asked.
+    pub levels: usize,
+}
+
+/// One walk.
+pub(crate) struct Walk<'a> {
+    pub levels: &'a Levels,
+    /// Which of the levels, as indices in the stack.
+    pub among: Range<usize>,
+    pub demand: Range<u64>,
+    pub window: Range<u64>,
+    /// Extents outside the demand, at the most.
+    pub most: usize,
+}
+
+impl Walk<'_> {
+    pub fn run(&self) -> Result<Found> {
+        if self.most == 0
+            && let Some(found) = self.run_whole()?
+        {
+            return Ok(found);
+        }
+        self.run_parts()
+    }
+
+    /// The usual small read: each level but one has nothing of it. `None` when it is not that simple.
+    fn run_whole(&self) -> Result<Option<Found>> {
+        let demand = &self.demand;
+        let length = demand.end - demand.start;
+        let mut answer: Vec<Extent> = Vec::with_capacity(2);
+        for (asked, index) in (1..).zip(self.among.clone()) {
+            if demand.end > self.levels.visible(self.among.start, index) {
+                return Ok(None);
+            }
+            let level = &self.levels.stack[index];
+            answer.clear();
+            level.layer.map(demand.clone(), 2, &mut answer)?;
+            let [Extent { start, length: found, content }] = answer.as_slice() else { return Ok(None) };
+            if *start != demand.start || *found != length {
+                return Ok(None);
+            }
+            if let Some(to) = To::of(*content, level.number()) {
+                let mapping = Mapping { start: *start, length, to };
+                return Ok(Some(Found { mappings: vec![mapping], levels: asked }));
+            }
+        }
+        let mapping = Mapping { start: demand.start, length, to: To::Absent };
+        Ok(Some(Found { mappings: vec![mapping], levels: self.among.len() }))
+    }
+
+    fn run_parts(&self) -> Result<Found> {
+        let mut pieces: Vec<Piece> = Vec::with_capacity(4);
+        let (window, demand) = (&self.window, &self.demand);
+        for range in [window.start..demand.start, demand.clone(), demand.end..window.end] {
+            if range.start < range.end && (self.most > 0 || range == *demand) {
+                pieces.push(Piece { start: range.start, end: range.end, to: None });
+            }
+        }
+        let mut next: Vec<Piece> = Vec::with_capacity(pieces.len());
+        let mut answer: Vec<Extent> = Vec::new();
+        let mut asked = 0;
+        for index in self.among.clone() {
+            if pieces.iter().all(|piece| piece.to.is_some()) {
+                break;
+            }
+            asked += 1;
+            let visible = self.levels.visible(self.among.start, index);
+            next.clear();
+            for piece in &pieces {
+                if piece.to.is_some() {
+                    next.push(*piece);
+                    continue;
+                }
+                let seen = piece.end.min(visible);
+                if piece.start < seen {
+                    self.ask(index, piece.start..seen, &mut answer, &mut next)?;
+                }
+                if piece.end > visible {
+                    // Nothing further down shows through past the end of this level.
+                    next.push(Piece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
+                }
+            }
+            std::mem::swap(&mut pieces, &mut next);
+            self.trim(&mut pieces);
+        }
+        let mut mappings = Vec::with_capacity(pieces.len());
+        for Piece { start, end, to } in pieces {
+            let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
+            if start == demand.start || start == demand.end {
+                // What was asked for and what was not are told apart in the cache.
+                mappings.push(mapping);
+            } else {
+                push(&mut mappings, mapping);
+            }
+        }
+        Ok(Found { mappings, levels: asked })
+    }
+
+    /// Asks one level for one gap.
+    fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<Piece>) -> Result<()> {
+        let level = &self.levels.stack[index];
+        let demanded = gap.start >= self.demand.start && gap.end <= self.demand.end;
+        let mut at = gap.start;
+        while at < gap.end {
+            answer.clear();
+            let most = if demanded { EXTENTS_AT_ONCE } else { self.most };
+            level.layer.map(at..gap.end, most, answer)?;
+            for extent in answer.iter() {
+                let end = extent.start.saturating_add(extent.length);
+                if extent.start != at || extent.length == 0 || end > gap.end {
+                    return Err(inconsistent(level.layer.format(), &gap));
+                }
+                at = end;
+                let to = To::of(extent.content, level.number());
+                let absent = extent.content == Content::Absent;
+                match out.last_mut() {
+                    Some(last) if absent && last.to.is_none() && last.end == extent.start => {
+                        // A gap grows only within the gap it came from: the demand's borders stay.
+                        if extent.start == gap.start {
+                            out.push(Piece { start: extent.start, end, to });
+                        } else {
+                            last.end = end;
+                        }
+                    }
+                    _ => out.push(Piece { start: extent.start, end, to }),
+                }
+            }
+            if answer.is_empty() {
+                return Err(inconsistent(level.layer.format(), &gap));
+            }
+            if !demanded {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets go of what is farthest from the demand, down to `most` pieces outside it.
+    fn trim(&self, pieces: &mut Vec<Piece>) {
+        let demand = &self.demand;
+        let mut first = 0;
+        let mut last = pieces.len();
+        let front = pieces.partition_point(|piece| piece.end <= demand.start);
+        let back = pieces.partition_point(|piece| piece.start < demand.end);
+        while (front - first) + (last - back) > self.most {
+            let before = pieces[..front].get(first).map(|piece| demand.start - piece.end);
+            let behind = pieces[back..last].last().map(|piece| piece.start - demand.end);
+            if before > behind || behind.is_none() {
+                first += 1;
+            } else {
+                last -= 1;
+            }
+        }
+        pieces.truncate(last);
+        pieces.drain(..first);
+    }
+}
+
+fn inconsistent(format: &str, range: &Range<u64>) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        format!(
+            "a {format} image answered for bytes it was not asked about ({} to {}): its tables contradict each other",
+            range.start, range.end
+        ),
+    )
+}

@@ -1,0 +1,271 @@
+//! Writing: to the top level, whole grains at a time.
+//!
+//! 1. A change holds its range, widened to the grains it touches, from before the first byte is read for filling up
+//!    until the caches know the outcome. So two writes to parts of one grain come one after another, and lose nothing.
+//! 2. It stays inside the gate of the levels it goes to. If others have become current, it turns round and starts
+//!    again.
+//! 3. The rest of a partial grain is what the chain shows there, read while the range is held.
+//! 4. The order at the caches: begin, forget (where places are reused), change, put the new answer in, end. After a
+//!    failure the range is forgotten: nothing is known of it.
+//! 5. While a merge takes from the top, its target gets the same (in its last part) or a note (before). A target that
+//!    fails fails the merge, never the write.
+
+use crate::Result;
+use crate::chain::Chain;
+use crate::changes::Changes;
+use crate::consolidate::Job;
+use crate::levels::{Level, Levels};
+use crate::limits::DISCARD_STEP;
+use crate::mapping::{Mapping, To, push};
+use crate::walk::Walk;
+use backend::Buffer;
+use layer::SECTOR;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Extents of a changed range that are put into the cache.
+const EXTENTS_MAX: usize = 64;
+
+/// What becomes of a range.
+#[derive(Clone, Copy)]
+enum Change<'a> {
+    /// These bytes, at this offset.
+    Write(u64, &'a [u8]),
+    /// Zeros over whole grains; space is kept or not.
+    Zero(bool),
+    /// These zeros over a part of a grain, unless it reads as zeros anyway.
+    ZeroPart(u64, &'a [u8]),
+}
+
+/// A range under change.
+pub(crate) struct Flux<'a> {
+    changes: &'a Changes,
+    range: Range<u64>,
+}
+
+impl<'a> Flux<'a> {
+    pub fn begin(changes: &'a Changes, range: Range<u64>) -> Self {
+        changes.begin(&range);
+        Self { changes, range }
+    }
+}
+
+impl Drop for Flux<'_> {
+    fn drop(&mut self) {
+        self.changes.end(&self.range);
+    }
+}
+
+impl Chain {
+    /// Writes `data` at `offset`, at any alignment.
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
+        self.check_writable()?;
+        self.check_request(data.len() as u64)?;
+        if data.is_empty() {
+            return self.check_range(self.capacity(), offset, 0);
+        }
+        loop {
+            let levels = self.levels();
+            self.check_range(levels.capacity(), offset, data.len() as u64)?;
+            let range = offset..offset + data.len() as u64;
+            if self.change(&levels, range, Change::Write(offset, data))? {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Makes a range read as zeros, hiding what is below. With `keep`, it keeps or takes its space.
+    pub fn zero(&self, offset: u64, length: u64, keep: bool) -> Result<()> {
+        self.check_writable()?;
+        self.check_range(self.capacity(), offset, length)?;
+        let end = offset + length;
+        let mut at = offset;
+        while at < end {
+            let levels = self.levels();
+            self.check_range(levels.capacity(), at, end - at)?;
+            let (grain, capacity) = (levels.top().grain, levels.capacity());
+            let last = if end == capacity { end } else { end / grain * grain };
+            let done = if at.is_multiple_of(grain) && at < last {
+                let step = (DISCARD_STEP / grain).max(1) * grain;
+                let stop = (at / step + 1).saturating_mul(step).min(last);
+                self.change(&levels, at..stop, Change::Zero(keep))?.then_some(stop)
+            } else {
+                let stop = ((at / grain + 1) * grain).min(end);
+                let zeros = Buffer::with_bytes((stop - at) as usize);
+                let zeros = &zeros[..(stop - at) as usize];
+                let change = if keep { Change::Write(at, zeros) } else { Change::ZeroPart(at, zeros) };
+                self.change(&levels, at..stop, change)?.then_some(stop)
+            };
+            at = done.unwrap_or(at);
+        }
+        Ok(())
+    }
+
+    /// Changes `range`; false when the levels were not current any more, and nothing happened.
+    fn change(&self, levels: &Arc<Levels>, range: Range<u64>, change: Change<'_>) -> Result<bool> {
+        let top = levels.top();
+        let whole = top.widened(&range);
+        let mut span = whole.clone();
+        if let Some(job) = levels.live_job() {
+            let other = job.target.widened(&whole);
+            span = span.start.min(other.start)..span.end.max(other.end);
+        }
+        let _held = self.ranges.lock(span.clone());
+        let Some(_inside) = levels.gate.enter() else { return Ok(false) };
+        self.check_running()?;
+        if matches!(change, Change::ZeroPart(..)) && self.is_zero_held(levels, &whole)? {
+            return Ok(true);
+        }
+        let _flux = Flux::begin(&self.changes, span.clone());
+        if top.reuses || levels.live_job().is_some() {
+            self.metadata.forget(&span);
+        }
+        self.data.forget(&range);
+        let result = match change {
+            Change::Write(offset, data) | Change::ZeroPart(offset, data) => self.put(levels, top, offset, data),
+            Change::Zero(keep) => self.clear(levels, top, &whole, keep),
+        };
+        match result {
+            Ok(()) => self.metadata.replace(&whole, &self.answer(levels, &whole)),
+            Err(error) => {
+                self.metadata.forget(&span);
+                return Err(error.context(&self.name));
+            }
+        }
+        if let Some(job) = levels.live_job() {
+            self.tell(levels, job, &range, change)?;
+        }
+        Ok(true)
+    }
+
+    /// True when no level has data in a range that the caller holds.
+    fn is_zero_held(&self, levels: &Arc<Levels>, range: &Range<u64>) -> Result<bool> {
+        let among = 0..levels.stack.len();
+        let walk = Walk { levels, among, demand: range.clone(), window: range.clone(), most: 0 };
+        Ok(walk.run()?.mappings.iter().all(|found| found.to.is_zero()))
+    }
+
+    /// What the top says of a range that it was just told.
+    fn answer(&self, levels: &Levels, range: &Range<u64>) -> Vec<Mapping> {
+        let top = levels.top();
+        let mut extents = Vec::new();
+        if top.layer.map(range.clone(), EXTENTS_MAX, &mut extents).is_err() {
+            return Vec::new();
+        }
+        let mut found = Vec::with_capacity(extents.len());
+        let alone = levels.stack.len() == 1;
+        for extent in extents {
+            let to = match To::of(extent.content, top.number()) {
+                None if alone => To::Absent,
+                None => continue,
+                Some(to) => to,
+            };
+            let end = extent.start.saturating_add(extent.length).min(range.end);
+            if extent.start >= range.start && extent.start < end {
+                push(&mut found, Mapping { start: extent.start, length: end - extent.start, to });
+            }
+        }
+        found
+    }
+
+    /// Writes to one level: whole grains, the partial ones at the ends filled up with what the chain shows.
+    fn put(&self, levels: &Arc<Levels>, level: &Level, offset: u64, data: &[u8]) -> Result<()> {
+        let end = offset + data.len() as u64;
+        let whole = level.widened(&(offset..end));
+        level.unflushed.store(true, Ordering::SeqCst);
+        if whole == (offset..end) {
+            return level.layer.write(offset, &[data]);
+        }
+        if offset.is_multiple_of(SECTOR) && end.is_multiple_of(SECTOR) && level.layer.overwrite(offset, &[data])? {
+            return Ok(());
+        }
+        self.fills.fetch_add(1, Ordering::Relaxed);
+        // Ends of the first and of the whole grains between; both at the end of the range if it lies in one grain.
+        let head_end = if offset > whole.start { (whole.start + level.grain).min(whole.end) } else { whole.start };
+        let body_end = if end < whole.end { (end / level.grain * level.grain).max(head_end) } else { whole.end };
+        let fill = |grain: Range<u64>| -> Result<(Buffer, usize)> {
+            let length = (grain.end - grain.start) as usize;
+            let mut buffer = Buffer::with_bytes(length);
+            let (from, to) = (offset.max(grain.start), end.min(grain.end));
+            let (before, behind) = ((from - grain.start) as usize, (to - grain.start) as usize);
+            self.read_held(levels, 0, grain.start, &mut buffer[..before])?;
+            self.read_held(levels, 0, to, &mut buffer[behind..length])?;
+            buffer[before..behind].copy_from_slice(&data[(from - offset) as usize..(to - offset) as usize]);
+            Ok((buffer, length))
+        };
+        let mut slices: Vec<&[u8]> = Vec::with_capacity(3);
+        let (head, tail);
+        if head_end > whole.start {
+            head = fill(whole.start..head_end)?;
+            slices.push(&head.0[..head.1]);
+        }
+        if body_end > head_end {
+            let from = head_end.max(offset);
+            slices.push(&data[(from - offset) as usize..(body_end.min(end) - offset) as usize]);
+        }
+        if body_end.max(head_end) < whole.end {
+            tail = fill(body_end.max(head_end)..whole.end)?;
+            slices.push(&tail.0[..tail.1]);
+        }
+        level.layer.write(whole.start, &slices)
+    }
+
+    /// Zeroes whole grains of one level. What reads as zeros because nobody has it is left alone.
+    fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, keep: bool) -> Result<()> {
+        level.unflushed.store(true, Ordering::SeqCst);
+        if keep || levels.stack.len() == 1 {
+            return level.layer.zero(range.clone(), keep);
+        }
+        let among = 0..levels.stack.len();
+        let walk = Walk { levels, among, demand: range.clone(), window: range.clone(), most: 0 };
+        let mut run = range.start..range.start;
+        for found in walk.run()?.mappings {
+            if found.to == To::Absent {
+                if !run.is_empty() {
+                    level.layer.zero(level.widened(&run), keep)?;
+                }
+                run = found.end()..found.end();
+            } else {
+                run.end = found.end();
+            }
+        }
+        if run.is_empty() { Ok(()) } else { level.layer.zero(level.widened(&run), keep) }
+    }
+
+    /// Tells a merge that takes from the top what changed.
+    fn tell(&self, levels: &Arc<Levels>, job: &Job, range: &Range<u64>, change: Change<'_>) -> Result<()> {
+        if !job.mirrors() {
+            job.dirty.mark(range);
+            return Ok(());
+        }
+        let target = &job.target;
+        let result = match change {
+            Change::Write(offset, data) | Change::ZeroPart(offset, data) => self.put(levels, target, offset, data),
+            Change::Zero(keep) => self.clear_any(levels, target, range, keep),
+        };
+        match result {
+            Ok(()) => Ok(()),
+            Err(error) => job.fail(error.context(format_args!("writing to both sides of a merge of {}", self.name))),
+        }
+    }
+
+    /// Zeroes any range of one level.
+    fn clear_any(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, keep: bool) -> Result<()> {
+        let grain = level.grain;
+        let first = range.start.next_multiple_of(grain).min(range.end);
+        let at_end = range.end == level.layer.capacity();
+        let last = if at_end { range.end } else { (range.end / grain * grain).max(first) };
+        for partial in [range.start..first, last..range.end] {
+            if !partial.is_empty() {
+                let length = (partial.end - partial.start) as usize;
+                self.put(levels, level, partial.start, &Buffer::with_bytes(length)[..length])?;
+            }
+        }
+        if first >= last {
+            return Ok(());
+        }
+        level.unflushed.store(true, Ordering::SeqCst);
+        level.layer.zero(first..last, keep)
+    }
+}

@@ -1,0 +1,232 @@
+//! Power cuts at random points of writes, discards, snapshots and merges: every flushed byte is there, every other
+//! sector is as it was or as somebody wrote it since, and the merge can be done again.
+//!
+//! The owner's record, which levels there are, is a variable here: it changes in `commit` and before a push, as a
+//! rename in a folder would. Writes of the guest come out of the merge's own progress reports, so that a seed is a
+//! history.
+
+use crate::mock::{Manner, Mock, Table};
+use crate::random::Random;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Directory, IoMode};
+use chain::{Chain, LevelKey, Options, Watch};
+use layer::Layer;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+const CAPACITY: u64 = 1 << 20;
+const SECTOR: usize = 512;
+
+struct World {
+    random: Random,
+    disk: SimulatedDisk,
+    directory: Arc<dyn Directory>,
+    files: u32,
+    /// The owner's record, newest first.
+    record: Vec<Owned>,
+    /// What was flushed, and what each sector has been since.
+    flushed: Vec<u8>,
+    since: BTreeMap<usize, Vec<Vec<u8>>>,
+    content: Vec<u8>,
+    dead: bool,
+}
+
+#[derive(Clone)]
+struct Owned {
+    name: String,
+    layer: Arc<Mock>,
+    key: Option<LevelKey>,
+}
+
+impl World {
+    fn layer(&mut self) -> Option<Owned> {
+        self.files += 1;
+        let name = format!("layer-{}", self.files);
+        let file = self.directory.create(&name, IoMode::Buffered).ok()?;
+        self.directory.sync().ok()?;
+        let grain = self.random.choose(&[512, 4096, 16384]);
+        let moves = self.random.percent(40);
+        let manner = Manner { moves, frees_at_flush: true, ..Manner::new(CAPACITY, grain) };
+        Some(Owned { name, layer: Mock::over(manner, file, Table::default()), key: None })
+    }
+
+    /// Something the guest does. Whatever comes of it, the model knows what may be found.
+    fn act(&mut self, chain: &Chain) {
+        if self.dead {
+            return;
+        }
+        let start = self.random.below(CAPACITY) as usize;
+        let end = (start + 1 + self.random.below(30_000) as usize).min(CAPACITY as usize);
+        match self.random.below(10) {
+            0..6 => {
+                let mut bytes = vec![0; end - start];
+                self.random.fill(&mut bytes);
+                self.changed(start, &bytes);
+                self.dead |= chain.write(start as u64, &bytes).is_err();
+            }
+            6 => {
+                self.changed(start, &vec![0; end - start]);
+                self.dead |= chain.zero(start as u64, (end - start) as u64, false).is_err();
+            }
+            7 => self.flush(chain),
+            _ => {
+                let mut out = vec![0xee; end - start];
+                match chain.read(start as u64, &mut out) {
+                    Ok(()) => assert!(out == self.content[start..end], "{start}..{end}"),
+                    Err(_) => self.dead = true,
+                }
+            }
+        }
+    }
+
+    fn flush(&mut self, chain: &Chain) {
+        match chain.flush() {
+            Ok(()) => {
+                self.flushed = self.content.clone();
+                self.since.clear();
+            }
+            Err(_) => self.dead = true,
+        }
+    }
+
+    fn changed(&mut self, start: usize, bytes: &[u8]) {
+        self.content[start..start + bytes.len()].copy_from_slice(bytes);
+        for sector in start / SECTOR..(start + bytes.len()).div_ceil(SECTOR) {
+            let now = self.content[sector * SECTOR..][..SECTOR].to_vec();
+            self.since.entry(sector).or_default().push(now);
+        }
+    }
+
+    /// Starts the machine again with what is left, and checks it.
+    fn reopen(&mut self) -> Chain {
+        self.disk = self.disk.crash();
+        self.directory = self.disk.directory();
+        for owned in &mut self.record {
+            let file = self.directory.open(&owned.name, IoMode::Buffered).unwrap();
+            owned.layer = Mock::over(owned.layer.manner(), file, owned.layer.durable());
+        }
+        let layers = self.record.iter().map(|owned| owned.layer.clone() as Arc<dyn Layer>).collect();
+        let chain = Chain::open("again", layers, Options::default()).unwrap();
+        for (owned, key) in self.record.iter_mut().zip(chain.keys()) {
+            owned.key = Some(key);
+        }
+        let mut found = vec![0xee; CAPACITY as usize];
+        chain.read(0, &mut found).unwrap();
+        for (sector, bytes) in found.chunks_exact(SECTOR).enumerate() {
+            let old = &self.flushed[sector * SECTOR..][..SECTOR];
+            let newer = self.since.get(&sector).is_some_and(|all| all.iter().any(|now| now == bytes));
+            assert!(bytes == old || newer, "sector {sector} is neither what was flushed nor what was written since");
+        }
+        self.content = found;
+        self.dead = false;
+        self.flush(&chain);
+        assert!(!self.dead);
+        chain
+    }
+}
+
+/// The guest goes on while a merge is under way.
+struct Guest<'a> {
+    world: &'a Mutex<World>,
+    chain: &'a Chain,
+}
+
+impl Watch for Guest<'_> {
+    fn progress(&self, _done: u64, _total: u64) {
+        let mut world = self.world.lock();
+        if world.random.percent(60) {
+            world.act(self.chain);
+        }
+    }
+    fn cancelled(&self) -> bool {
+        self.world.lock().dead
+    }
+}
+
+fn history(seed: u64) -> (u32, u32) {
+    let mut random = Random::new(seed);
+    let disk = SimulatedDisk::new(random.next(), SimulatedOptions::default());
+    let zeros = vec![0; CAPACITY as usize];
+    let mut world = World {
+        random,
+        directory: disk.directory(),
+        disk,
+        files: 0,
+        record: Vec::new(),
+        flushed: zeros.clone(),
+        since: BTreeMap::new(),
+        content: zeros,
+        dead: false,
+    };
+    let base = world.layer().unwrap();
+    world.record.push(base);
+    let mut chain = world.reopen();
+    let (mut merges, mut cuts) = (0, 0);
+    for _ in 0..4 {
+        let length = 1 + world.random.below(400);
+        world.disk.cut_after(world.disk.operations() + length);
+        while !world.dead {
+            for _ in 0..world.random.below(6) {
+                world.act(&chain);
+            }
+            if world.record.len() < 6
+                && let Some(mut new) = world.layer()
+            {
+                // The record first: an empty top shows the same bytes.
+                world.record.insert(0, new.clone());
+                match chain.push(new.layer.clone()) {
+                    Ok((key, _)) => {
+                        new.key = Some(key);
+                        world.record[0] = new;
+                        world.flushed = world.content.clone();
+                        world.since.clear();
+                    }
+                    Err(_) => world.dead = true,
+                }
+            }
+            for _ in 0..world.random.below(6) {
+                world.act(&chain);
+            }
+            let depth = world.record.len() as u64;
+            if !world.dead && depth > 1 && world.random.percent(60) {
+                let upper = world.random.below(depth - 1) as usize;
+                let lower = upper + 1 + world.random.below(depth - upper as u64 - 1) as usize;
+                let down = world.random.percent(60);
+                let (first, last) = (world.record[upper].key.unwrap(), world.record[lower].key.unwrap());
+                let gone = if down { upper..lower } else { upper + 1..lower + 1 };
+                let shared = Mutex::new(world);
+                let mut commit = || {
+                    shared.lock().record.drain(gone.clone());
+                    Ok(())
+                };
+                let guest = Guest { world: &shared, chain: &chain };
+                let merged = if down {
+                    chain.merge_down(first, last, 0, &guest, &mut commit)
+                } else {
+                    chain.merge_up(first, last, 0, &guest, &mut commit)
+                };
+                merges += u32::from(merged.is_ok());
+                world = shared.into_inner();
+                world.dead |= merged.is_err();
+            }
+            world.dead |= world.disk.is_off();
+        }
+        cuts += u32::from(world.disk.is_off());
+        chain = world.reopen();
+    }
+    (merges, cuts)
+}
+
+#[test]
+fn nothing_flushed_is_lost_and_the_chain_always_opens() {
+    let (mut merges, mut cuts) = (0, 0);
+    for seed in 0..250 {
+        let run = std::panic::catch_unwind(|| history(seed));
+        let (more, cut) = run.unwrap_or_else(|_| panic!("seed {seed}"));
+        merges += more;
+        cuts += cut;
+    }
+    println!("{merges} merges, {cuts} cuts");
+    assert!(merges > 100 && cuts > 500);
+}

@@ -1,0 +1,162 @@
+//! Layers that fail: the error is told, nothing else changes, and the caches learn nothing wrong.
+
+use crate::merges::filled;
+use crate::mock::{Manner, Mock};
+use chain::{Chain, ErrorKind, Options, Watch};
+use layer::Layer;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+fn read(chain: &Chain, start: usize, length: usize) -> chain::Result<Vec<u8>> {
+    let mut out = vec![0xee; length];
+    chain.read(start as u64, &mut out).map(|()| out)
+}
+
+#[test]
+fn a_read_fails_with_its_layer_and_recovers_with_it() {
+    let (chain, layers, content) = filled(3, 1 << 20, 4096, 1);
+    layers[1].faults.map.store(true, Ordering::SeqCst);
+    let failed = (0..256).filter(|block| read(&chain, block * 4096, 4096).is_err()).count();
+    assert!(failed > 0);
+    layers[1].faults.map.store(false, Ordering::SeqCst);
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+}
+
+#[test]
+fn what_cannot_be_prefetched_fails_nobody() {
+    let (chain, layers, content) = filled(2, 1 << 20, 4096, 2);
+    chain.set_tunables(chain.tunables()).unwrap();
+    // One broken table, in the window of everything around it.
+    layers[1].faults.map_at.store(1024, Ordering::SeqCst);
+    let fresh =
+        Chain::open("fresh", layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect(), Options::default())
+            .unwrap();
+    let mut failed = 0;
+    for block in 0..256 {
+        match read(&fresh, block * 4096, 4096) {
+            Ok(bytes) => assert!(bytes == content[block * 4096..][..4096]),
+            Err(error) => {
+                assert_eq!((error.kind(), block), (ErrorKind::Corrupt, 128));
+                failed += 1;
+            }
+        }
+    }
+    assert!(failed <= 1);
+}
+
+#[test]
+fn a_failed_write_is_told_and_leaves_old_or_new() {
+    let (chain, layers, mut content) = filled(3, 1 << 20, 4096, 3);
+    content[..8192].fill(4);
+    chain.write(0, &[4; 8192]).unwrap();
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+    layers[0].faults.write.store(true, Ordering::SeqCst);
+    assert!(chain.write(5000, &[1; 10_000]).is_err());
+    assert!(chain.zero(0, 8192, false).is_err());
+    layers[0].faults.write.store(false, Ordering::SeqCst);
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+    // The rest of a grain that cannot be read fails the write of a part of it, and of nothing else.
+    let (chain, layers, _) = filled(1, 1 << 20, 4096, 4);
+    chain.write(0, &[3; 65536]).unwrap();
+    chain.push(Mock::new(Manner::new(1 << 20, 4096))).unwrap();
+    chain.set_tunables(chain::Tunables { entries: 0, ..chain.tunables() }).unwrap();
+    layers[0].faults.map.store(true, Ordering::SeqCst);
+    assert!(chain.write(100, &[1; 100]).is_err());
+    chain.write(4096, &[2; 4096]).unwrap();
+    layers[0].faults.map.store(false, Ordering::SeqCst);
+    assert_eq!(read(&chain, 0, 4096).unwrap(), [3; 4096]);
+    assert_eq!(read(&chain, 4096, 4096).unwrap(), [2; 4096]);
+}
+
+#[test]
+fn after_a_failed_flush_nothing_is_written() {
+    let (chain, layers, _) = filled(2, 1 << 20, 4096, 5);
+    chain.write(0, &[5; 4096]).unwrap();
+    layers[0].faults.flush.store(true, Ordering::SeqCst);
+    assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Io);
+    layers[0].faults.flush.store(false, Ordering::SeqCst);
+    assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(chain.write(0, &[6; 512]).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(chain.zero(0, 512, false).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(read(&chain, 0, 4096).unwrap(), [5; 4096]);
+}
+
+#[test]
+fn a_flush_covers_the_level_below_a_new_snapshot() {
+    let (chain, layers, _) = filled(1, 1 << 20, 4096, 6);
+    chain.write(0, &[1; 4096]).unwrap();
+    chain.push(Mock::new(Manner::new(1 << 20, 4096))).unwrap();
+    let again = Mock::over(layers[0].manner(), layers[0].file(0).unwrap().clone(), layers[0].durable());
+    let below = Chain::open("below", vec![again as Arc<dyn Layer>], Options::default()).unwrap();
+    assert_eq!(read(&below, 0, 4096).unwrap(), [1; 4096]);
+    let flushes = layers[0].flushes.load(Ordering::SeqCst);
+    chain.write(0, &[2; 4096]).unwrap();
+    chain.flush().unwrap();
+    assert_eq!(layers[0].flushes.load(Ordering::SeqCst), flushes, "nothing was written there");
+}
+
+#[test]
+fn a_merge_that_fails_leaves_the_chain_as_it_was() {
+    for writes in [1, 2, 5] {
+        let (chain, layers, content) = filled(4, 2 << 20, 4096, 7);
+        let keys = chain.keys();
+        layers[3].faults.write_in.store(writes, Ordering::SeqCst);
+        let error = chain.consolidate(&(), &mut || Ok(())).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::NoSpace);
+        assert_eq!(chain.keys(), keys);
+        assert!(read(&chain, 0, 2 << 20).unwrap() == content);
+        layers[3].faults.write_in.store(0, Ordering::SeqCst);
+        chain.consolidate(&(), &mut || Ok(())).unwrap();
+        assert!(read(&chain, 0, 2 << 20).unwrap() == content);
+    }
+}
+
+/// Lets the target fail as soon as the last pass has begun, when writes go to both sides.
+struct Late<'a> {
+    chain: &'a Chain,
+    target: &'a Mock,
+    begun: AtomicBool,
+}
+
+impl Watch for Late<'_> {
+    fn progress(&self, done: u64, total: u64) {
+        if done == total {
+            self.begun.store(true, Ordering::SeqCst);
+        }
+    }
+    fn rate(&self) -> u64 {
+        // Asked at each step of the last pass too.
+        if self.begun.load(Ordering::SeqCst) {
+            self.target.faults.write.store(true, Ordering::SeqCst);
+            self.chain.write(300_000, &[9; 10_000]).unwrap();
+        }
+        0
+    }
+}
+
+#[test]
+fn a_target_that_fails_late_fails_the_merge_and_no_write() {
+    let (chain, layers, mut content) = filled(3, 1 << 20, 4096, 8);
+    let late = Late { chain: &chain, target: &layers[2], begun: AtomicBool::new(false) };
+    // Something for the last pass to do.
+    struct Busy<'a>(&'a Late<'a>);
+    impl Watch for Busy<'_> {
+        fn progress(&self, done: u64, total: u64) {
+            if done < total {
+                self.0.chain.write(0, &[8; 5000]).unwrap();
+            }
+            self.0.progress(done, total);
+        }
+        fn rate(&self) -> u64 {
+            self.0.rate()
+        }
+    }
+    let error = chain.consolidate(&Busy(&late), &mut || Ok(())).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Io);
+    content[..5000].fill(8);
+    content[300_000..310_000].fill(9);
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+    layers[2].faults.write.store(false, Ordering::SeqCst);
+    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+}

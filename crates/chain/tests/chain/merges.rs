@@ -1,0 +1,255 @@
+//! Merges: under continuous writes, watched, throttled, interrupted, refused.
+
+use crate::concurrent::{Cells, SECTOR, StopOnPanic};
+use crate::mock::{Manner, Mock};
+use crate::random::Random;
+use chain::{Chain, ErrorKind, Options, Watch};
+use layer::Layer;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// A chain of `depth` levels with random content, and that content.
+pub fn filled(depth: usize, capacity: u64, grain: u64, seed: u64) -> (Chain, Vec<Arc<Mock>>, Vec<u8>) {
+    let mut random = Random::new(seed);
+    let mut content = vec![0; capacity as usize];
+    let mut layers = vec![Mock::new(Manner::new(capacity, grain))];
+    let chain = Chain::open("filled", vec![layers[0].clone() as Arc<dyn Layer>], Options::default()).unwrap();
+    for level in 0..depth {
+        if level > 0 {
+            let layer = Mock::new(Manner::new(capacity, grain));
+            chain.push(layer.clone()).unwrap();
+            layers.insert(0, layer);
+        }
+        for _ in 0..30 {
+            let start = random.below(capacity) as usize;
+            let end = (start + 1 + random.below(20_000) as usize).min(capacity as usize);
+            random.fill(&mut content[start..end]);
+            chain.write(start as u64, &content[start..end]).unwrap();
+        }
+    }
+    (chain, layers, content)
+}
+
+fn assert_content(chain: &Chain, content: &[u8]) {
+    let mut out = vec![0xee; content.len()];
+    chain.read(0, &mut out).unwrap();
+    assert!(out == content);
+}
+
+#[derive(Default)]
+struct Watcher {
+    at: AtomicU64,
+    total: AtomicU64,
+    checkpoint: AtomicU64,
+    stop_at: Option<u64>,
+    rate: AtomicU64,
+}
+
+impl Watch for Watcher {
+    fn progress(&self, done: u64, total: u64) {
+        assert!(done >= self.at.swap(done, Ordering::SeqCst) && done <= total);
+        self.total.store(total, Ordering::SeqCst);
+    }
+    fn cancelled(&self) -> bool {
+        self.stop_at.is_some_and(|stop| self.at.load(Ordering::SeqCst) >= stop)
+    }
+    fn rate(&self) -> u64 {
+        self.rate.load(Ordering::SeqCst)
+    }
+    fn checkpoint(&self, position: u64) {
+        self.checkpoint.store(position, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn consolidation_ends_under_continuous_writes() {
+    const CELLS: usize = 3 * 3 * 4000;
+    for (seed, grain, moves) in [(1, 4096, false), (2, 512, true)] {
+        let capacity = (CELLS * SECTOR) as u64;
+        let make = || Mock::new(Manner { moves, ..Manner::new(capacity, grain) });
+        let base = Mock::new(Manner { moves, ..Manner::new(capacity, 16384) });
+        let chain = Chain::open("busy", vec![base.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+        let cells = Cells::new(CELLS);
+        let mut random = Random::new(seed);
+        for _ in 0..31 {
+            for _ in 0..200 {
+                cells.change(&chain, &mut random, 0, 3);
+            }
+            chain.push(make()).unwrap();
+        }
+        let (stop, slowest) = (AtomicBool::new(false), AtomicU64::new(0));
+        let merged = std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let (chain, cells, stop, slowest) = (&chain, &cells, &stop, &slowest);
+                scope.spawn(move || {
+                    let _stop = StopOnPanic(stop);
+                    let mut random = Random::new(seed * 100 + thread as u64);
+                    while !stop.load(Ordering::Relaxed) {
+                        let took = cells.change(chain, &mut random, thread, 3);
+                        slowest.fetch_max(took.as_micros() as u64, Ordering::Relaxed);
+                        cells.read(chain, random.below(CELLS as u64) as usize, 30);
+                    }
+                });
+            }
+            let _stop = StopOnPanic(&stop);
+            std::thread::sleep(Duration::from_millis(100));
+            let mut commits = 0;
+            let mut commit = || {
+                commits += 1;
+                Ok(())
+            };
+            let merged = chain.consolidate(&(), &mut commit).unwrap();
+            assert_eq!(commits, 1);
+            std::thread::sleep(Duration::from_millis(100));
+            stop.store(true, Ordering::Relaxed);
+            merged
+        });
+        assert_eq!((chain.keys().len(), merged.removed.len()), (1, 31));
+        cells.read(&chain, 0, CELLS);
+        println!(
+            "{} bytes copied in {} passes, writers held off for {:?}, slowest write {} us",
+            merged.copied,
+            merged.passes,
+            merged.pause,
+            slowest.load(Ordering::Relaxed)
+        );
+        assert!(merged.pause < Duration::from_millis(50), "{:?}", merged.pause);
+    }
+}
+
+#[test]
+fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
+    let capacity = 200 << 20;
+    let (chain, layers, _) = filled(3, capacity, 4096, 5);
+    let mut content = vec![0; capacity as usize];
+    let mut random = Random::new(8);
+    random.fill(&mut content);
+    chain.write(0, &content).unwrap();
+    chain.push(Mock::new(Manner::new(capacity, 4096))).unwrap();
+    let keys = chain.keys();
+    let watcher = Watcher { stop_at: Some(150 << 20), ..Watcher::default() };
+    let mut commit = || panic!("not to be committed");
+    let error = chain.merge_down(keys[1], keys[3], 0, &watcher, &mut commit).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Interrupted);
+    assert_eq!(chain.keys(), keys);
+    assert_content(&chain, &content);
+    let checkpoint = watcher.checkpoint.load(Ordering::SeqCst);
+    assert!(checkpoint >= 64 << 20, "{checkpoint}");
+    let written = layers[2].written.load(Ordering::SeqCst);
+    let merged = chain.merge_down(keys[1], keys[3], checkpoint, &(), &mut || Ok(())).unwrap();
+    assert_eq!(merged.removed.len(), 2);
+    assert!(layers[2].written.load(Ordering::SeqCst) - written <= capacity - checkpoint);
+    assert_eq!(chain.keys(), [keys[0], keys[3]]);
+    assert_content(&chain, &content);
+}
+
+#[test]
+fn a_merge_keeps_to_its_rate_and_tells_how_far_it_is() {
+    let (chain, _, _) = filled(2, 4 << 20, 4096, 6);
+    chain.write(0, &vec![7; 4 << 20]).unwrap();
+    let watcher = Watcher::default();
+    watcher.rate.store(8 << 20, Ordering::SeqCst);
+    let begun = Instant::now();
+    chain.consolidate(&watcher, &mut || Ok(())).unwrap();
+    assert!(begun.elapsed() > Duration::from_millis(400), "{:?}", begun.elapsed());
+    assert_eq!(watcher.at.load(Ordering::SeqCst), 4 << 20);
+}
+
+#[test]
+fn a_commit_that_fails_leaves_the_chain_as_it_was() {
+    let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
+    let keys = chain.keys();
+    for _ in 0..2 {
+        let mut commit = || Err(chain::Error::new(ErrorKind::NoSpace, "no room for the record"));
+        assert_eq!(chain.consolidate(&(), &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
+        assert_eq!(chain.keys(), keys);
+        content[5000..6000].fill(9);
+        chain.write(5000, &[9; 1000]).unwrap();
+        assert_content(&chain, &content);
+    }
+    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    assert_content(&chain, &content);
+}
+
+/// Does something in the middle of a merge.
+struct Midway<F: Fn(u64) + Sync>(F);
+
+impl<F: Fn(u64) + Sync> Watch for Midway<F> {
+    fn progress(&self, done: u64, _total: u64) {
+        (self.0)(done);
+    }
+}
+
+#[test]
+fn a_snapshot_may_be_taken_while_a_merge_is_under_way() {
+    let (chain, _, mut content) = filled(3, 2 << 20, 4096, 11);
+    let snapshot = content.clone();
+    let keys = chain.keys();
+    let done = AtomicBool::new(false);
+    let midway = Midway(|at| {
+        if at >= 1 << 20 && !done.swap(true, Ordering::SeqCst) {
+            chain.push(Mock::new(Manner::new(2 << 20, 4096))).unwrap();
+            chain.write(100, &[1; 100_000]).unwrap();
+            chain.write(1_500_000, &[2; 100_000]).unwrap();
+            // One at a time.
+            let second = chain.merge_up(keys[0], keys[1], 0, &(), &mut || Ok(()));
+            assert_eq!(second.err().unwrap().kind(), ErrorKind::Busy);
+        }
+    });
+    let merged = chain.consolidate(&midway, &mut || Ok(())).unwrap();
+    content[100..100_100].fill(1);
+    content[1_500_000..1_600_000].fill(2);
+    assert_content(&chain, &content);
+    let now = chain.keys();
+    assert_eq!((now.len(), now[1], merged.removed.len()), (2, keys[2], 2));
+    let below = Chain::open("below", vec![chain.layer(keys[2]).unwrap()], Options::default()).unwrap();
+    assert_content(&below, &snapshot);
+}
+
+#[test]
+fn what_cannot_be_merged_is_refused() {
+    let (chain, layers, content) = filled(3, 1 << 20, 4096, 12);
+    let keys = chain.keys();
+    let kind = |result: chain::Result<chain::Merged>| result.err().unwrap().kind();
+    assert_eq!(kind(chain.merge_down(keys[2], keys[0], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
+    assert_eq!(kind(chain.merge_up(keys[1], keys[1], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
+    layers[2].seal();
+    assert_eq!(kind(chain.merge_down(keys[0], keys[2], 0, &(), &mut || Ok(()))), ErrorKind::ReadOnly);
+    chain.merge_down(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap();
+    assert_eq!(kind(chain.merge_down(keys[0], keys[1], 0, &(), &mut || Ok(()))), ErrorKind::NotFound);
+    assert_content(&chain, &content);
+}
+
+#[test]
+fn a_level_can_be_opened_again_for_writing() {
+    let (chain, layers, content) = filled(3, 1 << 20, 4096, 13);
+    let keys = chain.keys();
+    chain.flush().unwrap();
+    layers[2].seal();
+    let again = Mock::over(layers[2].manner(), layers[2].file(0).unwrap().clone(), layers[2].durable());
+    chain.replace(keys[2], again).unwrap();
+    assert_content(&chain, &content);
+    chain.merge_down(keys[0], keys[2], 0, &(), &mut || Ok(())).unwrap();
+    assert_content(&chain, &content);
+    assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top stays what it is");
+}
+
+#[test]
+fn a_merge_keeps_the_cache_warm() {
+    let (chain, _, content) = filled(8, 1 << 20, 4096, 14);
+    assert_content(&chain, &content);
+    for block in 0..256 {
+        chain.read(block * 4096, &mut [0; 4096]).unwrap();
+    }
+    let before = chain.statistics().metadata;
+    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    let merged = chain.statistics().metadata;
+    for block in 0..256 {
+        let mut out = [0; 4096];
+        chain.read(block * 4096, &mut out).unwrap();
+        assert!(out[..] == content[block as usize * 4096..][..4096]);
+    }
+    let after = chain.statistics().metadata;
+    assert!(after.misses - merged.misses < 8, "{before:?} {merged:?} {after:?}");
+}

@@ -1,0 +1,464 @@
+//! A layer in memory over any file, with every liberty that the trait allows: grains of any size, places that stay or
+//! move at each write, freed places given to others as soon as no epoch holds them, answers that stop early, failures
+//! on demand, and a durable state that a crash goes back to.
+
+use backend::{File, IoMode};
+use layer::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, Usage};
+use parking_lot::{Mutex, RwLock};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+const ABSENT: u32 = 0;
+const ZERO: u32 = 1;
+/// Places from here on are grains in the file.
+const FIRST: u32 = 2;
+
+/// Bytes in memory.
+#[derive(Default)]
+pub struct MemoryFile(RwLock<Vec<u8>>);
+
+impl File for MemoryFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.0.read().len() as u64)
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.0.write().resize(length as usize, 0);
+        Ok(())
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let bytes = self.0.read();
+        let from = (offset as usize).min(bytes.len());
+        let to = (from + buffer.len()).min(bytes.len());
+        buffer[..to - from].copy_from_slice(&bytes[from..to]);
+        buffer[to - from..].fill(0);
+        Ok(())
+    }
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
+        self.read_at(buffer, offset).map(|()| true)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, _durable: bool) -> io::Result<()> {
+        let mut bytes = self.0.write();
+        let mut at = offset as usize;
+        for slice in slices {
+            if bytes.len() < at + slice.len() {
+                bytes.resize(at + slice.len(), 0);
+            }
+            bytes[at..at + slice.len()].copy_from_slice(slice);
+            at += slice.len();
+        }
+        Ok(())
+    }
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+    fn reserve(&self, _offset: u64, _length: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn punch(&self, _offset: u64, _length: u64) -> io::Result<()> {
+        Ok(())
+    }
+    fn next_allocated(&self, _offset: u64) -> io::Result<Option<Range<u64>>> {
+        Ok(None)
+    }
+    fn allocated(&self) -> io::Result<u64> {
+        self.len()
+    }
+    fn descriptor(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+/// How a layer behaves.
+#[derive(Clone, Copy, Debug)]
+pub struct Manner {
+    pub capacity: u64,
+    pub grain: u64,
+    /// A write goes to a new place, and the old one is given to others.
+    pub moves: bool,
+    /// A freed place waits for a flush, so that a crash finds it as it was.
+    pub frees_at_flush: bool,
+    /// Sectors of held grains can be written alone.
+    pub overwrites: bool,
+    /// Data is told as [`Content::Encoded`].
+    pub encoded: bool,
+    pub writable: bool,
+}
+
+impl Manner {
+    pub fn new(capacity: u64, grain: u64) -> Self {
+        Self { capacity, grain, moves: false, frees_at_flush: false, overwrites: false, encoded: false, writable: true }
+    }
+}
+
+/// What a crash goes back to.
+#[derive(Clone, Default)]
+pub struct Table {
+    places: Vec<u32>,
+    next: u32,
+}
+
+#[derive(Default)]
+struct State {
+    table: Table,
+    epoch: Arc<()>,
+    /// Freed, in order, with the epoch that has to be gone.
+    freed: VecDeque<(u32, Arc<()>)>,
+    /// Freed since the last flush.
+    unflushed: Vec<(u32, Arc<()>)>,
+}
+
+/// What fails, and how slow it is.
+#[derive(Default)]
+pub struct Faults {
+    pub map: AtomicBool,
+    pub write: AtomicBool,
+    pub flush: AtomicBool,
+    /// Writes that succeed before one fails; 0 for none to fail.
+    pub write_in: AtomicU64,
+    /// A map call that touches this sector fails (0: none).
+    pub map_at: AtomicU64,
+    /// Microseconds.
+    pub write_delay: AtomicU64,
+    pub map_delay: AtomicU64,
+}
+
+/// The layer.
+pub struct Mock {
+    manner: Manner,
+    file: Arc<dyn File>,
+    state: RwLock<State>,
+    durable: Mutex<Table>,
+    pub faults: Faults,
+    pub maps: AtomicU64,
+    pub flushes: AtomicU64,
+    pub written: AtomicU64,
+    read_only: AtomicBool,
+}
+
+impl Mock {
+    pub fn new(manner: Manner) -> Arc<Self> {
+        Self::over(manner, Arc::new(MemoryFile::default()), Table::default())
+    }
+
+    pub fn over(manner: Manner, file: Arc<dyn File>, mut table: Table) -> Arc<Self> {
+        table.places.resize(manner.capacity.div_ceil(manner.grain) as usize, ABSENT);
+        table.next = table.next.max(FIRST);
+        Arc::new(Self {
+            manner,
+            file,
+            durable: Mutex::new(table.clone()),
+            state: RwLock::new(State { table, ..State::default() }),
+            faults: Faults::default(),
+            maps: AtomicU64::new(0),
+            flushes: AtomicU64::new(0),
+            written: AtomicU64::new(0),
+            read_only: AtomicBool::new(!manner.writable),
+        })
+    }
+
+    /// What is found after a crash, with the file of the crashed disk.
+    pub fn durable(&self) -> Table {
+        self.durable.lock().clone()
+    }
+
+    pub fn manner(&self) -> Manner {
+        self.manner
+    }
+
+    /// Refuses changes from now on, as an image does that belongs to a snapshot.
+    pub fn seal(&self) {
+        self.read_only.store(true, Ordering::SeqCst);
+    }
+
+    /// Grains with data.
+    pub fn held(&self) -> usize {
+        self.state.read().table.places.iter().filter(|place| **place >= FIRST).count()
+    }
+
+    fn offset(&self, place: u32) -> u64 {
+        u64::from(place - FIRST) * self.manner.grain
+    }
+
+    fn allocate(&self, state: &mut State) -> u32 {
+        if self.manner.moves
+            && let Some((place, epoch)) = state.freed.pop_front()
+        {
+            if Arc::strong_count(&epoch) == 1 {
+                return place;
+            }
+            state.freed.push_front((place, epoch));
+        }
+        state.table.next += 1;
+        state.table.next - 1
+    }
+
+    fn release(&self, state: &mut State, place: u32) {
+        if place < FIRST || !self.manner.moves {
+            return;
+        }
+        // Everybody who may have been told of this place holds this epoch or an older one; the queue is in order.
+        let freed = (place, std::mem::take(&mut state.epoch));
+        if self.manner.frees_at_flush { state.unflushed.push(freed) } else { state.freed.push_back(freed) }
+    }
+
+    fn check(&self, fault: &AtomicBool, what: &str) -> Result<()> {
+        if fault.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Io, format!("{what} refused by the test")));
+        }
+        Ok(())
+    }
+
+    fn check_write(&self) -> Result<()> {
+        let delay = self.faults.write_delay.load(Ordering::Relaxed);
+        if delay > 0 {
+            std::thread::sleep(Duration::from_micros(delay));
+        }
+        if self.read_only.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::ReadOnly, "this image is sealed"));
+        }
+        self.check(&self.faults.write, "write")?;
+        match self.faults.write_in.load(Ordering::SeqCst) {
+            0 => Ok(()),
+            1 => Err(Error::new(ErrorKind::NoSpace, "no room, says the test")),
+            left => {
+                self.faults.write_in.store(left - 1, Ordering::SeqCst);
+                Ok(())
+            }
+        }
+    }
+
+    fn grains(&self, range: &Range<u64>) -> Range<usize> {
+        let Manner { grain, capacity, .. } = self.manner;
+        assert!(range.start.is_multiple_of(grain) && range.end <= capacity, "{range:?} of {capacity}");
+        assert!(range.end.is_multiple_of(grain) || range.end == capacity, "{range:?} in grains of {grain}");
+        (range.start / grain) as usize..range.end.div_ceil(grain) as usize
+    }
+}
+
+impl Layer for Mock {
+    fn capacity(&self) -> u64 {
+        self.manner.capacity
+    }
+    fn grain(&self) -> u64 {
+        self.manner.grain
+    }
+    fn format(&self) -> &'static str {
+        "mock"
+    }
+    fn writable(&self) -> bool {
+        !self.read_only.load(Ordering::SeqCst)
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        self.maps.fetch_add(1, Ordering::Relaxed);
+        self.check(&self.faults.map, "map")?;
+        let bad = self.faults.map_at.load(Ordering::Relaxed) * 512;
+        if bad > 0 && range.contains(&bad) {
+            return Err(Error::new(ErrorKind::Corrupt, "a broken table, says the test"));
+        }
+        let Manner { grain, capacity, .. } = self.manner;
+        assert!(range.start < range.end && range.end <= capacity && range.start.is_multiple_of(512));
+        {
+            let state = self.state.read();
+            let mut at = range.start;
+            let mut last: Option<Extent> = None;
+            while at < range.end {
+                let index = (at / grain) as usize;
+                let end = ((at / grain + 1) * grain).min(range.end);
+                let content = match state.table.places[index] {
+                    ABSENT => Content::Absent,
+                    ZERO => Content::Zero,
+                    _ if self.manner.encoded => Content::Encoded,
+                    place => Content::Data { file: 0, offset: self.offset(place) + at % grain },
+                };
+                match &mut last {
+                    Some(extent) if goes_on(extent, content) => extent.length += end - at,
+                    _ => {
+                        if let Some(done) = last.replace(Extent { start: at, length: end - at, content }) {
+                            out.push(done);
+                            if out.len() >= most {
+                                last = None;
+                                break;
+                            }
+                        }
+                    }
+                }
+                at = end;
+            }
+            out.extend(last);
+        }
+        let delay = self.faults.map_delay.load(Ordering::Relaxed);
+        if delay > 0 {
+            std::thread::sleep(Duration::from_micros(delay));
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        assert_eq!(index, 0);
+        Ok(&self.file)
+    }
+
+    fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.manner.moves.then(|| Arc::clone(&self.state.read().epoch) as Arc<dyn Any + Send + Sync>)
+    }
+
+    fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        let grain = self.manner.grain;
+        let mut at = start;
+        let mut rest = out;
+        while !rest.is_empty() {
+            let step = ((grain - at % grain) as usize).min(rest.len());
+            let (part, after) = rest.split_at_mut(step);
+            let place = self.state.read().table.places[(at / grain) as usize];
+            assert!(self.manner.encoded && place >= FIRST);
+            self.file.read_at(part, self.offset(place) + at % grain).during(|| "reading".to_owned())?;
+            at += step as u64;
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        self.check_write()?;
+        let length: usize = slices.iter().map(|slice| slice.len()).sum();
+        let data = slices.concat();
+        self.written.fetch_add(length as u64, Ordering::Relaxed);
+        let grains = self.grains(&(start..start + length as u64));
+        let mut places = Vec::with_capacity(grains.len());
+        {
+            let mut state = self.state.write();
+            for grain in grains.clone() {
+                let now = state.table.places[grain];
+                places.push(if now >= FIRST && !self.manner.moves { now } else { self.allocate(&mut state) });
+            }
+        }
+        let size = self.manner.grain as usize;
+        let mut index = 0;
+        while index < places.len() {
+            let mut run = 1;
+            while index + run < places.len() && places[index + run] == places[index] + run as u32 {
+                run += 1;
+            }
+            let bytes = &data[index * size..((index + run) * size).min(data.len())];
+            self.file.write_at(&[bytes], self.offset(places[index]), false).during(|| "writing".to_owned())?;
+            index += run;
+        }
+        let mut state = self.state.write();
+        for (grain, place) in grains.zip(places) {
+            let old = std::mem::replace(&mut state.table.places[grain], place);
+            if old != place {
+                self.release(&mut state, old);
+            }
+        }
+        Ok(())
+    }
+
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        if !self.manner.overwrites || self.manner.moves {
+            return Ok(false);
+        }
+        self.check_write()?;
+        let data = slices.concat();
+        let (grain, end) = (self.manner.grain, start + data.len() as u64);
+        assert!(start.is_multiple_of(512) && end.is_multiple_of(512));
+        let places: Vec<u32> =
+            self.state.read().table.places[(start / grain) as usize..end.div_ceil(grain) as usize].to_vec();
+        if places.iter().any(|place| *place < FIRST) {
+            return Ok(false);
+        }
+        let mut at = start;
+        for place in places {
+            let stop = ((at / grain + 1) * grain).min(end);
+            let bytes = &data[(at - start) as usize..(stop - start) as usize];
+            self.file.write_at(&[bytes], self.offset(place) + at % grain, false).during(|| "writing".to_owned())?;
+            at = stop;
+        }
+        Ok(true)
+    }
+
+    fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
+        self.check_write()?;
+        let grains = self.grains(&range);
+        let mut state = self.state.write();
+        for grain in grains {
+            let old = std::mem::replace(&mut state.table.places[grain], ZERO);
+            self.release(&mut state, old);
+        }
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.check(&self.faults.flush, "flush")?;
+        self.flushes.fetch_add(1, Ordering::Relaxed);
+        let (table, freed) = {
+            let mut state = self.state.write();
+            (state.table.clone(), std::mem::take(&mut state.unflushed))
+        };
+        self.file.sync().during(|| "flushing".to_owned())?;
+        *self.durable.lock() = table;
+        self.state.write().freed.extend(freed);
+        Ok(())
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        Ok(Usage { mapped: self.held() as u64 * self.manner.grain, ..Usage::default() })
+    }
+}
+
+fn goes_on(last: &Extent, next: Content) -> bool {
+    match (last.content, next) {
+        (Content::Data { offset, .. }, Content::Data { offset: other, .. }) => offset + last.length == other,
+        (last, next) => last == next,
+    }
+}
+
+/// A direct file over a buffered one: refuses what O_DIRECT refuses.
+pub struct DirectFile(pub Arc<dyn File>);
+
+impl File for DirectFile {
+    fn mode(&self) -> IoMode {
+        IoMode::Direct
+    }
+    fn len(&self) -> io::Result<u64> {
+        self.0.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.0.set_len(length)
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        assert!(offset.is_multiple_of(4096) && buffer.len().is_multiple_of(4096));
+        assert!((buffer.as_ptr() as usize).is_multiple_of(4096));
+        self.0.read_at(buffer, offset)
+    }
+    fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> io::Result<bool> {
+        Ok(false)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        self.0.write_at(slices, offset, durable)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.reserve(offset, length)
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.punch(offset, length)
+    }
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        self.0.next_allocated(offset)
+    }
+    fn allocated(&self) -> io::Result<u64> {
+        self.0.allocated()
+    }
+    fn descriptor(&self) -> Option<RawFd> {
+        None
+    }
+}

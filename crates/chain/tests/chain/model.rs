@@ -1,0 +1,287 @@
+//! Random histories of reads, writes, discards, zeroings, snapshots and merges up to 32 levels, against a plain vector.
+//!
+//! Beside what the disk shows, the model knows what each level shows without those above it, so that a merge which
+//! spoils a snapshot, or lets something shine through that was hidden, does not pass.
+
+use crate::mock::{Manner, Mock};
+use crate::random::Random;
+use chain::{Chain, Condition, Options, Tunables};
+use layer::Layer;
+use std::sync::Arc;
+
+const CAPACITIES: [u64; 4] = [300 * 1024 + 512, 1 << 20, 777 * 512, 123_457];
+const LEVELS_MAX: usize = 32;
+
+struct History {
+    random: Random,
+    chain: Chain,
+    /// Newest first: each level and what it shows.
+    levels: Vec<(Arc<Mock>, Vec<u8>)>,
+}
+
+fn manner(random: &mut Random, capacity: u64) -> Manner {
+    let mut manner = Manner::new(capacity, random.choose(&[512, 512, 1024, 4096, 4096, 65536]));
+    manner.moves = random.percent(50);
+    manner.overwrites = random.percent(50);
+    manner
+}
+
+fn tunables(random: &mut Random) -> Tunables {
+    Tunables {
+        entries: random.choose(&[0, 1, 7, 64, 1000, 65_536]),
+        prefetch_bytes: random.choose(&[0, 4096, 10_000, 1 << 20, 4 << 20]),
+        prefetch_extents: random.choose(&[0, 1, 8, 64, 128]),
+    }
+}
+
+/// A base with something in it, made by another chain; sometimes encoded.
+fn base(random: &mut Random, capacity: u64) -> (Arc<Mock>, Vec<u8>) {
+    let mut content = vec![0; capacity as usize];
+    let layer = Mock::new(manner(random, capacity));
+    let chain = Chain::open("base", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+    for _ in 0..random.below(20) {
+        let (start, end) = range(random, capacity);
+        random.fill(&mut content[start..end]);
+        chain.write(start as u64, &content[start..end]).unwrap();
+    }
+    (layer, content)
+}
+
+fn range(random: &mut Random, capacity: u64) -> (usize, usize) {
+    let unit = random.choose(&[1, 512, 512, 4096]);
+    let longest = random.choose(&[1, 2, 16, 64]) * unit.max(512);
+    let start = random.below(capacity) / unit * unit;
+    let length = (1 + random.below(longest)).next_multiple_of(unit);
+    (start as usize, (start + length).min(capacity) as usize)
+}
+
+impl History {
+    fn new(seed: u64) -> Self {
+        let mut random = Random::new(seed);
+        let capacity = random.choose(&CAPACITIES);
+        let (layer, content) = base(&mut random, capacity);
+        let options = Options {
+            metadata: tunables(&mut random),
+            data_cache: random.choose(&[0, 0, 100_000, 1 << 20]),
+            ..Options::default()
+        };
+        let chain = Chain::open("model", vec![layer.clone() as Arc<dyn Layer>], options).unwrap();
+        Self { random, chain, levels: vec![(layer, content)] }
+    }
+
+    fn capacity(&self) -> u64 {
+        self.levels[0].1.len() as u64
+    }
+
+    fn range(&mut self) -> (usize, usize) {
+        let capacity = self.capacity();
+        range(&mut self.random, capacity)
+    }
+
+    fn step(&mut self) {
+        let (start, end) = self.range();
+        match self.random.below(100) {
+            0..35 => {
+                let content = &mut self.levels[0].1[start..end];
+                self.random.fill(content);
+                self.chain.write(start as u64, content).unwrap();
+            }
+            35..45 => {
+                // Far longer too.
+                let end = if self.random.percent(10) { self.capacity() as usize } else { end };
+                let keep = self.random.percent(30);
+                self.levels[0].1[start..end].fill(0);
+                self.chain.zero(start as u64, (end - start) as u64, keep).unwrap();
+            }
+            45..85 => {
+                let mut out = vec![0xee; end - start];
+                self.chain.read(start as u64, &mut out).unwrap();
+                assert!(out == self.levels[0].1[start..end], "{start}..{end}");
+            }
+            85..89 if self.levels.len() < LEVELS_MAX => self.push(),
+            89..91 if self.levels.len() > 1 => self.merge(),
+            91..93 => self.check_status(start, end),
+            93 => self.chain.set_tunables(tunables(&mut self.random)).unwrap(),
+            94 => self.chain.set_data_cache(self.random.choose(&[0, 50_000, 1 << 20])).unwrap(),
+            95..97 => self.chain.flush().unwrap(),
+            _ => {}
+        }
+        let statistics = self.chain.statistics();
+        assert!(statistics.metadata.entries <= self.chain.tunables().entries as u64);
+        assert!(statistics.data.memory <= statistics.data.memory_max);
+    }
+
+    fn push(&mut self) {
+        let capacity = self.capacity();
+        let layer = Mock::new(manner(&mut self.random, capacity));
+        self.chain.push(layer.clone()).unwrap();
+        self.levels.insert(0, (layer, self.levels[0].1.clone()));
+    }
+
+    fn merge(&mut self) {
+        let keys = self.chain.keys();
+        let upper = self.random.below(keys.len() as u64 - 1) as usize;
+        let lower = upper + 1 + self.random.below((keys.len() - upper - 1) as u64) as usize;
+        let mut commits = 0;
+        let mut commit = || {
+            commits += 1;
+            Ok(())
+        };
+        if self.random.percent(50) {
+            let merged = self.chain.merge_down(keys[upper], keys[lower], 0, &(), &mut commit).unwrap();
+            assert_eq!(merged.removed.len(), lower - upper);
+            self.levels[lower].1 = self.levels[upper].1.clone();
+            self.levels.drain(upper..lower);
+        } else {
+            let merged = self.chain.merge_up(keys[upper], keys[lower], 0, &(), &mut commit).unwrap();
+            assert_eq!(merged.removed.len(), lower - upper);
+            self.levels.drain(upper + 1..=lower);
+        }
+        assert_eq!(commits, 1);
+        assert_eq!(self.chain.keys().len(), self.levels.len());
+        self.check();
+    }
+
+    fn check_status(&self, start: usize, end: usize) {
+        let limit = 1 + start % 7;
+        let spans = self.chain.status(start as u64, (end - start) as u64, limit).unwrap();
+        let mut at = start as u64;
+        for span in &spans {
+            assert_eq!(span.start, at);
+            let content = &self.levels[0].1[at as usize..(at + span.length) as usize];
+            assert!(span.condition == Condition::Data || content.iter().all(|byte| *byte == 0));
+            at += span.length;
+        }
+        assert!(at == end as u64 || spans.len() == limit, "{at} of {start}..{end}, {spans:?}");
+        let oldest = *self.chain.keys().last().unwrap();
+        if self.levels.len() > 1 {
+            let base = &self.levels.last().unwrap().1;
+            for span in self.chain.changed_above(oldest, start as u64, (end - start) as u64, 1000).unwrap() {
+                let bytes = span.start as usize..(span.start + span.length) as usize;
+                let same = self.levels[0].1[bytes.clone()] == base[bytes];
+                assert!(same || span.condition != Condition::Absent);
+            }
+        }
+    }
+
+    /// Every level shows what it should.
+    fn check(&self) {
+        for index in 0..self.levels.len() {
+            let layers = self.levels[index..].iter().map(|(layer, _)| layer.clone() as Arc<dyn Layer>).collect();
+            let chain = Chain::open("check", layers, Options { read_only: true, ..Options::default() }).unwrap();
+            let mut out = vec![0xee; self.capacity() as usize];
+            chain.read(0, &mut out).unwrap();
+            assert!(out == self.levels[index].1, "level {index} of {}", self.levels.len());
+        }
+        let mut out = vec![0xee; self.capacity() as usize];
+        self.chain.read(0, &mut out).unwrap();
+        assert!(out == self.levels[0].1, "the chain itself");
+    }
+}
+
+#[test]
+fn histories_equal_a_plain_vector() {
+    for seed in 0..60 {
+        let run = std::panic::catch_unwind(|| {
+            let mut history = History::new(seed);
+            for step in 0..1500 {
+                history.step();
+                if step % 500 == 499 {
+                    history.check();
+                }
+            }
+            history.check();
+            history.levels.len()
+        });
+        assert!(run.is_ok(), "seed {seed}");
+    }
+}
+
+#[test]
+fn thirty_two_levels_of_any_grain_read_as_one() {
+    let mut history = History::new(4711);
+    while history.levels.len() < LEVELS_MAX {
+        for _ in 0..6 {
+            let (start, end) = history.range();
+            let content = &mut history.levels[0].1[start..end];
+            history.random.fill(content);
+            history.chain.write(start as u64, content).unwrap();
+        }
+        history.push();
+    }
+    history.check();
+    let mut commit = || Ok(());
+    history.chain.consolidate(&(), &mut commit).unwrap();
+    let (_, content) = history.levels[0].clone();
+    let (base, _) = history.levels.pop().unwrap();
+    history.levels = vec![(base, content)];
+    history.check();
+}
+
+#[test]
+fn levels_of_different_capacity_show_zeros_past_the_shortest() {
+    let mut random = Random::new(3);
+    let sizes = [(64u64 << 10) + 512, 40 << 10, 96 << 10, 20 << 10];
+    for sizes in [[0, 1, 2], [1, 0, 2], [2, 1, 0], [0, 3, 2], [2, 3, 0]].map(|order| order.map(|index| sizes[index])) {
+        for grain in [512, 4096] {
+            let make = |random: &mut Random, size: u64| {
+                let layer = Mock::new(Manner::new(size, grain));
+                let chain = Chain::open("one", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+                let mut content = vec![0; size as usize];
+                random.fill(&mut content);
+                for start in (0..size as usize).step_by(3 * 4096) {
+                    let end = (start + 4096).min(size as usize);
+                    chain.write(start as u64, &content[start..end]).unwrap();
+                }
+                layer
+            };
+            let layers: Vec<Arc<Mock>> = sizes.iter().map(|size| make(&mut random, *size)).collect();
+            let open = |from: usize, layers: &[Arc<Mock>]| {
+                let layers = layers[from..].iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect();
+                Chain::open("sizes", layers, Options::default()).unwrap()
+            };
+            let content = |from: usize, layers: &[Arc<Mock>]| {
+                let chain = open(from, layers);
+                let mut out = vec![0; chain.capacity() as usize];
+                chain.read(0, &mut out).unwrap();
+                out
+            };
+            // By hand: from the top down, nothing past the shortest so far.
+            let mut expected = vec![0; sizes[0] as usize];
+            let mut least = u64::MAX;
+            let mut known = vec![false; sizes[0] as usize];
+            for (layer, size) in layers.iter().zip(sizes) {
+                least = least.min(size);
+                let alone = content(0, std::slice::from_ref(layer));
+                for at in 0..least.min(sizes[0]) as usize {
+                    let held = at / 4096 % 3 == 0;
+                    if held && !known[at] {
+                        (expected[at], known[at]) = (alone[at], true);
+                    }
+                }
+            }
+            let before = content(0, &layers);
+            if grain == 4096 {
+                assert!(before == expected, "{sizes:?}");
+            }
+            // A merge up of the middle into the top must not let the base shine through.
+            let chain = open(0, &layers);
+            let keys = chain.keys();
+            chain.merge_up(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap();
+            let mut after = vec![0; chain.capacity() as usize];
+            chain.read(0, &mut after).unwrap();
+            assert!(after == before, "{sizes:?} up");
+            // Down, into one that is as large or larger.
+            let layers: Vec<Arc<Mock>> = sizes.iter().map(|size| make(&mut random, *size)).collect();
+            let before = content(0, &layers);
+            let chain = open(0, &layers);
+            let keys = chain.keys();
+            let result = chain.merge_down(keys[1], keys[2], 0, &(), &mut || Ok(()));
+            assert_eq!(result.is_ok(), sizes[1] <= sizes[2], "{sizes:?}");
+            let mut after = vec![0; chain.capacity() as usize];
+            chain.read(0, &mut after).unwrap();
+            assert!(after == before, "{sizes:?} down");
+            assert!(chain.merge_down(chain.keys()[0], *chain.keys().last().unwrap(), 0, &(), &mut || Ok(())).is_err());
+        }
+    }
+}

@@ -1,0 +1,139 @@
+//! Snapshots at one point in time, of one disk and of several.
+
+use crate::mock::{Manner, Mock};
+use chain::{Chain, Options};
+use layer::Layer;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+const CAPACITY: u64 = 1 << 20;
+
+fn disk(name: &str) -> Chain {
+    let layer = Mock::new(Manner::new(CAPACITY, 4096));
+    Chain::open(name, vec![layer as Arc<dyn Layer>], Options::default()).unwrap()
+}
+
+fn number(chain: &Chain, offset: u64) -> u64 {
+    let mut bytes = [0; 8];
+    chain.read(offset, &mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
+}
+
+/// What is below the newest `above` levels.
+fn below(chain: &Chain, above: usize) -> Chain {
+    let layers = chain.keys()[above..].iter().map(|key| chain.layer(*key).unwrap()).collect();
+    Chain::open("below", layers, Options { read_only: true, ..Options::default() }).unwrap()
+}
+
+#[test]
+fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
+    let chain = disk("one");
+    let (acknowledged, stop) = (AtomicU64::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut next = 1u64;
+            while !stop.load(Ordering::Relaxed) {
+                chain.write(512, &next.to_le_bytes()).unwrap();
+                acknowledged.store(next, Ordering::SeqCst);
+                next += 1;
+            }
+        });
+        let mut longest = Duration::ZERO;
+        for _ in 0..40 {
+            let before = acknowledged.load(Ordering::SeqCst);
+            let (_, pause) = chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap();
+            let after = acknowledged.load(Ordering::SeqCst);
+            longest = longest.max(pause);
+            let snapshot = number(&below(&chain, 1), 512);
+            // One write may be on its way.
+            assert!((before..=after + 1).contains(&snapshot), "{before} {snapshot} {after}");
+            std::thread::sleep(Duration::from_millis(2));
+            assert_eq!(number(&below(&chain, 1), 512), snapshot, "a snapshot does not change");
+        }
+        stop.store(true, Ordering::Relaxed);
+        println!("writers held off for {longest:?} at the most");
+    });
+}
+
+#[test]
+fn a_slow_write_holds_nobody_off() {
+    let chain = disk("slow");
+    let slow = Mock::new(Manner::new(CAPACITY, 4096));
+    slow.faults.write_delay.store(200_000, Ordering::Relaxed);
+    chain.push(slow).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| chain.write(0, &[1; 4096]).unwrap());
+        std::thread::sleep(Duration::from_millis(50));
+        let pushing = scope.spawn(|| chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap());
+        std::thread::sleep(Duration::from_millis(50));
+        let begun = std::time::Instant::now();
+        chain.write(8192, &[2; 4096]).unwrap();
+        assert!(begun.elapsed() < Duration::from_millis(40), "{:?}", begun.elapsed());
+        let (_, pause) = pushing.join().unwrap();
+        assert!(pause < Duration::from_millis(10), "{pause:?}");
+    });
+    let mut out = [0; 8];
+    below(&chain, 1).read(0, &mut out).unwrap();
+    assert_eq!(out, [1; 8], "what was on its way is below");
+    below(&chain, 1).read(8192, &mut out).unwrap();
+    assert_eq!(out, [0; 8], "what came later is above");
+}
+
+#[test]
+fn what_is_still_written_below_a_snapshot_is_guarded() {
+    let old = Mock::new(Manner { moves: true, ..Manner::new(CAPACITY, 4096) });
+    let chain = Chain::open("moving", vec![old.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+    chain.write(0, &[1; 4096]).unwrap();
+    chain.write(4096, &[2; 4096]).unwrap();
+    let wait = |milliseconds| std::thread::sleep(Duration::from_millis(milliseconds));
+    std::thread::scope(|scope| {
+        // Two writes are on their way when the snapshot is taken. The first gives up a place, the second takes one.
+        old.faults.write_delay.store(300_000, Ordering::SeqCst);
+        scope.spawn(|| chain.write(0, &[3; 4096]).unwrap());
+        wait(50);
+        old.faults.write_delay.store(600_000, Ordering::SeqCst);
+        scope.spawn(|| chain.write(4096, &[4; 4096]).unwrap());
+        wait(50);
+        scope.spawn(|| chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap());
+        wait(50);
+        // A read by the new levels, before either.
+        let plan = chain.plan(0, 4096).unwrap();
+        wait(1000);
+        let mut bytes = [0xee; 4096];
+        plan.parts[0].read(0, &mut bytes).unwrap();
+        assert_eq!(bytes, [1; 4096]);
+    });
+}
+
+#[test]
+fn several_disks_have_one_point_in_time() {
+    let disks = [disk("a"), disk("b"), disk("c")];
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // What a database does: never n on one disk before n is on the disk before it.
+            let mut next = 1u64;
+            while !stop.load(Ordering::Relaxed) {
+                for disk in &disks {
+                    disk.write(0, &next.to_le_bytes()).unwrap();
+                }
+                next += 1;
+            }
+        });
+        for _ in 0..30 {
+            let frozen: Vec<_> = disks.iter().map(|disk| disk.freeze().unwrap()).collect();
+            for frozen in frozen {
+                frozen.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap();
+            }
+            disks.iter().for_each(|disk| disk.flush().unwrap());
+            let [a, b, c] = [0, 1, 2].map(|index| number(&below(&disks[index], 1), 0));
+            assert!(a >= b && b >= c && a <= c + 1, "{a} {b} {c}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // One that comes to nothing.
+        drop(disks[0].freeze().unwrap());
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(disks.iter().all(|disk| disk.keys().len() == 31));
+}

@@ -1,0 +1,188 @@
+//! A chain of layers as a device: what an export serves of a disk in one of VMware's formats, or above an image of one.
+//!
+//! 1. The segments of a read plan are the parts of the chain's plan, one for one. What lies in a file is the caller's
+//!    to fetch; what has to be decoded, or lies in a file that takes whole blocks only and is not at one, is fetched
+//!    here.
+//! 2. The chain's plan is the guard of the read, and is let go when the read is finished.
+//! 3. Layers have no checksums, so every read is good; what changed under it was old or new, as on any disk.
+
+use crate::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
+use parking_lot::RwLock;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Bytes brought into the caches at a time by a prefetch.
+const PREFETCH_PIECE: u64 = 1 << 20;
+
+/// An open chain.
+pub struct ChainedDevice {
+    chain: Arc<Chain>,
+    name: String,
+    /// Snapshots by name, and the level above which everything is newer.
+    bases: RwLock<Vec<(String, LevelKey)>>,
+}
+
+impl ChainedDevice {
+    /// A device of that name.
+    pub fn new(name: impl Into<String>, chain: Arc<Chain>) -> Self {
+        Self { chain, name: name.into(), bases: RwLock::new(Vec::new()) }
+    }
+
+    /// The chain, for control and figures.
+    pub fn chain(&self) -> &Arc<Chain> {
+        &self.chain
+    }
+
+    /// Says which snapshots can be compared with: each is what the level and those below it show.
+    pub fn set_bases(&self, bases: Vec<(String, LevelKey)>) {
+        *self.bases.write() = bases;
+    }
+
+    fn segment(&self, part: &Part) -> Result<Segment> {
+        Ok(match &part.place {
+            Place::Zero => Segment::Zero { length: part.length },
+            Place::Memory(slice) => Segment::Memory(slice.clone()),
+            Place::Media { file, offset } if file.mode() == IoMode::Buffered || offset.is_multiple_of(BLOCK) => {
+                Segment::Media(Media {
+                    file: Arc::clone(file),
+                    offset: *offset,
+                    length: part.length,
+                    buffer: None,
+                    checksums: Vec::new(),
+                    block: 0,
+                })
+            }
+            Place::Media { .. } | Place::Encoded { .. } => {
+                let mut buffer = Buffer::recycled(part.length.div_ceil(BLOCK_SIZE));
+                part.read(0, &mut buffer[..part.length]).map_err(|error| error.context(&self.name))?;
+                Segment::Memory(SharedSlice::new(Arc::new(buffer), 0..part.length))
+            }
+        })
+    }
+
+    fn finish(&self, fua: bool) -> Result<()> {
+        if fua { self.chain.flush() } else { Ok(()) }
+    }
+}
+
+/// The bytes of a segment that was fetched.
+fn contents(segment: &Segment) -> &[u8] {
+    match segment {
+        Segment::Zero { .. } => &[],
+        Segment::Memory(slice) => slice,
+        Segment::Media(media) => media.contents(),
+    }
+}
+
+impl Device for ChainedDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn capacity(&self) -> u64 {
+        self.chain.capacity()
+    }
+
+    fn read_only(&self) -> bool {
+        self.chain.read_only()
+    }
+
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        let plan = self.chain.plan(offset, length)?;
+        let segments = plan.parts.iter().map(|part| self.segment(part)).collect::<Result<Vec<_>>>()?;
+        let skip = (offset - plan.start) as usize;
+        Ok(ReadPlan { segments, skip, length, offset, guard: Some(Box::new(plan)) })
+    }
+
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        if let Some(guard) = plan.guard.take()
+            && let Ok(planned) = guard.downcast::<Plan>()
+        {
+            self.chain.keep(&planned, |index| plan.segments.get(index).map_or(&[], contents));
+        }
+        Ok(Verdict::Good)
+    }
+
+    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
+        let skip = (offset % BLOCK) as usize;
+        let bytes = data.get(skip..skip.saturating_add(length)).ok_or_else(|| {
+            let text = format!("{}: a write of {length} bytes came with {} bytes of data", self.name, data.len());
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        self.chain.write(offset, bytes)?;
+        self.finish(fua)
+    }
+
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.write_zeroes(offset, length, false, fua)
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
+        self.chain.zero(offset, length, allocate)?;
+        self.finish(fua)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if self.chain.read_only() { Ok(()) } else { self.chain.flush() }
+    }
+
+    fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
+        self.chain.status(offset, length, 1)?;
+        let mut piece = Buffer::recycled((PREFETCH_PIECE / BLOCK) as usize);
+        let mut at = offset;
+        while at < offset + length {
+            let step = PREFETCH_PIECE.min(offset + length - at);
+            self.chain.read(at, &mut piece[..step as usize])?;
+            at += step;
+        }
+        Ok(())
+    }
+
+    fn resize(&self, _capacity: u64) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{}: a disk in this format keeps its capacity; convert it to change that", self.name),
+        ))
+    }
+
+    fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
+        let spans = self.chain.status(offset, length, limit)?;
+        let mut out: Vec<StatusExtent> = Vec::with_capacity(spans.len());
+        for span in spans {
+            let allocation = match span.condition {
+                Condition::Data => Allocation::Data,
+                // A mark that hides the parent takes no space worth speaking of.
+                Condition::Zero | Condition::Absent => Allocation::Hole,
+            };
+            match out.last_mut() {
+                Some(last) if last.allocation == allocation => last.length += span.length,
+                _ => out.push(StatusExtent { length: span.length, allocation }),
+            }
+        }
+        Ok(out)
+    }
+
+    fn dirty_bases(&self) -> Vec<String> {
+        self.bases.read().iter().map(|(name, _)| name.clone()).collect()
+    }
+
+    fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
+        let key = self.bases.read().iter().find(|(name, _)| name == base).map(|(_, key)| *key);
+        let key = key.ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot '{base}' to compare with", self.name))
+        })?;
+        let spans = self.chain.changed_above(key, offset, length, limit)?;
+        let mut out: Vec<DirtyExtent> = Vec::with_capacity(spans.len());
+        for span in spans {
+            let dirty = span.condition != Condition::Absent;
+            match out.last_mut() {
+                Some(last) if last.dirty == dirty => last.length += span.length,
+                _ => out.push(DirtyExtent { length: span.length, dirty }),
+            }
+        }
+        Ok(out)
+    }
+}

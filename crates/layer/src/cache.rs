@@ -1,0 +1,81 @@
+//! A bounded cache of small things that cost a read or an inflation to get again: tables, slices of tables, grains.
+//!
+//! 1. It never holds more than `capacity` entries.
+//! 2. A hit changes nothing but one bit, so that many readers share the lock around it.
+//! 3. Room is made by the clock: entries asked for since the hand passed last stay one round more.
+
+use rustc_hash::FxHashMap;
+use std::hash::Hash;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+struct Slot<K, V> {
+    key: K,
+    value: V,
+    used: AtomicBool,
+}
+
+/// The cache; locking is the owner's business.
+pub(crate) struct ClockCache<K, V> {
+    slots: Vec<Slot<K, V>>,
+    index: FxHashMap<K, usize>,
+    hand: usize,
+    capacity: usize,
+}
+
+impl<K: Copy + Eq + Hash, V> ClockCache<K, V> {
+    /// An empty cache of at most `capacity` entries, at least one.
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { slots: Vec::new(), index: FxHashMap::default(), hand: 0, capacity: capacity.max(1) }
+    }
+
+    /// The entry of `key`.
+    pub(crate) fn get(&self, key: K) -> Option<&V> {
+        let slot = self.slots.get(*self.index.get(&key)?)?;
+        // A plain load first: hot entries are shared between threads, and their line should stay so.
+        if !slot.used.load(Ordering::Relaxed) {
+            slot.used.store(true, Ordering::Relaxed);
+        }
+        Some(&slot.value)
+    }
+
+    /// Puts an entry in, over an older one of the same key or over one not used lately.
+    pub(crate) fn insert(&mut self, key: K, value: V) {
+        if let Some(&at) = self.index.get(&key) {
+            self.slots[at].value = value;
+            return;
+        }
+        let slot = Slot { key, value, used: AtomicBool::new(false) };
+        if self.slots.len() < self.capacity {
+            self.index.insert(key, self.slots.len());
+            self.slots.push(slot);
+            return;
+        }
+        while self.slots[self.hand].used.swap(false, Ordering::Relaxed) {
+            self.hand = (self.hand + 1) % self.capacity;
+        }
+        self.index.remove(&self.slots[self.hand].key);
+        self.index.insert(key, self.hand);
+        self.slots[self.hand] = slot;
+        self.hand = (self.hand + 1) % self.capacity;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_bounded_and_keeps_what_is_asked_for() {
+        let mut cache = ClockCache::new(8);
+        cache.insert(1000, 0u64);
+        for key in 0..100u64 {
+            cache.insert(key, key * 2);
+            assert_eq!(cache.get(1000), Some(&0), "asked for between any two insertions");
+            assert!(cache.slots.len() <= 8 && cache.index.len() == cache.slots.len());
+            assert_eq!(cache.index.get(&key).map(|at| cache.slots[*at].value), Some(key * 2));
+        }
+        cache.insert(99, 7);
+        assert_eq!(cache.get(99), Some(&7));
+        assert_eq!(cache.get(1), None);
+    }
+}

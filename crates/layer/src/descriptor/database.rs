@@ -1,0 +1,91 @@
+//! The disk data base: `ddb.key = "value"` lines, most of which mean something to VMware only.
+//!
+//! Entries keep their order and their bytes, whatever encoding those are in, and keys compare without regard to case.
+
+use super::{Adapter, ContentId, DATABASE_MAX, Geometry, Result, Uuid, corrupt, identity};
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Entry {
+    pub(super) key: String,
+    pub(super) value: Vec<u8>,
+}
+
+/// The entries of a descriptor.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Database {
+    entries: Vec<Entry>,
+}
+
+impl Database {
+    /// Takes one more entry as it was read.
+    pub(super) fn push(&mut self, key: String, value: Vec<u8>) -> Result<()> {
+        if self.entries.len() >= DATABASE_MAX {
+            return Err(corrupt(format!("the descriptor has more than {DATABASE_MAX} ddb entries")));
+        }
+        self.entries.push(Entry { key, value });
+        Ok(())
+    }
+
+    pub(super) fn entries(&self) -> &[Entry] {
+        &self.entries
+    }
+
+    /// The value of `key`, the first if there are several; `None` as well if it is no plain text.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        let entry = self.entries.iter().find(|entry| entry.key.eq_ignore_ascii_case(key))?;
+        std::str::from_utf8(&entry.value).ok()
+    }
+
+    /// Sets `key` where it stands, or puts it where VMware's alphabetical order has it. Both come from the program:
+    /// a quote or control character in them is our bug and is left out.
+    pub fn set(&mut self, key: &str, value: &str) {
+        let clean = |text: &str| text.chars().filter(|c| !c.is_control() && *c != '"').collect::<String>();
+        let (key, value) = (clean(key), clean(value).into_bytes());
+        match self.entries.iter_mut().find(|entry| entry.key.eq_ignore_ascii_case(&key)) {
+            Some(entry) => entry.value = value,
+            None => {
+                let place = self.entries.iter().position(|entry| entry.key > key).unwrap_or(self.entries.len());
+                self.entries.insert(place, Entry { key, value });
+            }
+        }
+    }
+
+    /// Removes every entry of that key.
+    pub fn remove(&mut self, key: &str) {
+        self.entries.retain(|entry| !entry.key.eq_ignore_ascii_case(key));
+    }
+
+    /// Keys and values in order; what is not UTF-8 in a value is shown with replacement characters.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, std::borrow::Cow<'_, str>)> {
+        self.entries.iter().map(|entry| (entry.key.as_str(), String::from_utf8_lossy(&entry.value)))
+    }
+
+    /// What a base disk has: adapter, geometry, hardware version, and identities.
+    pub fn set_disk(&mut self, adapter: Adapter, sectors: u64, uuid: Uuid) {
+        let geometry = Geometry::of(adapter, sectors);
+        self.set("ddb.adapterType", adapter.name());
+        self.set("ddb.uuid", &uuid.to_string());
+        self.set("ddb.virtualHWVersion", HARDWARE_VERSION);
+        self.set_geometry(geometry);
+    }
+
+    /// Writes down the geometry, as after a change of the capacity.
+    pub fn set_geometry(&mut self, geometry: Geometry) {
+        self.set("ddb.geometry.cylinders", &geometry.cylinders.to_string());
+        self.set("ddb.geometry.heads", &geometry.heads.to_string());
+        self.set("ddb.geometry.sectors", &geometry.sectors.to_string());
+    }
+
+    /// Writes down the long identity of the content, which ends with the short one.
+    pub fn set_long_content(&mut self, content: ContentId, random: &mut dyn FnMut() -> u64) {
+        self.set("ddb.longContentID", &identity::long_content(content, random));
+    }
+
+    /// The disk's identity.
+    pub fn uuid(&self) -> Option<Uuid> {
+        Uuid::parse(self.get("ddb.uuid")?)
+    }
+}
+
+/// Virtual hardware of new disks: of ESXi 6.7, which every later one takes.
+const HARDWARE_VERSION: &str = "14";

@@ -1,0 +1,197 @@
+//! Extent lines: `ACCESS SECTORS TYPE ["FILE" [OFFSET [PARTITION-UUID [DEVICE-ID]]]]`.
+
+use super::{Encoding, PATH_MAX, Result, corrupt, invalid, shown, unsupported};
+use crate::{CAPACITY_MAX, SECTOR};
+
+/// What the guest may do with an extent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Read and write.
+    ReadWrite,
+    /// Read.
+    ReadOnly,
+    /// Nothing: reads as zeros.
+    None,
+}
+
+impl Access {
+    const NAMES: [(&str, Self); 3] = [("RW", Self::ReadWrite), ("RDONLY", Self::ReadOnly), ("NOACCESS", Self::None)];
+
+    fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, access)| *access == self).map_or("RW", |(name, _)| name)
+    }
+}
+
+/// What holds an extent's bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExtentKind {
+    /// A part of a file, as it is.
+    Flat,
+    /// A file on VMFS, as it is.
+    Vmfs,
+    /// Workstation's sparse format.
+    Sparse,
+    /// Nothing: zeros.
+    Zero,
+    /// A redo log with 512-byte grains.
+    VmfsSparse,
+    /// A redo log with 4 KiB grains.
+    SeSparse,
+    /// An object of a vSAN store.
+    VsanSparse,
+    /// A mapping of a device on VMFS.
+    VmfsRdm,
+    /// A device.
+    VmfsRaw,
+}
+
+impl ExtentKind {
+    const NAMES: [(&str, Self); 9] = [
+        ("FLAT", Self::Flat),
+        ("VMFS", Self::Vmfs),
+        ("SPARSE", Self::Sparse),
+        ("ZERO", Self::Zero),
+        ("VMFSSPARSE", Self::VmfsSparse),
+        ("SESPARSE", Self::SeSparse),
+        ("VSANSPARSE", Self::VsanSparse),
+        ("VMFSRDM", Self::VmfsRdm),
+        ("VMFSRAW", Self::VmfsRaw),
+    ];
+
+    /// Its name in the text.
+    pub fn name(self) -> &'static str {
+        Self::NAMES.iter().find(|(_, kind)| *kind == self).map_or("FLAT", |(name, _)| name)
+    }
+}
+
+/// One extent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ExtentLine {
+    /// What the guest may do with it.
+    pub access: Access,
+    /// Length in sectors, never 0.
+    pub sectors: u64,
+    /// What holds its bytes.
+    pub kind: ExtentKind,
+    /// The file, relative to the descriptor's folder; `None` for zeros.
+    pub file: Option<String>,
+    /// Sectors of the file that come before the extent.
+    pub offset: u64,
+    /// What VMware wrote behind the offset (partition, device), passed through.
+    pub device: String,
+}
+
+impl ExtentLine {
+    /// An extent that is all of a file.
+    pub fn whole(kind: ExtentKind, sectors: u64, file: impl Into<String>) -> Self {
+        let file = Some(file.into());
+        Self { access: Access::ReadWrite, sectors, kind, file, offset: 0, device: String::new() }
+    }
+
+    /// Length in bytes, which cannot overflow: parsing and writing hold it within the largest capacity.
+    pub fn length(&self) -> u64 {
+        self.sectors.saturating_mul(SECTOR)
+    }
+
+    /// Reads the line if it is one: `None` when its first two words are none of an extent's.
+    pub(super) fn parse(line: &[u8], encoding: &Encoding) -> Option<Result<Self>> {
+        let (first, rest) = word(line);
+        let (second, rest) = word(rest);
+        let numeric = !second.is_empty() && second.iter().all(u8::is_ascii_digit);
+        let access = Access::NAMES.iter().find(|(name, _)| name.as_bytes().eq_ignore_ascii_case(first));
+        match access {
+            Some((_, access)) => Some(Self::parse_rest(line, *access, second, rest, encoding)),
+            // Passing over what looks like an extent would move everything behind it.
+            None if numeric && first.iter().all(u8::is_ascii_alphabetic) && !first.is_empty() => {
+                Some(Err(unsupported(format!("extent line {} allows an access of unknown kind", shown(line)))))
+            }
+            None => None,
+        }
+    }
+
+    fn parse_rest(line: &[u8], access: Access, count: &[u8], rest: &[u8], encoding: &Encoding) -> Result<Self> {
+        let wrong = |what: &str| corrupt(format!("extent line {} {what}", shown(line)));
+        let sectors = number(count).ok_or_else(|| wrong("has no number of sectors"))?;
+        if sectors == 0 || sectors > CAPACITY_MAX / SECTOR {
+            return Err(wrong("has a size that no disk has"));
+        }
+        let (name, rest) = word(rest);
+        let kind = ExtentKind::NAMES.iter().find(|(known, _)| known.as_bytes().eq_ignore_ascii_case(name));
+        let Some((_, kind)) = kind else {
+            return Err(unsupported(format!("extent line {} is of unknown type {}", shown(line), shown(name))));
+        };
+        let rest = rest.trim_ascii();
+        let mut extent = Self { access, sectors, kind: *kind, file: None, offset: 0, device: String::new() };
+        if rest.is_empty() {
+            return match kind {
+                ExtentKind::Zero => Ok(extent),
+                _ => Err(wrong("names no file")),
+            };
+        }
+        let (file, rest) = quoted(rest).ok_or_else(|| wrong("has a file name without quotes around it"))?;
+        if file.is_empty() || file.len() > PATH_MAX {
+            return Err(wrong("has a file name that is empty or too long"));
+        }
+        extent.file = Some(encoding.decode(file, "the name of an extent")?);
+        let (offset, device) = word(rest);
+        if !offset.is_empty() {
+            extent.offset = number(offset).ok_or_else(|| wrong("has an offset that is no number"))?;
+            if extent.offset > u64::MAX / SECTOR - CAPACITY_MAX / SECTOR {
+                return Err(wrong("begins past the end of any file"));
+            }
+        }
+        let device = device.trim_ascii();
+        if !device.is_ascii() {
+            return Err(wrong("names a device in characters other than ASCII"));
+        }
+        extent.device = device.iter().map(|byte| char::from(*byte)).collect();
+        Ok(extent)
+    }
+
+    /// Appends the line without its end.
+    pub(super) fn write(&self, encoding: &Encoding, out: &mut Vec<u8>) -> Result<()> {
+        let text = format!("{} {} {}", self.access.name(), self.sectors, self.kind.name());
+        out.extend_from_slice(text.as_bytes());
+        let Some(file) = &self.file else {
+            return match self.kind {
+                ExtentKind::Zero => Ok(()),
+                _ => Err(invalid(format!("an extent of type {} names no file", self.kind.name()))),
+            };
+        };
+        let name = super::write::quotable(encoding, file, "the name of an extent")?;
+        out.extend_from_slice(b" \"");
+        out.extend_from_slice(&name);
+        out.push(b'"');
+        // QEMU demands an offset of FLAT and refuses it of all others.
+        if self.kind == ExtentKind::Flat || self.offset != 0 || !self.device.is_empty() {
+            out.extend_from_slice(format!(" {}", self.offset).as_bytes());
+        }
+        if !self.device.is_empty() {
+            super::write::check_plain(self.device.as_bytes(), "the device of an extent")?;
+            out.extend_from_slice(format!(" {}", self.device).as_bytes());
+        }
+        Ok(())
+    }
+}
+
+/// The first word, and what comes after it.
+fn word(text: &[u8]) -> (&[u8], &[u8]) {
+    let text = text.trim_ascii_start();
+    text.split_at(text.iter().position(u8::is_ascii_whitespace).unwrap_or(text.len()))
+}
+
+/// What stands between the quote that `text` begins with and the next one, and what comes after it. A name cannot hold
+/// a quote: nothing is known of a way to write one.
+fn quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
+    let inner = text.strip_prefix(b"\"")?;
+    let end = inner.iter().position(|byte| *byte == b'"')?;
+    Some((&inner[..end], &inner[end + 1..]))
+}
+
+/// Decimal digits and nothing else.
+fn number(digits: &[u8]) -> Option<u64> {
+    if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
+        return None;
+    }
+    std::str::from_utf8(digits).ok()?.parse().ok()
+}

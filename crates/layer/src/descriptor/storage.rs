@@ -1,0 +1,303 @@
+//! Descriptors on the medium: loading, creating together with extents, replacing, and what a crash leaves.
+//!
+//! A descriptor file is never written in place. Its new text goes into a file of its own, [`NEW_SUFFIX`] behind the
+//! name, which is made durable and then renamed over the old one. What holds at every instruction:
+//!
+//! 1. The name leads to the old text or to the new one, each of them whole.
+//! 2. The new text is durable before any file that only it names is created ([`Pending`]). So a crash while a disk is
+//!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
+//! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
+//!    very descriptor, and nothing that any finished descriptor of the folder names.
+//!
+//! An embedded descriptor cannot be replaced by renaming: only digits of its content identity are overwritten, each
+//! within its sector ([`renew_embedded`]).
+
+use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
+use crate::{Error, ErrorKind, IoContext, SECTOR};
+use backend::{Access, Directory, File, IoMode};
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// What the name of an unfinished descriptor ends with.
+pub const NEW_SUFFIX: &str = ".lamina-new";
+
+/// Longest name of a descriptor that is created: its extents' names have to fit into 255 bytes as well.
+pub const NAME_MAX: usize = 200;
+
+/// Reads the descriptor in `file`, which errors call `name`.
+pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
+    let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
+    if length > TEXT_MAX as u64 {
+        return Err(corrupt(format!("'{name}' has {length} bytes: too many for a disk descriptor")));
+    }
+    let mut bytes = vec![0; length as usize];
+    file.read_at(&mut bytes, 0).during(|| format!("reading '{name}'"))?;
+    Descriptor::parse(&bytes).map_err(|error| error.context(format!("'{name}'")))
+}
+
+/// Puts a new text in place of descriptor `name`, which exists. Durable on return; after a failure the old text stands.
+pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
+    let temporary = format!("{name}{NEW_SUFFIX}");
+    // Left over by a crash, or by a creation that nobody swept: this process owns the disk, so it may go.
+    match directory.remove(&temporary) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return Err(Error::io(format!("removing the unfinished '{temporary}'"), error));
+        }
+        _ => {}
+    }
+    let pending = Pending::write(directory, name, descriptor)?;
+    if let Err(error) = directory.copy_permissions(name, &temporary) {
+        pending.abandon();
+        return Err(Error::io(format!("giving '{temporary}' the permissions of '{name}'"), error));
+    }
+    pending.commit()
+}
+
+/// A descriptor whose text is durable under its temporary name, while the files it names are made.
+pub struct Pending<'a> {
+    directory: &'a dyn Directory,
+    name: String,
+    temporary: String,
+}
+
+impl<'a> Pending<'a> {
+    /// Begins the creation of descriptor `name`.
+    ///
+    /// # Errors
+    /// `Exists` when there is such a file, or an unfinished one.
+    pub fn begin(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
+        check_name(name)?;
+        match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+            _ => return Err(Error::new(ErrorKind::Exists, format!("there is a file '{name}' already"))),
+        }
+        let pending = Self::write(directory, name, descriptor)?;
+        match directory.sync().during(|| format!("making '{name}' durable")) {
+            Ok(()) => Ok(pending),
+            Err(error) => {
+                pending.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    fn write(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
+        let text = descriptor.to_bytes().map_err(|error| error.context(format!("descriptor '{name}'")))?;
+        let temporary = format!("{name}{NEW_SUFFIX}");
+        let file = directory.create(&temporary, IoMode::Buffered).during(|| format!("creating '{temporary}'"))?;
+        let pending = Self { directory, name: name.to_owned(), temporary };
+        let written = file.write_at(&[&text], 0, false).and_then(|()| file.sync());
+        match written.during(|| format!("writing '{}'", pending.temporary)) {
+            Ok(()) => Ok(pending),
+            Err(error) => {
+                pending.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    /// Gives the descriptor its name, durably. The files it names must be durable, contents and all.
+    pub fn commit(self) -> Result<()> {
+        match self.rename() {
+            Ok(()) => self.settle(),
+            Err(error) => {
+                self.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    /// The first half of [`Pending::commit`]: after an error nothing has happened, and what was made can be removed.
+    pub fn rename(&self) -> Result<()> {
+        self.directory
+            .rename(&self.temporary, &self.name)
+            .during(|| format!("renaming '{}' to '{}'", self.temporary, self.name))
+    }
+
+    /// The second half: after an error only the medium knows whether it is done, and nothing must be removed.
+    pub fn settle(self) -> Result<()> {
+        self.directory.sync().during(|| format!("making '{}' durable", self.name))
+    }
+
+    /// Takes back what was begun. Files that it names must be gone.
+    pub fn abandon(self) {
+        // Whatever stays is swept at the next opening.
+        let _ = self.directory.remove(&self.temporary);
+        let _ = self.directory.sync();
+    }
+}
+
+/// Removes what crashed creations and replacements left in a folder, and says what that was. Only for the process that
+/// owns the folder: a creation under way looks the same.
+pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
+    let names = directory.list().during(|| "listing the folder".to_owned())?;
+    let unfinished: Vec<&String> = names.iter().filter(|name| name.ends_with(NEW_SUFFIX)).collect();
+    let mut removed = Vec::new();
+    if unfinished.is_empty() {
+        return Ok(removed);
+    }
+    let kept = extents_in_use(directory, &names);
+    for temporary in unfinished {
+        let Some(descriptor_name) = temporary.strip_suffix(NEW_SUFFIX) else { continue };
+        let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
+        // A text that is not whole was not durable yet, so nothing was made after it.
+        if let Ok(descriptor) = load_named(directory, temporary) {
+            for file in descriptor.extents.iter().filter_map(|extent| extent.file.as_ref()) {
+                if is_extent_of(stem, file) && !kept.contains(file) && names.contains(file) {
+                    directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
+                    removed.push(file.clone());
+                }
+            }
+        }
+        directory.remove(temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
+        removed.push(temporary.clone());
+    }
+    directory.sync().during(|| "making removals durable".to_owned())?;
+    Ok(removed)
+}
+
+fn load_named(directory: &dyn Directory, name: &str) -> Result<Descriptor> {
+    let file = directory
+        .open_foreign(name, IoMode::Buffered, Access::Read)
+        .during(|| format!("opening descriptor '{name}'"))?;
+    load(&*file, name)
+}
+
+/// Every file that a finished descriptor of the folder names.
+fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<String> {
+    let finished = names.iter().filter(|name| name.ends_with(".vmdk"));
+    let descriptors = finished.filter_map(|name| load_named(directory, name).ok());
+    descriptors.flat_map(|descriptor| descriptor.extents).filter_map(|extent| extent.file).collect()
+}
+
+/// Whether a descriptor `STEM.vmdk` made here could have an extent of that name.
+fn is_extent_of(stem: &str, file: &str) -> bool {
+    let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
+    match tail {
+        "-flat" | "-delta" | "-sesparse" => true,
+        _ => {
+            let digits = tail.strip_prefix("-f").or_else(|| tail.strip_prefix("-s"));
+            digits.is_some_and(|digits| digits.len() >= 3 && digits.bytes().all(|byte| byte.is_ascii_digit()))
+        }
+    }
+}
+
+/// Checks the name of a descriptor to be created, and gives the part before `.vmdk`.
+pub fn check_name(name: &str) -> Result<&str> {
+    let stem = name.strip_suffix(".vmdk").filter(|stem| !stem.is_empty());
+    let Some(stem) = stem else {
+        return Err(invalid(format!("'{}' is no name for a disk descriptor: NAME.vmdk is", name.escape_debug())));
+    };
+    if stem.len() > NAME_MAX {
+        return Err(invalid(format!("the name '{}' is longer than {NAME_MAX} bytes", name.escape_debug())));
+    }
+    let refused = |c: char| c.is_control() || matches!(c, '/' | '\\' | '"');
+    if stem.starts_with(['.', '-']) || stem.contains(refused) {
+        return Err(invalid(format!(
+            "'{}' cannot name a disk: no slash, backslash, quote or control character, no dot or dash in front",
+            name.escape_debug()
+        )));
+    }
+    Ok(stem)
+}
+
+/// The magic of the extents that may embed a descriptor.
+const SPARSE_MAGIC: &[u8] = b"KDMV";
+/// Where QEMU looks for an embedded descriptor whatever the header says.
+const EMBEDDED_USUAL: Range<u64> = SECTOR..21 * SECTOR;
+
+/// Where a hosted sparse extent says that its descriptor is, in bytes; `None` where it says that it has none.
+///
+/// # Errors
+/// `Corrupt` when the file is none, or points to where no descriptor can be.
+pub fn embedded_place(file: &dyn File) -> Result<Option<Range<u64>>> {
+    let mut header = [0; SECTOR as usize];
+    file.read_at(&mut header, 0).during(|| "reading the header of a sparse extent".to_owned())?;
+    if !header.starts_with(SPARSE_MAGIC) {
+        return Err(corrupt("this is no hosted sparse extent"));
+    }
+    let field = |at: usize| header[at..at + 8].iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
+    let (start, sectors) = (field(28), field(36));
+    if start == 0 || sectors == 0 {
+        return Ok(None);
+    }
+    let length = file.len().during(|| "asking for the length of a sparse extent".to_owned())?;
+    let place = start.checked_mul(SECTOR).zip(start.checked_add(sectors).and_then(|end| end.checked_mul(SECTOR)));
+    match place {
+        Some((from, to)) if to <= length && to - from <= TEXT_MAX as u64 => Ok(Some(from..to)),
+        _ => Err(corrupt(format!("the sparse extent claims a descriptor of {sectors} sectors at sector {start}"))),
+    }
+}
+
+/// Reads the descriptor embedded in a hosted sparse extent: where it is, and what it says. `None` without one.
+pub fn load_embedded(file: &dyn File) -> Result<Option<(Range<u64>, Descriptor)>> {
+    let Some(place) = embedded_place(file)? else { return Ok(None) };
+    let mut bytes = vec![0; (place.end - place.start) as usize];
+    file.read_at(&mut bytes, place.start).during(|| "reading an embedded descriptor".to_owned())?;
+    // Extents of split disks have room for a descriptor and nothing in it.
+    if bytes.iter().all(|byte| *byte == 0) {
+        return Ok(None);
+    }
+    Ok(Some((place, Descriptor::parse(&bytes)?)))
+}
+
+/// Room that new sparse extents should give an embedded descriptor, in bytes.
+pub fn embedded_usual() -> Range<u64> {
+    EMBEDDED_USUAL
+}
+
+/// Overwrites the content identity of a descriptor embedded at `place`, digit for digit so that nothing else moves, and
+/// makes it durable. Gives the descriptor as it is then.
+pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
+    let mut bytes = vec![0; (place.end - place.start).min(TEXT_MAX as u64) as usize];
+    file.read_at(&mut bytes, place.start).during(|| "reading an embedded descriptor".to_owned())?;
+    let old = Descriptor::parse(&bytes)?.content;
+    let text = bytes.clone();
+    let Some(digits) = value_of(&text, b"CID") else { return Err(corrupt("the embedded descriptor has no CID")) };
+    // QEMU leaves leading zeros out: the new number has as many digits as there is room for.
+    let width = digits.len();
+    if width > 8 {
+        return Err(corrupt("the CID of the embedded descriptor has more than 8 digits"));
+    }
+    let content = ContentId::after(old, width, random);
+    let full = content.to_string();
+    bytes[digits].copy_from_slice(&full.as_bytes()[8 - width..]);
+    if let Some(long) = value_of(&text, b"ddb.longContentID").filter(|long| long.len() == 32) {
+        bytes[long.end - 8..long.end].copy_from_slice(full.as_bytes());
+    }
+    let changed = |sector: &usize| bytes.chunks(512).nth(*sector) != text.chunks(512).nth(*sector);
+    for sector in (0..bytes.len().div_ceil(512)).filter(changed) {
+        let part = &bytes[sector * 512..bytes.len().min(sector * 512 + 512)];
+        let at = place.start + sector as u64 * SECTOR;
+        file.write_at(&[part], at, false).during(|| "renewing the identity of the content".to_owned())?;
+    }
+    file.sync().during(|| "renewing the identity of the content".to_owned())?;
+    Descriptor::parse(&bytes)
+}
+
+/// Writes a descriptor embedded at `place` anew and makes it durable. Not whole or not at all: for what a crash in
+/// between may undo or spoil, such as a new image that nothing refers to yet.
+pub fn write_embedded(file: &dyn File, place: Range<u64>, descriptor: &Descriptor) -> Result<()> {
+    let size = usize::try_from(place.end - place.start).unwrap_or(0).min(TEXT_MAX);
+    let text = descriptor.to_embedded_bytes(size)?;
+    file.write_at(&[&text], place.start, false).during(|| "writing an embedded descriptor".to_owned())?;
+    file.sync().during(|| "writing an embedded descriptor".to_owned())
+}
+
+/// Where the value of the first line with that key stands.
+fn value_of(text: &[u8], key: &[u8]) -> Option<Range<usize>> {
+    let mut start = 0;
+    for line in text.split(|byte| *byte == b'\n') {
+        let equals = line.iter().position(|byte| *byte == b'=');
+        if let Some(equals) = equals
+            && line[..equals].trim_ascii().eq_ignore_ascii_case(key)
+        {
+            let plain = |byte: &u8| !byte.is_ascii_whitespace() && *byte != b'"';
+            let from = line[equals + 1..].iter().position(plain)? + equals + 1;
+            let to = line[from..].iter().position(|byte| !plain(byte)).map_or(line.len(), |end| from + end);
+            return Some(start + from..start + to);
+        }
+        start += line.len() + 1;
+    }
+    None
+}

@@ -1,0 +1,209 @@
+//! Making flat disks: the extents, with their space, and the descriptor that names them.
+//!
+//! ```text
+//! vmfs                 NAME.vmdk + NAME-flat.vmdk              as ESXi makes all three types
+//! monolithicFlat       NAME.vmdk + NAME-flat.vmdk              as Workstation does
+//! twoGbMaxExtentFlat   NAME.vmdk + NAME-f001.vmdk, -f002 ..    2047 MiB each
+//! raw                  NAME                                    no descriptor
+//! ```
+//!
+//! Order: the descriptor's text under a temporary name, durable; the extents, durable; the descriptor's name. A crash
+//! at any point leaves a complete disk, or what [`crate::descriptor::storage::sweep`] removes; a failure or a watcher
+//! that stops it removes everything at once.
+
+use super::{FILE_BLOCK, Flat, Provisioning, Watch, zeros};
+use crate::descriptor::storage::{self, Pending};
+use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
+use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::{Access, Directory, File, IoMode};
+use std::sync::Arc;
+
+/// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
+const SPLIT_SECTORS: u64 = 4_192_256;
+
+/// Which product's flat disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewKind {
+    /// One flat extent, as on VMFS.
+    Vmfs,
+    /// One flat extent, as Workstation has it.
+    MonolithicFlat,
+    /// Pieces of 2047 MiB.
+    TwoGbMaxExtentFlat,
+}
+
+/// A flat disk to be made.
+pub struct NewDisk<'a> {
+    /// Name of the descriptor: `NAME.vmdk`.
+    pub name: &'a str,
+    /// Capacity in bytes, whole sectors.
+    pub capacity: u64,
+    /// Which product's.
+    pub kind: NewKind,
+    /// How it has its space.
+    pub provisioning: Provisioning,
+    /// The adapter that its geometry is made for.
+    pub adapter: Adapter,
+    /// How zeros are written.
+    pub mode: IoMode,
+}
+
+impl NewDisk<'_> {
+    /// The descriptor that the disk will have.
+    pub fn descriptor(&self, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
+        check_capacity(self.capacity)?;
+        let stem = storage::check_name(self.name)?;
+        let sectors = self.capacity / SECTOR;
+        let mut extents = Vec::new();
+        match self.kind {
+            NewKind::Vmfs => {
+                extents.push(ExtentLine::whole(ExtentKind::Vmfs, sectors, format!("{stem}-flat.vmdk")));
+            }
+            NewKind::MonolithicFlat => {
+                extents.push(ExtentLine::whole(ExtentKind::Flat, sectors, format!("{stem}-flat.vmdk")));
+            }
+            NewKind::TwoGbMaxExtentFlat => {
+                let pieces = sectors.div_ceil(SPLIT_SECTORS);
+                if pieces > EXTENTS_MAX as u64 {
+                    let text = format!("a split disk has {EXTENTS_MAX} pieces at the most, and this takes {pieces}");
+                    return Err(Error::new(ErrorKind::Invalid, text));
+                }
+                for piece in 0..pieces {
+                    let length = (sectors - piece * SPLIT_SECTORS).min(SPLIT_SECTORS);
+                    let name = format!("{stem}-f{:03}.vmdk", piece + 1);
+                    extents.push(ExtentLine::whole(ExtentKind::Flat, length, name));
+                }
+            }
+        }
+        let create_type = match self.kind {
+            NewKind::Vmfs => CreateType::Vmfs,
+            NewKind::MonolithicFlat => CreateType::MonolithicFlat,
+            NewKind::TwoGbMaxExtentFlat => CreateType::TwoGbMaxExtentFlat,
+        };
+        let mut descriptor = Descriptor::base(create_type, extents);
+        descriptor.native_snapshot = Some(false);
+        descriptor.database.set_disk(self.adapter, sectors, Uuid::random(random));
+        let content = descriptor.content;
+        descriptor.database.set_long_content(content, random);
+        descriptor.set_thin(self.provisioning == Provisioning::Thin);
+        Ok(descriptor)
+    }
+}
+
+/// Makes a disk in `directory`: extents and descriptor. Durable on return; nothing is left after an error.
+pub fn create(
+    directory: &dyn Directory,
+    disk: &NewDisk<'_>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Descriptor> {
+    let descriptor = disk.descriptor(random)?;
+    let pending = Pending::begin(directory, disk.name, &descriptor)?;
+    let mut made = Vec::new();
+    let mut making = Making { directory, disk: disk.name, done: 0, total: disk.capacity, watch };
+    let outcome = descriptor.extents.iter().try_for_each(|extent| {
+        let Some(name) = &extent.file else { return Ok(()) };
+        let file = making.begin(name, disk.mode, extent.length())?;
+        made.push(name);
+        making.fill(&*file, name, extent.length(), disk.provisioning)
+    });
+    match outcome.and_then(|()| pending.rename()) {
+        Ok(()) => pending.settle().map(|()| descriptor),
+        Err(error) => {
+            for name in made {
+                // What stays is swept at the next opening, while the unfinished descriptor names it.
+                if directory.remove(name).is_err() {
+                    return Err(error);
+                }
+            }
+            pending.abandon();
+            Err(error)
+        }
+    }
+}
+
+/// Makes a raw file of that capacity. Durable on return; nothing is left after an error.
+pub fn create_raw(
+    directory: &dyn Directory,
+    name: &str,
+    capacity: u64,
+    provisioning: Provisioning,
+    mode: IoMode,
+    watch: Watch<'_>,
+) -> Result<()> {
+    check_capacity(capacity)?;
+    match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        _ => return Err(Error::new(ErrorKind::Exists, format!("there is a file '{name}' already"))),
+    }
+    let temporary = format!("{name}{}", storage::NEW_SUFFIX);
+    let mut making = Making { directory, disk: name, done: 0, total: capacity, watch };
+    let file = making.begin(&temporary, mode, capacity)?;
+    let made = making
+        .fill(&*file, &temporary, capacity, provisioning)
+        .and_then(|()| directory.rename(&temporary, name).during(|| format!("renaming '{temporary}' to '{name}'")));
+    match made {
+        Ok(()) => directory.sync().during(|| format!("making '{name}' durable")),
+        Err(error) => {
+            // What stays is swept at the next opening.
+            let _ = directory.remove(&temporary);
+            Err(error)
+        }
+    }
+}
+
+/// A disk being made.
+struct Making<'a> {
+    directory: &'a dyn Directory,
+    disk: &'a str,
+    done: u64,
+    total: u64,
+    watch: Watch<'a>,
+}
+
+impl Making<'_> {
+    fn begin(&self, name: &str, mode: IoMode, length: u64) -> Result<Arc<dyn File>> {
+        self.directory.create(name, Flat::mode_for(mode, 0, length)).during(|| format!("creating '{name}'"))
+    }
+
+    /// Gives a new file its length, its space and its zeros.
+    fn fill(&mut self, file: &dyn File, name: &str, length: u64, provisioning: Provisioning) -> Result<()> {
+        let during = || format!("making '{name}' of {length} bytes");
+        file.set_len(length).during(during)?;
+        if provisioning != Provisioning::Thin {
+            // All of it at once, so that it is contiguous where it can be.
+            file.reserve(0, length).during(during)?;
+        }
+        if provisioning == Provisioning::EagerZeroedThick {
+            let mut at = 0;
+            while at < length {
+                self.tell(at)?;
+                let part = (length - at).min(FILE_BLOCK);
+                file.write_at(&[&zeros()[..part as usize]], at, false).during(during)?;
+                at += part;
+            }
+        }
+        file.sync().during(during)?;
+        self.done += length;
+        self.tell(0)
+    }
+
+    fn tell(&mut self, within: u64) -> Result<()> {
+        match (self.watch)(self.done + within, self.total).is_break() {
+            true => {
+                let text = format!("making '{}' was stopped; nothing of it is left", self.disk);
+                Err(Error::new(ErrorKind::Interrupted, text))
+            }
+            false => Ok(()),
+        }
+    }
+}
+
+fn check_capacity(capacity: u64) -> Result<()> {
+    if capacity == 0 || !capacity.is_multiple_of(SECTOR) || capacity > CAPACITY_MAX {
+        let text =
+            format!("a flat disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
+}

@@ -1,0 +1,156 @@
+//! Filling: an extent gets all its space, zeroed. Thin becomes eager zeroed thick (*inflate*), and so does zeroed
+//! thick.
+//!
+//! First all space is reserved, in one call so that it is contiguous where it can be and runs out before anything has
+//! changed; then block after block is written, each held alone for that:
+//!
+//! ```text
+//! hole, unwritten            zeros are written
+//! written, whole by the      nothing: it has its space, written
+//!   file system's account
+//! written in part            read and written back as it is
+//! ```
+//!
+//! 1. From the beginning discards keep their space: what was found to be whole stays so.
+//! 2. A block that was never written by anybody is told from our own account, not from the file system's: that knows
+//!    nothing of bytes which still wait in the page cache.
+//! 3. Written back is what was read, so a power cut between the two changes nothing, sector by sector.
+//! 4. Stopped, it leaves an extent of its old type with more space than before. Run again it goes on.
+
+use super::blocks::State;
+use super::{FILE_BLOCK, Flat, Provisioning, Watch, interrupted};
+use crate::{IoContext, Layer, Result};
+use backend::{BLOCK_SIZE, Buffer, Placement};
+use std::ops::Range;
+
+/// Bytes written between two flushes: a guest's flush in between waits for no more than this.
+const FLUSH_EVERY: u64 = 32 << 20;
+
+impl Flat {
+    /// Gives the extent all its space, zeroed, while it is in use. Durable on return.
+    ///
+    /// # Errors
+    /// `NoSpace` with the extent as it was; `Interrupted` when `watch` says so.
+    pub fn fill(&self, watch: Watch<'_>) -> Result<()> {
+        let _work = self.begin_work()?;
+        let before = self.provisioning();
+        self.set_provisioning(Provisioning::EagerZeroedThick);
+        // Discards that began under the old type end here.
+        drop(self.locks.alone(0..u64::MAX));
+        let outcome = self.take_space().and_then(|()| self.fill_blocks(watch)).and_then(|()| self.flush());
+        if outcome.is_err() {
+            self.set_provisioning(before);
+        }
+        outcome
+    }
+
+    /// Reserves everything; what cannot be had in full is given back.
+    fn take_space(&self) -> Result<()> {
+        let length = self.bytes.end - self.bytes.start;
+        let during = || format!("taking {length} bytes of space for '{}'", self.name);
+        let reserved = self.file.reserve(self.bytes.start, length).during(during);
+        for block in 0..self.blocks.count() {
+            if self.blocks.state(block) != State::Hole {
+                continue;
+            }
+            let _alone = self.locks.alone(block..block + 1);
+            if self.blocks.state(block) == State::Hole {
+                match reserved {
+                    Ok(()) => self.blocks.set(block, State::Unwritten),
+                    Err(_) => self.give_back(block..block + 1, &self.blocks.bytes_of(block..block + 1))?,
+                }
+            }
+        }
+        reserved
+    }
+
+    fn fill_blocks(&self, watch: Watch<'_>) -> Result<()> {
+        let total = self.bytes.end - self.bytes.start;
+        let mut account = Account { flat: self, from: 0, known_to: 0, whole: Vec::new() };
+        let mut memory = Buffer::default();
+        let mut unflushed = 0;
+        for block in 0..self.blocks.count() {
+            let bytes = self.blocks.bytes_of(block..block + 1);
+            if watch(bytes.start - self.bytes.start, total).is_break() {
+                self.flush()?;
+                return Err(interrupted("filling", &self.name));
+            }
+            if self.blocks.state(block) == State::Written && account.is_whole(&bytes)? {
+                continue;
+            }
+            let alone = self.locks.alone(block..block + 1);
+            match self.blocks.state(block) {
+                State::Written => self.write_back(&bytes, &mut memory)?,
+                _ => {
+                    self.put_zeros(&bytes)?;
+                    self.blocks.write(block..block + 1);
+                }
+            }
+            drop(alone);
+            unflushed += bytes.end - bytes.start;
+            if unflushed >= FLUSH_EVERY {
+                self.flush()?;
+                unflushed = 0;
+            }
+        }
+        // What the watcher says to the last call changes nothing any more.
+        let _ = watch(total, total);
+        Ok(())
+    }
+
+    /// Reads a block, which is held alone, and writes the same bytes.
+    fn write_back(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<()> {
+        if memory.is_empty() {
+            *memory = Buffer::recycled(FILE_BLOCK as usize / BLOCK_SIZE);
+        }
+        let content = &mut memory[..(bytes.end - bytes.start) as usize];
+        self.file.read_at(content, bytes.start).during(|| self.while_reading(bytes))?;
+        self.put(bytes, &[content])
+    }
+
+    pub(super) fn while_reading(&self, range: &Range<u64>) -> String {
+        let start = range.start - self.bytes.start;
+        format!("reading {} bytes at {start} of '{}'", range.end - range.start, self.name)
+    }
+}
+
+/// What the file system says about which bytes are written, asked for part by part as the work goes on.
+struct Account<'a> {
+    flat: &'a Flat,
+    /// Bytes that `whole` speaks of.
+    from: u64,
+    known_to: u64,
+    /// Written runs, merged, in order.
+    whole: Vec<Range<u64>>,
+}
+
+impl Account<'_> {
+    /// Whether every byte of `bytes` is written. Ranges come in order.
+    fn is_whole(&mut self, bytes: &Range<u64>) -> Result<bool> {
+        if bytes.start < self.from || bytes.end > self.known_to {
+            self.ask(bytes.start)?;
+        }
+        let at = self.whole.partition_point(|run| run.end <= bytes.start);
+        Ok(self.whole.get(at).is_some_and(|run| run.start <= bytes.start && bytes.end <= run.end))
+    }
+
+    fn ask(&mut self, from: u64) -> Result<()> {
+        self.whole.clear();
+        let flat = self.flat;
+        let mut known_to = from;
+        // An answer that ends within the block does not tell about it: the next part is asked for.
+        while known_to < (from + FILE_BLOCK).min(flat.bytes.end) {
+            let found: Vec<Placement> =
+                flat.file.placements(known_to).during(|| format!("asking where the bytes of '{}' are", flat.name))?;
+            known_to = found.last().map_or(u64::MAX, |last| last.range.end.max(known_to + 1));
+            for placement in found.into_iter().filter(|placement| placement.written) {
+                match self.whole.last_mut() {
+                    Some(run) if run.end == placement.range.start => run.end = placement.range.end,
+                    _ => self.whole.push(placement.range),
+                }
+            }
+        }
+        (self.from, self.known_to) = (from, known_to);
+        Ok(())
+    }
+}

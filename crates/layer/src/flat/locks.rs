@@ -1,0 +1,101 @@
+//! Locks of file blocks: whoever changes what a block *is* has it to itself.
+//!
+//! Guest writes share a block; discards, filling and hole punching take it alone for as long as they look at one block
+//! and change it (about a millisecond). Reads take nothing.
+//!
+//! 1. Blocks share a fixed number of locks. Whoever needs several takes them in the order of the locks, so that no two
+//!    wait for each other.
+//! 2. A write that finds the block it goes to being filled with zeros waits for it; zeros are never written over what
+//!    was acknowledged.
+
+use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::ops::Range;
+
+/// Locks of one extent: neighbours have different ones, so that a busy block holds up little else.
+const STRIPES: usize = 64;
+
+/// Blocks that are changed in one go at the most; each has a lock of its own.
+pub(super) const ALONE_MAX: u64 = 16;
+
+pub(super) struct Locks {
+    stripes: Box<[RwLock<()>]>,
+}
+
+/// Blocks shared with other writers. Most writes touch one or two.
+#[expect(dead_code, reason = "guards are held, not looked at")]
+pub(super) enum Shared<'a> {
+    One(RwLockReadGuard<'a, ()>),
+    Two(RwLockReadGuard<'a, ()>, RwLockReadGuard<'a, ()>),
+    Many(Vec<RwLockReadGuard<'a, ()>>),
+}
+
+impl Locks {
+    pub(super) fn new() -> Self {
+        Self { stripes: (0..STRIPES).map(|_| RwLock::new(())).collect() }
+    }
+
+    /// Shares blocks with other writers.
+    pub(super) fn share(&self, blocks: Range<u64>) -> Shared<'_> {
+        let first = stripe(blocks.start);
+        match blocks.end.saturating_sub(blocks.start) {
+            0 | 1 => Shared::One(self.stripes[first].read()),
+            2 => {
+                let second = stripe(blocks.start + 1);
+                // Out of the order of the blocks where the numbers begin again.
+                let (low, high) = (first.min(second), first.max(second));
+                Shared::Two(self.stripes[low].read(), self.stripes[high].read())
+            }
+            _ => Shared::Many(stripes_of(&blocks).map(|index| self.stripes[index].read()).collect()),
+        }
+    }
+
+    /// Takes blocks alone.
+    pub(super) fn alone(&self, blocks: Range<u64>) -> Vec<RwLockWriteGuard<'_, ()>> {
+        stripes_of(&blocks).map(|index| self.stripes[index].write()).collect()
+    }
+}
+
+fn stripe(block: u64) -> usize {
+    (block % STRIPES as u64) as usize
+}
+
+/// The locks of some blocks, in their order.
+fn stripes_of(blocks: &Range<u64>) -> impl Iterator<Item = usize> {
+    let count = blocks.end.saturating_sub(blocks.start).min(STRIPES as u64) as usize;
+    let first = stripe(blocks.start);
+    (0..STRIPES).filter(move |index| (index + STRIPES - first) % STRIPES < count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_block_has_its_lock_and_they_come_in_order() {
+        for start in 0..200 {
+            for count in 1..70 {
+                let taken: Vec<usize> = stripes_of(&(start..start + count)).collect();
+                assert!(taken.is_sorted());
+                let mut wanted: Vec<usize> = (start..start + count).map(stripe).collect();
+                wanted.sort_unstable();
+                wanted.dedup();
+                assert_eq!(taken, wanted);
+            }
+        }
+    }
+
+    #[test]
+    fn writers_share_and_changers_do_not() {
+        let locks = Locks::new();
+        let first = locks.share(0..1);
+        let second = locks.share(0..3);
+        assert!(locks.stripes[0].try_write().is_none());
+        assert!(locks.stripes[3].try_write().is_some());
+        drop((first, second));
+        let alone = locks.alone(62..66);
+        assert_eq!(alone.len(), 4);
+        for index in [62, 63, 0, 1] {
+            assert!(locks.stripes[index].try_read().is_none());
+        }
+    }
+}

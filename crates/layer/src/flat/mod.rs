@@ -1,0 +1,455 @@
+//! Flat extents: bytes as they are. Raw files, Workstation's and VMFS's flat extents.
+//!
+//! The file holds the disk, or a part of it beginning at an offset; there is no header and no table. What makes the
+//! three provisioning types is the space that the file has in the file system:
+//!
+//! ```text
+//! thin                holes where nothing was written; zeroing gives the space back
+//! zeroed thick        all space reserved, what was never written is unwritten to the file system too
+//! eager zeroed thick  all space reserved and written
+//! ```
+//!
+//! [docs/format/flat.md](../../../../docs/format/flat.md) says what each operation does to the space, and how VMware's
+//! counters follow from it. What holds:
+//!
+//! 1. A flat extent has no parent to ask: what is not written reads as zeros.
+//! 2. The counters ([`Flat::counters`]) are true whenever no change is under way, and after each reopening: see
+//!    [`blocks`] for the model and [`locks`] for who may change what at once.
+//! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction,
+//!    with or without the guest writing, power cuts included.
+//! 4. After a failed flush nothing is known of what was written before: every later change and flush fails, until the
+//!    image is opened again.
+
+mod blocks;
+mod create;
+mod fill;
+mod locks;
+mod punch;
+mod zero;
+
+#[cfg(test)]
+mod tests;
+
+pub use blocks::FILE_BLOCK;
+pub use create::{NewDisk, NewKind, create, create_raw};
+
+use crate::{CAPACITY_MAX, Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use backend::{BLOCK_SIZE, Buffer, File, IoMode};
+use blocks::{Blocks, State};
+use locks::Locks;
+use parking_lot::{Mutex, MutexGuard};
+use std::ops::{ControlFlow, Range};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
+
+/// Told how many of how many bytes are done; answers whether to go on. Called about once a file block.
+pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
+
+/// How a disk has its space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Provisioning {
+    /// Space when it is first written.
+    Thin,
+    /// Space from the beginning, zeroed when it is first written.
+    ZeroedThick,
+    /// Space from the beginning, zeroed.
+    EagerZeroedThick,
+}
+
+impl Provisioning {
+    const ALL: [Self; 3] = [Self::Thin, Self::ZeroedThick, Self::EagerZeroedThick];
+
+    /// The name that `vmkfstools -d` and `lamina` take.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Thin => "thin",
+            Self::ZeroedThick => "zeroedthick",
+            Self::EagerZeroedThick => "eagerzeroedthick",
+        }
+    }
+}
+
+/// VMware's counters of a flat extent, in blocks of [`FILE_BLOCK`] bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Blocks that the extent covers.
+    pub blocks: u64,
+    /// `nb`: blocks that have space.
+    pub nb: u64,
+    /// `tbz`: of these, blocks to be zeroed when they are first written.
+    pub tbz: u64,
+}
+
+impl std::ops::Add for Counters {
+    type Output = Self;
+    fn add(self, other: Self) -> Self {
+        Self { blocks: self.blocks + other.blocks, nb: self.nb + other.nb, tbz: self.tbz + other.tbz }
+    }
+}
+
+/// Which part of a file is an extent, and what for.
+#[derive(Clone, Copy, Debug)]
+pub struct FlatOptions {
+    /// Where the extent begins in the file, in bytes.
+    pub offset: u64,
+    /// Length of the extent in bytes; `None` for all that the file has after `offset`, rounded up to sectors.
+    pub capacity: Option<u64>,
+    /// Whether the extent may be changed.
+    pub writable: bool,
+    /// Whether its descriptor calls it thin. Without holes it is taken for thick otherwise.
+    pub thin: bool,
+}
+
+/// States of an open extent.
+const OPEN: u8 = 0;
+const CLOSED: u8 = 1;
+const FAILED: u8 = 2;
+
+/// An open flat extent.
+pub struct Flat {
+    name: String,
+    file: Arc<dyn File>,
+    /// The extent's bytes in the file.
+    bytes: Range<u64>,
+    /// Whether the file ends with the extent, so that the rest of its last page belongs to nobody else.
+    owns_tail: bool,
+    writable: bool,
+    /// Index in [`Provisioning::ALL`].
+    provisioning: AtomicU8,
+    state: AtomicU8,
+    blocks: Blocks,
+    locks: Locks,
+    /// Held by the one piece of long work that may be under way.
+    work: Mutex<()>,
+}
+
+impl Flat {
+    /// Opens the part of `file`, which errors call `name`, that is the extent.
+    ///
+    /// # Errors
+    /// `Corrupt` when the file is too short, `Invalid` when direct I/O cannot reach the extent's borders.
+    pub fn open(file: Arc<dyn File>, name: &str, options: FlatOptions) -> Result<Arc<Self>> {
+        let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
+        let too_short = || {
+            let wanted = options.capacity.map_or(options.offset, |capacity| options.offset.saturating_add(capacity));
+            let text = format!("'{name}' is truncated: it has {length} bytes, and its extent reaches to byte {wanted}");
+            Error::new(ErrorKind::Corrupt, text)
+        };
+        let capacity = match options.capacity {
+            Some(capacity) => capacity,
+            None => length.checked_sub(options.offset).ok_or_else(too_short)?.next_multiple_of(SECTOR),
+        };
+        if capacity == 0 || capacity > CAPACITY_MAX || !capacity.is_multiple_of(SECTOR) {
+            let text = format!("'{name}' has {capacity} bytes of disk: whole sectors up to {} TiB", CAPACITY_MAX >> 40);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let end = options.offset.checked_add(capacity).ok_or_else(too_short)?;
+        if options.capacity.is_some() && end > length {
+            return Err(too_short());
+        }
+        let aligned = options.offset.is_multiple_of(BLOCK_SIZE as u64) && capacity.is_multiple_of(BLOCK_SIZE as u64);
+        if file.mode() == IoMode::Direct && !aligned {
+            let text = format!("'{name}' does not begin and end at multiples of 4 KiB: open it for buffered I/O");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let bytes = options.offset..end;
+        let blocks = Blocks::new(bytes.clone());
+        blocks.load(&*file, name)?;
+        let (nb, tbz) = blocks.counters();
+        let provisioning = match tbz {
+            _ if options.thin || nb < blocks.count() => Provisioning::Thin,
+            0 => Provisioning::EagerZeroedThick,
+            _ => Provisioning::ZeroedThick,
+        };
+        Ok(Arc::new(Self {
+            name: name.to_owned(),
+            file,
+            owns_tail: length <= bytes.end,
+            bytes,
+            writable: options.writable,
+            provisioning: AtomicU8::new(provisioning as u8),
+            state: AtomicU8::new(OPEN),
+            blocks,
+            locks: Locks::new(),
+            work: Mutex::new(()),
+        }))
+    }
+
+    /// Whether a file of that mode can hold an extent at `offset` of `capacity` bytes.
+    pub fn mode_for(wanted: IoMode, offset: u64, capacity: u64) -> IoMode {
+        let block = BLOCK_SIZE as u64;
+        let aligned = offset.is_multiple_of(block) && capacity.is_multiple_of(block);
+        if aligned { wanted } else { IoMode::Buffered }
+    }
+
+    /// How the extent has its space, now.
+    pub fn provisioning(&self) -> Provisioning {
+        let index = usize::from(self.provisioning.load(Ordering::SeqCst));
+        Provisioning::ALL.get(index).copied().unwrap_or(Provisioning::Thin)
+    }
+
+    fn set_provisioning(&self, provisioning: Provisioning) {
+        self.provisioning.store(provisioning as u8, Ordering::SeqCst);
+    }
+
+    /// VMware's counters, kept up to date by every change.
+    pub fn counters(&self) -> Counters {
+        let (nb, tbz) = self.blocks.counters();
+        Counters { blocks: self.blocks.count(), nb, tbz }
+    }
+
+    /// In how many contiguous runs the extent's bytes lie on the medium; `None` where the file system does not say.
+    pub fn fragments(&self) -> Result<Option<u64>> {
+        let mut runs = 0u64;
+        let mut known = true;
+        let mut expected = None;
+        let mut at = self.bytes.start;
+        while at < self.bytes.end {
+            let placements =
+                self.file.placements(at).during(|| format!("asking where the bytes of '{}' are", self.name))?;
+            let Some(last) = placements.last() else { break };
+            at = last.range.end.max(at + 1);
+            for placement in placements.iter().filter(|placement| placement.range.start < self.bytes.end) {
+                known &= placement.physical.is_some();
+                if expected.is_none() || expected != placement.physical {
+                    runs += 1;
+                }
+                expected = placement.physical.map(|from| from + (placement.range.end - placement.range.start));
+            }
+        }
+        Ok(known.then_some(runs))
+    }
+
+    /// The bytes of the file that a range of the extent is, checked.
+    fn checked(&self, start: u64, length: u64) -> Result<Range<u64>> {
+        let end = start.checked_add(length).filter(|end| *end <= self.capacity());
+        match end {
+            Some(end) => Ok(self.bytes.start + start..self.bytes.start + end),
+            None => {
+                let text = format!("{length} bytes at {start} reach past the end of '{}'", self.name);
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+        }
+    }
+
+    /// As [`Flat::checked`], for changes.
+    fn checked_change(&self, start: u64, length: u64) -> Result<Range<u64>> {
+        self.check_open()?;
+        let range = self.checked(start, length)?;
+        let grain = self.grain();
+        if !start.is_multiple_of(grain) || !(length.is_multiple_of(grain) || start + length == self.capacity()) {
+            let text = format!("a change of {length} bytes at {start} of '{}' is not in whole grains", self.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        Ok(range)
+    }
+
+    /// Whether changes are allowed.
+    fn check_open(&self) -> Result<()> {
+        match self.state.load(Ordering::Acquire) {
+            OPEN if self.writable => Ok(()),
+            OPEN => Err(read_only(self.format())),
+            CLOSED => Err(Error::new(ErrorKind::Invalid, format!("'{}' was closed", self.name))),
+            _ => {
+                let text = format!("'{}' takes no changes since a flush of it failed; open it again", self.name);
+                Err(Error::new(ErrorKind::Stopped, text))
+            }
+        }
+    }
+
+    /// The bytes to take from the file system for `part`: beyond the end of the file up to the end of its last page,
+    /// which stays allocated otherwise.
+    fn whole_pages(&self, part: &Range<u64>) -> Range<u64> {
+        match part.end == self.bytes.end && self.owns_tail {
+            true => part.start..part.end.next_multiple_of(BLOCK_SIZE as u64),
+            false => part.clone(),
+        }
+    }
+
+    /// Begins long work; refused while other is under way, which would undo it.
+    fn begin_work(&self) -> Result<MutexGuard<'_, ()>> {
+        self.check_open()?;
+        self.work
+            .try_lock()
+            .ok_or_else(|| Error::new(ErrorKind::Busy, format!("'{}' is being filled or punched already", self.name)))
+    }
+
+    /// Writes the slices at `range.start` of the file; with direct I/O by way of aligned memory where they are not.
+    fn put(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
+        let aligned =
+            |slice: &&[u8]| slice.len().is_multiple_of(BLOCK_SIZE) && slice.as_ptr().addr().is_multiple_of(BLOCK_SIZE);
+        if self.file.mode() == IoMode::Buffered || slices.iter().all(aligned) {
+            return self.file.write_at(slices, range.start, false).during(|| self.while_writing(range));
+        }
+        /// Bytes copied at a time.
+        const COPY_MAX: usize = FILE_BLOCK as usize;
+        let total = (range.end - range.start) as usize;
+        let mut memory = Buffer::recycled(total.min(COPY_MAX).div_ceil(BLOCK_SIZE));
+        let mut at = range.start;
+        let mut filled = 0;
+        for mut slice in slices.iter().copied() {
+            while !slice.is_empty() {
+                let (part, rest) = slice.split_at(slice.len().min(memory.len() - filled));
+                memory[filled..filled + part.len()].copy_from_slice(part);
+                filled += part.len();
+                slice = rest;
+                let whole = filled == memory.len() || at + filled as u64 == range.end;
+                if whole {
+                    self.file.write_at(&[&memory[..filled]], at, false).during(|| self.while_writing(range))?;
+                    at += filled as u64;
+                    filled = 0;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn while_writing(&self, range: &Range<u64>) -> String {
+        let start = range.start - self.bytes.start;
+        format!("writing {} bytes at {start} of '{}'", range.end - range.start, self.name)
+    }
+
+    /// Writes as a guest does: shares the blocks, and notes what they are then.
+    fn write_shared(&self, range: &Range<u64>, slices: &[&[u8]]) -> Result<()> {
+        let blocks = self.blocks.touched(range);
+        let shared = self.locks.share(blocks.clone());
+        match self.put(range, slices) {
+            Ok(()) => {
+                self.blocks.write(blocks);
+                Ok(())
+            }
+            Err(error) => {
+                // A part of it may be there, and space taken for it.
+                drop(shared);
+                self.look_again(blocks);
+                Err(error)
+            }
+        }
+    }
+
+    /// Asks the file system what blocks are after a change of them failed.
+    fn look_again(&self, blocks: Range<u64>) {
+        for block in blocks {
+            let alone = self.locks.alone(block..block + 1);
+            if self.blocks.state(block) != State::Written {
+                self.blocks.set(block, self.look(block).unwrap_or(State::Written));
+            }
+            drop(alone);
+        }
+    }
+
+    /// What the file system says of one block.
+    fn look(&self, block: u64) -> std::io::Result<State> {
+        let bytes = self.blocks.bytes_of(block..block + 1);
+        let mut state = State::Hole;
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let placements = self.file.placements(at)?;
+            let Some(last) = placements.last() else { break };
+            at = last.range.end.max(at + 1);
+            for placement in placements.iter().filter(|placement| placement.range.start < bytes.end) {
+                match placement.written {
+                    true => return Ok(State::Written),
+                    false => state = State::Unwritten,
+                }
+            }
+        }
+        Ok(state)
+    }
+}
+
+impl Layer for Flat {
+    fn capacity(&self) -> u64 {
+        self.bytes.end - self.bytes.start
+    }
+
+    fn grain(&self) -> u64 {
+        match self.file.mode() {
+            IoMode::Buffered => SECTOR,
+            IoMode::Direct => BLOCK_SIZE as u64,
+        }
+    }
+
+    fn format(&self) -> &'static str {
+        self.provisioning().name()
+    }
+
+    fn writable(&self) -> bool {
+        self.writable
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        let bytes = self.checked(range.start, range.end.saturating_sub(range.start))?;
+        let blocks = self.blocks.touched(&bytes);
+        let (mut block, mut at) = (blocks.start, bytes.start);
+        let mut left = most.max(1);
+        while at < bytes.end && left > 0 {
+            let (written, end) = self.blocks.written_run(block, blocks.end);
+            let to = self.blocks.bytes_of(block..end).end.min(bytes.end);
+            let content = if written { Content::Data { file: 0, offset: at } } else { Content::Zero };
+            out.push(Extent { start: at - self.bytes.start, length: to - at, content });
+            (block, at) = (end, to);
+            left -= 1;
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        match index {
+            0 => Ok(&self.file),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("'{}' has one file, not {index} more", self.name))),
+        }
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        let length = slices.iter().map(|slice| slice.len() as u64).sum();
+        let range = self.checked_change(start, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        self.write_shared(&range, slices)
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        let bytes = self.checked_change(range.start, range.end.saturating_sub(range.start))?;
+        self.zero_bytes(&bytes, keep)
+    }
+
+    fn flush(&self) -> Result<()> {
+        if !self.writable {
+            return Ok(());
+        }
+        self.check_open()?;
+        self.file.sync().map_err(|error| {
+            self.state.store(FAILED, Ordering::Release);
+            Error::io(format!("flushing '{}'; it takes no more changes until it is opened again", self.name), error)
+        })
+    }
+
+    fn close(&self) -> Result<()> {
+        if self.state.load(Ordering::Acquire) == CLOSED {
+            return Ok(());
+        }
+        self.flush()?;
+        self.state.store(CLOSED, Ordering::Release);
+        Ok(())
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let allocated = self.file.allocated().during(|| format!("asking for the space of '{}'", self.name))?;
+        let Counters { nb, tbz, .. } = self.counters();
+        let mapped = (nb - tbz.min(nb)).saturating_mul(FILE_BLOCK).min(self.capacity());
+        Ok(Usage { allocated, mapped, dead: 0 })
+    }
+}
+
+/// A file block of zeros, aligned for direct I/O.
+fn zeros() -> &'static Buffer {
+    static ZEROS: OnceLock<Buffer> = OnceLock::new();
+    ZEROS.get_or_init(|| Buffer::with_bytes(FILE_BLOCK as usize))
+}
+
+/// The error of work that its watcher stopped.
+fn interrupted(what: &str, name: &str) -> Error {
+    Error::new(ErrorKind::Interrupted, format!("{what} '{name}' was stopped; what is done stays, and it can go on"))
+}

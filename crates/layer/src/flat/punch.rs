@@ -1,0 +1,94 @@
+//! Giving back blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as it can
+//! in whole file blocks.
+//!
+//! A block is looked at without a lock first, which finds out most of those that hold something; what seems empty is
+//! held alone and looked at again before its space goes. A power cut leaves a block punched or not: zeros either way.
+
+use super::blocks::State;
+use super::locks::ALONE_MAX;
+use super::{Flat, Provisioning, Watch, interrupted};
+use crate::{IoContext, Layer, Result};
+use backend::{BLOCK_SIZE, Buffer};
+use std::ops::Range;
+
+/// Bytes read at a time: most blocks that hold something show it in their first part.
+const PART: u64 = 64 << 10;
+
+impl Flat {
+    /// Makes the extent thin and gives back every file block that holds only zeros, while it is in use. Says how many
+    /// blocks that were. Durable on return.
+    ///
+    /// # Errors
+    /// `Interrupted` when `watch` says so: the extent is thin then, with what was given back so far.
+    pub fn punch_zeros(&self, watch: Watch<'_>) -> Result<u64> {
+        let _work = self.begin_work()?;
+        self.set_provisioning(Provisioning::Thin);
+        let total = self.bytes.end - self.bytes.start;
+        let mut memory = Buffer::recycled(PART as usize / BLOCK_SIZE);
+        let mut given_back = 0;
+        let mut block = 0;
+        while let Some(next) = self.blocks.next_with_space(block, self.blocks.count()) {
+            let start = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
+            if watch(start, total).is_break() {
+                self.flush()?;
+                return Err(interrupted("giving back zeros of", &self.name));
+            }
+            let (end, punched) = match self.blocks.state(next) {
+                State::Unwritten => self.punch_unwritten(next)?,
+                _ => (next + 1, self.punch_if_zero(next, &mut memory)?),
+            };
+            given_back += punched;
+            block = end;
+        }
+        self.flush()?;
+        let _ = watch(total, total);
+        Ok(given_back)
+    }
+
+    /// Gives back the run of unwritten blocks that begins at `first`, as far as one step goes: there is nothing to look
+    /// at.
+    fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
+        let end = self.blocks.count().min(first + ALONE_MAX);
+        let _alone = self.locks.alone(first..end);
+        let run = (first..end).take_while(|block| self.blocks.state(*block) == State::Unwritten).count() as u64;
+        if run > 0 {
+            self.give_back(first..first + run, &self.blocks.bytes_of(first..first + run))?;
+        }
+        // A guest may have written the first one just now: the next round looks at it.
+        Ok((first + run, run))
+    }
+
+    fn punch_if_zero(&self, block: u64, memory: &mut Buffer) -> Result<u64> {
+        let bytes = self.blocks.bytes_of(block..block + 1);
+        if !self.is_zero(&bytes, memory)? {
+            return Ok(0);
+        }
+        let _alone = self.locks.alone(block..block + 1);
+        if !self.is_zero(&bytes, memory)? {
+            return Ok(0);
+        }
+        self.give_back(block..block + 1, &bytes)?;
+        // A page that the extent shares with what comes before or behind it in the file stays.
+        Ok(u64::from(self.blocks.state(block) == State::Hole))
+    }
+
+    /// Whether bytes of the file read as zeros.
+    fn is_zero(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<bool> {
+        let mut at = bytes.start;
+        while at < bytes.end {
+            let part = at..bytes.end.min(at + PART);
+            let content = &mut memory[..(part.end - part.start) as usize];
+            self.file.read_at(content, part.start).during(|| self.while_reading(&part))?;
+            if !all_zero(content) {
+                return Ok(false);
+            }
+            at = part.end;
+        }
+        Ok(true)
+    }
+}
+
+/// Whether all bytes are zero, page by page so that the compiler can use wide registers within one.
+fn all_zero(bytes: &[u8]) -> bool {
+    bytes.chunks(BLOCK_SIZE).all(|page| page.iter().fold(0, |sum, byte| sum | byte) == 0)
+}

@@ -1,0 +1,116 @@
+//! Races made to happen: something is done at the very moment at which it would hurt.
+
+use super::*;
+use std::sync::atomic::AtomicU64;
+
+/// A file that lets a test do something just before one of its calls.
+struct Meddled {
+    inner: Arc<dyn File>,
+    /// How many reads go by before `before_read` is called.
+    reads_left: AtomicU64,
+    before_read: Meddling,
+    before_punch: Meddling,
+}
+
+type Meddling = Mutex<Option<Box<dyn FnOnce() + Send>>>;
+
+impl Meddled {
+    fn new(inner: Arc<dyn File>) -> Arc<Self> {
+        let reads_left = AtomicU64::new(u64::MAX);
+        Arc::new(Self { inner, reads_left, before_read: Mutex::default(), before_punch: Mutex::default() })
+    }
+}
+
+fn meddle(meddling: &Meddling) {
+    let taken = meddling.lock().take();
+    if let Some(meddle) = taken {
+        meddle();
+    }
+}
+
+impl File for Meddled {
+    fn len(&self) -> std::io::Result<u64> {
+        self.inner.len()
+    }
+    fn set_len(&self, length: u64) -> std::io::Result<()> {
+        self.inner.set_len(length)
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.inner.read_at(buffer, offset)?;
+        if self.reads_left.fetch_sub(1, Ordering::SeqCst) == 1 {
+            meddle(&self.before_read);
+        }
+        Ok(())
+    }
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<bool> {
+        self.inner.read_cached_at(buffer, offset)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
+        self.inner.write_at(slices, offset, durable)
+    }
+    fn sync(&self) -> std::io::Result<()> {
+        self.inner.sync()
+    }
+    fn reserve(&self, offset: u64, length: u64) -> std::io::Result<()> {
+        self.inner.reserve(offset, length)
+    }
+    fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
+        meddle(&self.before_punch);
+        self.inner.punch(offset, length)
+    }
+    fn next_allocated(&self, offset: u64) -> std::io::Result<Option<Range<u64>>> {
+        self.inner.next_allocated(offset)
+    }
+    fn placements(&self, offset: u64) -> std::io::Result<Vec<backend::Placement>> {
+        self.inner.placements(offset)
+    }
+    fn allocated(&self) -> std::io::Result<u64> {
+        self.inner.allocated()
+    }
+    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
+        None
+    }
+}
+
+/// A disk of eight blocks, all space taken and written, in a file that can be meddled with.
+fn meddled() -> (Arc<Meddled>, Arc<Flat>) {
+    let world = disk(1);
+    made(&*world.directory(), 8 * MIB, Provisioning::EagerZeroedThick);
+    let file = Meddled::new(world.directory().open("disk", IoMode::Buffered).unwrap());
+    let flat = Flat::open(Arc::<Meddled>::clone(&file), "disk", options(true)).unwrap();
+    (file, flat)
+}
+
+#[test]
+fn what_is_written_after_the_first_look_is_not_given_back() {
+    let (file, flat) = meddled();
+    let guest = Arc::clone(&flat);
+    *file.before_read.lock() = Some(Box::new(move || guest.write(4096, &[&[7; 4096]]).unwrap()));
+    // The last part of the first block: it was all zeros, as far as was looked.
+    file.reads_left.store(MIB / (64 << 10), Ordering::SeqCst);
+    assert_eq!(flat.punch_zeros(&mut go_on).unwrap(), 7);
+    assert!(file.before_read.lock().is_none());
+    assert_eq!(read(&flat, 0, 3 * 4096), [[0; 4096], [7; 4096], [0; 4096]].concat());
+    assert_eq!(flat.counters(), Counters { blocks: 8, nb: 1, tbz: 0 });
+}
+
+#[test]
+fn discards_under_way_end_before_filling_counts_on_them() {
+    let (file, flat) = meddled();
+    let filler = Arc::new(Mutex::new(None));
+    let (other, kept) = (Arc::clone(&flat), Arc::clone(&filler));
+    // The discard has decided to punch; filling has as long as it likes to look at the block before it does.
+    *file.before_punch.lock() = Some(Box::new(move || {
+        let work = std::thread::spawn(move || other.fill(&mut go_on));
+        let begin = std::time::Instant::now();
+        while !work.is_finished() && begin.elapsed().as_millis() < 300 {
+            std::thread::yield_now();
+        }
+        *kept.lock() = Some(work);
+    }));
+    flat.zero(3 * MIB..4 * MIB, false).unwrap();
+    let work = filler.lock().take().unwrap();
+    work.join().unwrap().unwrap();
+    assert_eq!(flat.counters(), Counters { blocks: 8, nb: 8, tbz: 0 });
+    assert_eq!(flat.look(3).unwrap(), State::Written, "filled before the hole was punched");
+}

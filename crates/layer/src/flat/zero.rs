@@ -1,0 +1,126 @@
+//! Zeroing a range: by giving space back, by telling the file system, or by writing zeros.
+//!
+//! | | space given back | space kept |
+//! |---|---|---|
+//! | thin | punch | whole blocks unwritten again, parts of written ones zeroed |
+//! | zeroed thick | as kept | whole blocks unwritten again, parts of written ones zeroed |
+//! | eager zeroed thick | as kept | zeros written |
+//!
+//! The type is read again under the locks of each step, so that no step acts by a type that filling or punching has
+//! ended meanwhile.
+
+use super::blocks::State;
+use super::locks::ALONE_MAX;
+use super::{FILE_BLOCK, Flat, Provisioning, zeros};
+use crate::{IoContext, Result};
+use backend::BLOCK_SIZE;
+use std::io;
+use std::ops::Range;
+
+impl Flat {
+    /// Makes bytes of the file read as zeros.
+    pub(super) fn zero_bytes(&self, bytes: &Range<u64>, keep: bool) -> Result<()> {
+        let blocks = self.blocks.touched(bytes);
+        let mut block = blocks.start;
+        while block < blocks.end {
+            if self.provisioning() == Provisioning::Thin && !keep {
+                // Nothing to give back, however long the range: on to the next block with space.
+                match self.blocks.next_with_space(block, blocks.end) {
+                    Some(next) => block = next,
+                    None => return Ok(()),
+                }
+            }
+            let end = blocks.end.min(block + ALONE_MAX);
+            let part = self.blocks.bytes_of(block..end);
+            let part = part.start.max(bytes.start)..part.end.min(bytes.end);
+            if !self.zero_alone(block..end, &part, keep)? {
+                self.write_zeros(&part)?;
+            }
+            block = end;
+        }
+        Ok(())
+    }
+
+    /// One step, with the blocks to itself. False when zeros have to be written, which needs no more than sharing.
+    fn zero_alone(&self, blocks: Range<u64>, part: &Range<u64>, keep: bool) -> Result<bool> {
+        if self.provisioning() == Provisioning::EagerZeroedThick {
+            return Ok(false);
+        }
+        let _alone = self.locks.alone(blocks.clone());
+        match self.provisioning() {
+            Provisioning::EagerZeroedThick => return Ok(false),
+            Provisioning::Thin if !keep => self.give_back(blocks, part)?,
+            _ => self.keep_zeroed(blocks, part)?,
+        }
+        Ok(true)
+    }
+
+    /// Punches a hole. Blocks are held alone.
+    pub(super) fn give_back(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
+        let during = || format!("giving back {} bytes of '{}'", part.end - part.start, self.name);
+        let pages = self.whole_pages(part);
+        self.file.punch(pages.start, pages.end - pages.start).during(during)?;
+        for block in blocks {
+            let bytes = self.blocks.bytes_of(block..block + 1);
+            let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
+            let left = match whole {
+                true => State::Hole,
+                // Dearer, as it has everything written placed first; thin disks hardly ever need it.
+                false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
+                false => match self.file.next_allocated(bytes.start).during(during)? {
+                    Some(run) if run.start < bytes.end => self.blocks.state(block),
+                    _ => State::Hole,
+                },
+            };
+            self.blocks.set(block, left);
+        }
+        Ok(())
+    }
+
+    /// Zeroes and keeps, or takes, the space. Blocks are held alone.
+    fn keep_zeroed(&self, blocks: Range<u64>, part: &Range<u64>) -> Result<()> {
+        for block in blocks {
+            let bytes = self.blocks.bytes_of(block..block + 1);
+            let range = bytes.start.max(part.start)..bytes.end.min(part.end);
+            let state = self.blocks.state(block);
+            match state {
+                State::Unwritten => {}
+                // Only whole blocks become unwritten, so that what the file system says of a block and what is
+                // counted stay the same.
+                State::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
+                _ => match self.file.zero_range(range.start, range.end - range.start) {
+                    Ok(()) if in_pages(&range) => self.blocks.set(block, State::Unwritten),
+                    // A part of a page is zeroed by writing it.
+                    Ok(()) => self.blocks.set(block, self.look(block).unwrap_or(State::Written)),
+                    Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                        self.put_zeros(&range)?;
+                        self.blocks.write(block..block + 1);
+                    }
+                    Err(error) => return Err(error).during(|| self.while_writing(&range)),
+                },
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes zeros as a guest would.
+    fn write_zeros(&self, range: &Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let part = at..range.end.min(at + FILE_BLOCK);
+            self.write_shared(&part, &[&zeros()[..(part.end - part.start) as usize]])?;
+            at = part.end;
+        }
+        Ok(())
+    }
+
+    /// Writes zeros to at most one block, which is held alone.
+    pub(super) fn put_zeros(&self, range: &Range<u64>) -> Result<()> {
+        self.put(range, &[&zeros()[..(range.end - range.start) as usize]])
+    }
+}
+
+/// Whether a range consists of whole pages, which alone can be holes or unwritten.
+fn in_pages(range: &Range<u64>) -> bool {
+    range.start.is_multiple_of(BLOCK_SIZE as u64) && range.end.is_multiple_of(BLOCK_SIZE as u64)
+}

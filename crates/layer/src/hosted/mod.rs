@@ -1,0 +1,249 @@
+//! Workstation's sparse extents (`KDMV`): monolithicSparse, and one file of a twoGbMaxExtentSparse disk.
+//!
+//! ```text
+//! header | descriptor | redundant directory, its tables | directory, its tables | grains ...
+//! ```
+//!
+//! A directory names tables, a table 512 grains of 64 KiB. There are two copies of directory and tables, which name the
+//! same grains; both are written, the primary is read, and the redundant one where the primary is damaged. The bytes,
+//! and the order in which they become durable, are on the format's page: docs/format/hosted.md. What must hold:
+//!
+//! 1. Payload is durable before an entry that names it is written; a new table is durable before a directory names it.
+//!    So a crash leaves at worst grains without a name.
+//! 2. Between two commits both copies of a table are the same on the medium. A crash within a commit may leave them
+//!    different, each entry old or new; opening for writing makes them the same before anything else is changed.
+//! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
+//!    used.
+//! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
+//!    after nobody can read it by its old name: see `space.rs`.
+//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//!    again.
+//!
+//! Locks, outermost first: the gate (shared by changes, alone by closing), the commit, `loading`, the tables' state and
+//! directories, the space. None but the gate is held while payload is read or written.
+
+mod check;
+mod create;
+pub(crate) mod descriptor;
+pub(crate) mod directory;
+pub mod header;
+mod space;
+pub(crate) mod tables;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use check::Check;
+pub use create::{CreateOptions, create};
+
+use crate::extents::{Answer, check_range};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use backend::File;
+use directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
+use header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, HEADER_SIZE, Header};
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use tables::Tables;
+use write::Writer;
+
+/// How an extent is opened.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// What messages call the image.
+    pub image: String,
+    /// Open it for writing.
+    pub writable: bool,
+    /// A parent shows through where the extent has nothing. Without one, zeros need no entry.
+    pub parent: bool,
+}
+
+/// An open sparse extent.
+pub struct Hosted {
+    image: String,
+    file: Arc<dyn File>,
+    header: Header,
+    tables: Tables,
+    warnings: Warnings,
+    writer: Option<Writer>,
+}
+
+impl Hosted {
+    /// Opens an extent.
+    pub fn open(file: Arc<dyn File>, options: &OpenOptions) -> Result<Self> {
+        let image = options.image.clone();
+        let context = |error: Error| error.context(&image);
+        let header = read_header(file.as_ref()).map_err(context)?;
+        if header.has(FLAG_COMPRESSED) {
+            let what = format!("{image}: its grains are compressed: it is streamOptimized and opened as such");
+            return Err(Error::new(ErrorKind::Invalid, what));
+        }
+        if header.version == 3 && options.writable {
+            let what = format!("{image}: uncompressed extents of version 3 are only read, convert it for writing");
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let sectors = file.len().during(|| format!("{image}: cannot find out the length"))? / SECTOR;
+        if header.overhead > sectors {
+            let what = format!("{image}: its metadata take {} sectors and the file has {sectors}", header.overhead);
+            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
+        }
+        let warnings = Warnings::default();
+        let directories = Directories::read(file.as_ref(), &header, &image, &warnings).map_err(context)?;
+        let tables = Tables::new(&image, directories, header.table_entries);
+        let mut layer = Self { image: options.image.clone(), file, header, tables, warnings, writer: None };
+        match options.writable {
+            true => layer.begin_writing(options.parent)?,
+            false if layer.header.unclean => {
+                let sentence = "it was not closed properly; what was flushed is there".to_owned();
+                layer.warnings.add(&layer.image, sentence);
+            }
+            false => {}
+        }
+        Ok(layer)
+    }
+
+    /// What a person should know about the image: damage that could be read around.
+    pub fn warnings(&self) -> Vec<String> {
+        self.warnings.list()
+    }
+
+    /// The header as it was when the extent was opened.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    fn grain_bytes(&self) -> u64 {
+        self.header.grain * SECTOR
+    }
+
+    /// The tables that a range of grains touches: index, first entry, number of entries.
+    fn by_table(&self, first: u64, count: u64) -> impl Iterator<Item = (usize, usize, usize)> + use<> {
+        let per_table = u64::from(self.header.table_entries);
+        let end = first + count;
+        let mut at = first;
+        std::iter::from_fn(move || {
+            if at >= end {
+                return None;
+            }
+            let (index, entry) = (at / per_table, at % per_table);
+            let entries = (per_table - entry).min(end - at);
+            at += entries;
+            Some((index as usize, entry as usize, entries as usize))
+        })
+    }
+
+    fn damaged_entry(&self, grain: u64) -> Error {
+        let what = format!("{}: the place of grain {grain} lies outside the file", self.image);
+        Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut, or its tables are damaged"))
+    }
+}
+
+/// Reads and checks the header of a file.
+pub(crate) fn read_header(file: &dyn File) -> Result<Header> {
+    let mut bytes = [0; HEADER_SIZE];
+    file.read_at(&mut bytes, 0).during(|| "cannot read the header".to_owned())?;
+    Header::decode(&bytes)
+}
+
+impl Layer for Hosted {
+    fn capacity(&self) -> u64 {
+        self.header.capacity * SECTOR
+    }
+
+    fn grain(&self) -> u64 {
+        self.grain_bytes()
+    }
+
+    fn format(&self) -> &'static str {
+        "monolithicsparse"
+    }
+
+    fn writable(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        check_range(&self.image, &range, self.capacity(), SECTOR)?;
+        let grain = self.grain_bytes();
+        let mut answer = Answer::new(out, most);
+        let grains = range.end.div_ceil(grain) - range.start / grain;
+        for (index, first, count) in self.by_table(range.start / grain, grains) {
+            let base = (index * self.header.table_entries as usize + first) as u64;
+            let table = match self.tables.get(self.file.as_ref(), index, &self.warnings) {
+                Ok(table) => table,
+                Err(error) if answer.is_empty() => return Err(error),
+                Err(_) => return Ok(()),
+            };
+            let Some(table) = table else {
+                let start = (base * grain).max(range.start);
+                let end = ((base + count as u64) * grain).min(range.end);
+                if !answer.say(start, end - start, Content::Absent) {
+                    return Ok(());
+                }
+                continue;
+            };
+            for at in 0..count {
+                let number = base + at as u64;
+                let start = (number * grain).max(range.start);
+                let end = ((number + 1) * grain).min(range.end);
+                let content = match table.entry(first + at) {
+                    ENTRY_ABSENT => Content::Absent,
+                    ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => Content::Zero,
+                    // What could be told stays said; the damage is met when it is asked for itself.
+                    ENTRY_BAD if !answer.is_empty() => return Ok(()),
+                    ENTRY_BAD => return Err(self.damaged_entry(number)),
+                    place => Content::Data { file: 0, offset: u64::from(place) * SECTOR + (start - number * grain) },
+                };
+                if !answer.say(start, end - start, content) {
+                    return Ok(());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        match index {
+            0 => Ok(&self.file),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
+        }
+    }
+
+    fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.writer.as_ref().map(|writer| writer.epoch() as _)
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        self.write_grains(self.writer()?, start, slices)
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        self.zero_grains(self.writer()?, range, keep)
+    }
+
+    fn flush(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.flush_open(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn close(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.end_writing(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let check = self.check()?;
+        let allocated = self.file.allocated().during(|| format!("{}: cannot find out its size", self.image))?;
+        Ok(Usage { allocated, mapped: check.grains * self.grain_bytes(), dead: check.dead })
+    }
+}
+
+impl Hosted {
+    fn writer(&self) -> Result<&Writer> {
+        self.writer.as_ref().ok_or_else(|| read_only(self.format()).context(&self.image))
+    }
+}

@@ -1,0 +1,233 @@
+//! Where new grains go, and when the place of an old one may be used again.
+//!
+//! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain
+//! that no table names any more is *retired*. Its place is used again only after
+//!
+//! 1. a commit that took the table without it has ended, so that no crash brings the name back, and
+//! 2. everybody who asked the map before that commit has let go of the [`Epoch`] he held: reads go to places without a
+//!    lock, and writes in place too.
+//!
+//! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name
+//! are found when the image is opened for writing the next time.
+
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::File;
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+
+/// Bytes by which the file grows at a time.
+const GROWTH: u64 = 64 << 20;
+
+/// Most runs of free places remembered; more stay dead until the image is opened after a crash, or copied.
+const FREE_RUNS_MAX: usize = 1 << 16;
+
+/// First sector that no 32-bit entry can name as the start of a grain; the largest number is kept for damage.
+const SECTORS_END: u64 = u32::MAX as u64;
+
+/// Held by whoever uses places that the map told him.
+pub(super) struct Epoch;
+
+/// Grains retired in one epoch.
+pub(super) struct Retired {
+    epoch: Arc<Epoch>,
+    places: Vec<u32>,
+}
+
+/// Sectors next to each other in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) start: u64,
+    pub(super) sectors: u64,
+}
+
+struct State {
+    /// First sector never used.
+    used: u64,
+    /// Length of the file, in sectors.
+    length: u64,
+    free: BTreeMap<u64, u64>,
+    epoch: Arc<Epoch>,
+    retired: Vec<u32>,
+    waiting: VecDeque<Retired>,
+    /// What is left of the last place taken for tables.
+    tables: Run,
+}
+
+/// The space of one file.
+pub(super) struct Space {
+    image: String,
+    grain: u64,
+    state: Mutex<State>,
+}
+
+impl Space {
+    /// The space of a file that is used up to sector `used`.
+    pub(super) fn new(image: &str, grain: u64, used: u64) -> Self {
+        let used = used.next_multiple_of(grain);
+        let state = State {
+            used,
+            length: 0,
+            free: BTreeMap::new(),
+            epoch: Arc::new(Epoch),
+            retired: Vec::new(),
+            waiting: VecDeque::new(),
+            tables: Run { start: 0, sectors: 0 },
+        };
+        Self { image: image.to_owned(), grain, state: Mutex::new(state) }
+    }
+
+    /// What is to be held while places are used.
+    pub(super) fn epoch(&self) -> Arc<Epoch> {
+        Arc::clone(&self.state.lock().epoch)
+    }
+
+    /// First sector never used.
+    pub(super) fn used(&self) -> u64 {
+        self.state.lock().used
+    }
+
+    /// Cuts the file to what is used.
+    pub(super) fn cut(&self, file: &dyn File) -> Result<()> {
+        let mut state = self.state.lock();
+        file.set_len(state.used * SECTOR).during(|| format!("{}: cannot cut its unused end", self.image))?;
+        state.length = state.used;
+        Ok(())
+    }
+
+    /// Sectors free for reuse.
+    pub(super) fn free(&self) -> u64 {
+        self.state.lock().free.values().sum()
+    }
+
+    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and nobody names them.
+    pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<Run>) -> Result<()> {
+        let mut state = self.state.lock();
+        let mut left = grains * self.grain;
+        let before = out.len();
+        while left > 0 {
+            let Some((start, sectors)) = state.free.pop_first() else { break };
+            let taken = sectors.min(left);
+            if taken < sectors {
+                state.free.insert(start + taken, sectors - taken);
+            }
+            left -= taken;
+            push(out, Run { start, sectors: taken });
+        }
+        if left > 0 {
+            match self.append(&mut state, file, left) {
+                Ok(run) => push(out, run),
+                Err(error) => {
+                    for run in out.drain(before..) {
+                        insert_free(&mut state.free, run);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A place of `sectors` sectors for tables; reads as zeros.
+    pub(super) fn allocate_table(&self, file: &dyn File, sectors: u64) -> Result<u32> {
+        let mut state = self.state.lock();
+        if state.tables.sectors < sectors {
+            // Whole grains, so that what comes after stays aligned.
+            let size = sectors.next_multiple_of(self.grain);
+            state.tables = self.append(&mut state, file, size)?;
+        }
+        let place = state.tables.start;
+        state.tables.start += sectors;
+        state.tables.sectors -= sectors;
+        u32::try_from(place).map_err(|_| self.full())
+    }
+
+    fn append(&self, state: &mut State, file: &dyn File, sectors: u64) -> Result<Run> {
+        let start = state.used;
+        let end = start.checked_add(sectors).filter(|end| *end <= SECTORS_END).ok_or_else(|| self.full())?;
+        if end > state.length {
+            let length = (end * SECTOR).next_multiple_of(GROWTH);
+            file.set_len(length).during(|| format!("{}: cannot grow", self.image))?;
+            state.length = length / SECTOR;
+        }
+        state.used = end;
+        Ok(Run { start, sectors })
+    }
+
+    fn full(&self) -> Error {
+        let what = format!("{}: the extent has reached 2 TiB, more its tables cannot address", self.image);
+        Error::new(ErrorKind::NoSpace, what)
+    }
+
+    /// Takes note of grains that no table in memory names any more.
+    pub(super) fn retire(&self, places: impl Iterator<Item = u32>) {
+        self.state.lock().retired.extend(places);
+    }
+
+    /// Gives back places that were allocated and never named.
+    pub(super) fn give_back(&self, runs: &[Run]) {
+        let grain = self.grain as usize;
+        let places = runs.iter().flat_map(|run| (run.start..run.start + run.sectors).step_by(grain));
+        self.retire(places.filter_map(|place| u32::try_from(place).ok()));
+    }
+
+    /// Ends the epoch: what was retired in it, to be handed to [`Space::release`] once the tables are committed.
+    pub(super) fn end_epoch(&self) -> Retired {
+        let mut state = self.state.lock();
+        let epoch = std::mem::replace(&mut state.epoch, Arc::new(Epoch));
+        Retired { epoch, places: std::mem::take(&mut state.retired) }
+    }
+
+    /// After a commit: frees what nobody can be looking at any more. Commits do not overlap, and neither do calls.
+    pub(super) fn release(&self, retired: Retired, file: &dyn File) {
+        let mut places: Vec<u32> = Vec::new();
+        {
+            let mut state = self.state.lock();
+            state.waiting.push_back(retired);
+            while state.waiting.front().is_some_and(|front| Arc::strong_count(&front.epoch) == 1) {
+                places.extend(state.waiting.pop_front().into_iter().flat_map(|front| front.places));
+            }
+        }
+        places.sort_unstable();
+        places.dedup();
+        let mut runs: Vec<Run> = Vec::new();
+        for place in places {
+            push(&mut runs, Run { start: u64::from(place), sectors: self.grain });
+        }
+        runs.into_iter().for_each(|run| self.free_run(run, file));
+    }
+
+    /// Punches a run that nobody names and makes it free. What cannot be punched stays dead: nobody misses it.
+    pub(super) fn free_run(&self, run: Run, file: &dyn File) {
+        if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
+            tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");
+            return;
+        }
+        let mut state = self.state.lock();
+        if state.free.len() < FREE_RUNS_MAX {
+            insert_free(&mut state.free, run);
+        }
+    }
+}
+
+/// Appends a run, to the last one where it adjoins.
+fn push(runs: &mut Vec<Run>, run: Run) {
+    match runs.last_mut() {
+        Some(last) if last.start + last.sectors == run.start => last.sectors += run.sectors,
+        _ => runs.push(run),
+    }
+}
+
+fn insert_free(free: &mut BTreeMap<u64, u64>, run: Run) {
+    let mut run = run;
+    if let Some(after) = free.remove(&(run.start + run.sectors)) {
+        run.sectors += after;
+    }
+    if let Some((_, before)) =
+        free.range_mut(..run.start).next_back().filter(|(start, len)| *start + **len == run.start)
+    {
+        *before += run.sectors;
+        return;
+    }
+    free.insert(run.start, run.sectors);
+}

@@ -1,0 +1,271 @@
+//! Grain tables in memory: a bounded cache of what is on the medium, and the tables changed since the last commit.
+//!
+//! 1. A table is in memory once: whoever changes it and whoever reads it see the same words.
+//! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`, then it may
+//!    be forgotten. So what is read from the medium is never older than what was committed.
+//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion nobody
+//!    else can have loaded, changed, committed and forgotten it.
+//! 4. A table whose two copies are both damaged is read as far as it goes and never changed.
+
+use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
+use crate::cache::ClockCache;
+use crate::{Error, ErrorKind, Result, SECTOR};
+use backend::File;
+use parking_lot::{Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Memory for unchanged grain tables per image: in the usual grains the tables of 128 GiB.
+const CACHE_BYTES: usize = 8 << 20;
+
+/// Entries in a sector of a table.
+const ENTRIES_PER_SECTOR: usize = SECTOR as usize / 4;
+
+/// A grain table.
+pub(crate) struct Table {
+    entries: Box<[AtomicU32]>,
+    places: Places,
+    damaged: bool,
+    /// A bit for each sector changed since the last commit.
+    changed: AtomicU32,
+    /// Bit 1: on the medium no directory names it yet.
+    fresh: AtomicU32,
+}
+
+impl Table {
+    fn new(entries: Vec<u32>, places: Places, damaged: bool) -> Self {
+        let entries = entries.into_iter().map(AtomicU32::new).collect();
+        Self { entries, places, damaged, changed: AtomicU32::new(0), fresh: AtomicU32::new(0) }
+    }
+
+    /// Entry `at`.
+    pub(crate) fn entry(&self, at: usize) -> u32 {
+        self.entries.get(at).map_or(ENTRY_BAD, |entry| entry.load(Ordering::Acquire))
+    }
+
+    /// Number of entries.
+    pub(crate) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Where it lies.
+    pub(super) fn places(&self) -> Places {
+        self.places
+    }
+}
+
+/// What a commit has to write.
+#[derive(Default)]
+pub(super) struct Batch {
+    /// Sectors of tables that the directories name already, and their new content.
+    pub(super) sectors: Vec<(u64, [u8; SECTOR as usize])>,
+    /// New tables: index, places, and all their sectors.
+    pub(super) fresh: Vec<(usize, Places, Vec<u8>)>,
+}
+
+impl Batch {
+    /// True when nothing changed.
+    pub(super) fn is_empty(&self) -> bool {
+        self.sectors.is_empty() && self.fresh.is_empty()
+    }
+}
+
+struct State {
+    cache: ClockCache<usize, Arc<Table>>,
+    changed: FxHashMap<usize, Arc<Table>>,
+    writing: FxHashMap<usize, Arc<Table>>,
+}
+
+impl State {
+    fn get(&self, index: usize) -> Option<&Arc<Table>> {
+        self.changed.get(&index).or_else(|| self.writing.get(&index)).or_else(|| self.cache.get(index))
+    }
+}
+
+/// The grain tables of one file.
+pub(crate) struct Tables {
+    image: String,
+    directories: RwLock<Directories>,
+    state: RwLock<State>,
+    loading: Mutex<()>,
+    table_entries: usize,
+}
+
+impl Tables {
+    pub(crate) fn new(image: &str, directories: Directories, table_entries: u32) -> Self {
+        let table_entries = table_entries as usize;
+        let state = State {
+            cache: ClockCache::new(CACHE_BYTES / (table_entries * 4)),
+            changed: FxHashMap::default(),
+            writing: FxHashMap::default(),
+        };
+        Self {
+            image: image.to_owned(),
+            directories: RwLock::new(directories),
+            state: RwLock::new(state),
+            loading: Mutex::new(()),
+            table_entries,
+        }
+    }
+
+    /// Tables changed and not committed.
+    pub(super) fn changed(&self) -> usize {
+        self.state.read().changed.len()
+    }
+
+    /// A copy of the directories.
+    pub(crate) fn directories(&self) -> Directories {
+        self.directories.read().clone()
+    }
+
+    /// Table `index`, or `None` when there is none yet: all its grains are absent.
+    pub(crate) fn get(&self, file: &dyn File, index: usize, warnings: &Warnings) -> Result<Option<Arc<Table>>> {
+        if let Some(table) = self.state.read().get(index) {
+            return Ok(Some(Arc::clone(table)));
+        }
+        if self.directories.read().named(index) == [0, 0] {
+            return Ok(None);
+        }
+        let _loading = self.loading.lock();
+        if let Some(table) = self.state.read().get(index) {
+            return Ok(Some(Arc::clone(table)));
+        }
+        let read = self.directories.read().read_table(file, index, &self.image, warnings)?;
+        let Some(read) = read else { return Ok(None) };
+        let table = Arc::new(Table::new(read.entries, read.places, read.bad > 0));
+        if read.differ {
+            // One copy is damaged; the next change of the table mends it.
+            table.changed.store(u32::MAX, Ordering::Relaxed);
+        }
+        self.state.write().cache.insert(index, Arc::clone(&table));
+        Ok(Some(table))
+    }
+
+    /// As [`Tables::get`] for a look at all of them: what is not in memory is read and not kept.
+    pub(crate) fn peek(
+        &self,
+        file: &dyn File,
+        directories: &Directories,
+        index: usize,
+        warnings: &Warnings,
+    ) -> Result<Option<Arc<Table>>> {
+        if let Some(table) = self.state.read().get(index) {
+            return Ok(Some(Arc::clone(table)));
+        }
+        let read = directories.read_table(file, index, &self.image, warnings)?;
+        Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, read.bad > 0))))
+    }
+
+    /// Enters a new, empty table that lies at `places`, unless there is one by now.
+    pub(super) fn add(&self, index: usize, places: Places) -> bool {
+        let mut state = self.state.write();
+        if state.get(index).is_some() {
+            return false;
+        }
+        let table = Table::new(vec![ENTRY_ABSENT; self.table_entries], places, false);
+        table.changed.store(u32::MAX, Ordering::Relaxed);
+        table.fresh.store(1, Ordering::Relaxed);
+        state.changed.insert(index, Arc::new(table));
+        true
+    }
+
+    /// Refuses to change a table that is damaged in both copies.
+    pub(super) fn check_changeable(&self, index: usize, table: &Table) -> Result<()> {
+        if !table.damaged {
+            return Ok(());
+        }
+        let what = format!("{}: grain table {index} is damaged in both copies and cannot be changed", self.image);
+        Err(Error::new(ErrorKind::Corrupt, format!("{what}; copy what can be read to a new image")))
+    }
+
+    /// Whether copy `copy` of the directory is there.
+    pub(super) fn has_copy(&self, copy: usize) -> bool {
+        self.directories.read().has(copy)
+    }
+
+    /// Sets consecutive entries of table `index` from entry `first` on, and hands the old value of each that changed
+    /// to `replaced`.
+    pub(super) fn set(
+        &self,
+        index: usize,
+        table: &Arc<Table>,
+        first: usize,
+        values: impl Iterator<Item = u32>,
+        mut replaced: impl FnMut(u32),
+    ) -> Result<()> {
+        self.check_changeable(index, table)?;
+        let mut state = self.state.write();
+        // It may have been forgotten and loaded again since the caller got it.
+        let table = Arc::clone(state.get(index).unwrap_or(table));
+        let mut sectors = 0;
+        for (at, value) in (first..).zip(values) {
+            let Some(entry) = table.entries.get(at) else { break };
+            let old = entry.swap(value, Ordering::AcqRel);
+            if old != value {
+                replaced(old);
+                sectors |= 1 << (at / ENTRIES_PER_SECTOR);
+            }
+        }
+        if sectors == 0 {
+            return Ok(());
+        }
+        table.changed.fetch_or(sectors, Ordering::Relaxed);
+        state.changed.insert(index, table);
+        Ok(())
+    }
+
+    /// Begins a commit: everything changed, as it is now. Ended by [`Tables::written`]; commits do not overlap.
+    pub(super) fn take_changes(&self) -> Batch {
+        let mut state = self.state.write();
+        let changed = std::mem::take(&mut state.changed);
+        let mut batch = Batch::default();
+        for (&index, table) in &changed {
+            let mask = table.changed.swap(0, Ordering::Relaxed);
+            let mut bytes: Vec<u8> =
+                table.entries.iter().flat_map(|entry| entry.load(Ordering::Acquire).to_le_bytes()).collect();
+            bytes.resize(bytes.len().next_multiple_of(SECTOR as usize), 0);
+            if table.fresh.swap(0, Ordering::Relaxed) == 1 {
+                batch.fresh.push((index, table.places, bytes));
+                continue;
+            }
+            for (number, sector) in bytes.chunks_exact(SECTOR as usize).enumerate() {
+                if mask & (1 << number) == 0 {
+                    continue;
+                }
+                let mut content = [0; SECTOR as usize];
+                content.copy_from_slice(sector);
+                let places = table.places.into_iter().filter(|place| *place != 0);
+                batch.sectors.extend(places.map(|place| (u64::from(place) + number as u64, content)));
+            }
+        }
+        state.writing = changed;
+        batch
+    }
+
+    /// Enters tables into the directories: returns copy, sector within it, and content of each sector to write.
+    pub(super) fn enter_places(&self, tables: impl Iterator<Item = (usize, Places)>) -> Vec<(usize, u64, Vec<u8>)> {
+        let mut directories = self.directories.write();
+        let mut sectors: Vec<(usize, usize)> = Vec::new();
+        for (index, places) in tables {
+            directories.set(index, places);
+            let copies = [0, 1].into_iter().filter(|copy| directories.has(*copy));
+            sectors.extend(copies.map(|copy| (copy, index / ENTRIES_PER_SECTOR * ENTRIES_PER_SECTOR)));
+        }
+        sectors.sort_unstable();
+        sectors.dedup();
+        let content = |(copy, index)| {
+            let (sector, bytes) = directories.sector_of(copy, index);
+            (copy, sector, bytes)
+        };
+        sectors.into_iter().map(content).collect()
+    }
+
+    /// Ends a commit: what it wrote may be forgotten.
+    pub(super) fn written(&self) {
+        let mut state = self.state.write();
+        for (index, table) in std::mem::take(&mut state.writing) {
+            state.cache.insert(index, table);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Damaged copies are read around and said; lying images are refused or fail, in bounded time and memory.
+
+use super::*;
+use crate::proving::{memory_file, mutate, pattern, peak_memory};
+
+/// A closed image of the small shape with something in it, and its content.
+fn image(zero_grains: bool) -> (Vec<u8>, Vec<u8>) {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let capacity = 70 * GRAIN;
+    let file = small(disk.directory().as_ref(), capacity, zero_grains);
+    let layer = open(&file, true, true).unwrap();
+    let mut model = vec![0; capacity as usize];
+    for (at, range) in [0..5, 14..20, 33..34, 60..70].into_iter().enumerate() {
+        let bytes = pattern(at as u64, (range.end - range.start) * GRAIN as usize);
+        layer.write(range.start as u64 * GRAIN, &[&bytes]).unwrap();
+        model[range.start * GRAIN as usize..range.end * GRAIN as usize].copy_from_slice(&bytes);
+    }
+    layer.zero(2 * GRAIN..3 * GRAIN, false).unwrap();
+    model[2 * GRAIN as usize..3 * GRAIN as usize].fill(0);
+    layer.close().unwrap();
+    let mut bytes = vec![0; file.len().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    (bytes, model)
+}
+
+#[test]
+fn the_redundant_copy_is_used_and_it_is_said() {
+    let (bytes, model) = image(true);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let directory = (header.directory_offset * SECTOR) as usize;
+    let table = u32::from_le_bytes(bytes[directory..directory + 4].try_into().unwrap()) as usize * SECTOR as usize;
+    let cases: [(&str, usize, u32); 4] = [
+        ("a table out of the file", directory, 0x00ff_ffff),
+        ("no table", directory + 4, 0),
+        ("a grain out of the file", table + 8, 0x7fff_ffff),
+        ("the directory itself", 56, 0x00ff_ffff),
+    ];
+    for (what, at, word) in cases {
+        let mut damaged = bytes.clone();
+        damaged[at..at + 4].copy_from_slice(&word.to_le_bytes());
+        let file = memory_file(&damaged);
+        let layer = open(&file, false, true).unwrap();
+        assert_eq!(read_all(&layer, None), model, "{what}");
+        assert!(!layer.warnings().is_empty(), "{what}");
+    }
+    // The primary table cannot be read at all; writing mends it.
+    let disk = SimulatedDisk::new(2, SimulatedOptions::default());
+    let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
+    file.write_at(&[&bytes], 0, true).unwrap();
+    disk.fail_reads("disk.vmdk", table as u64..table as u64 + 1).unwrap();
+    let layer = open(&file, true, true).unwrap();
+    assert_eq!(read_all(&layer, None), model);
+    assert!(!layer.warnings().is_empty());
+    layer.write(0, &[&model[..GRAIN as usize]]).unwrap();
+    layer.zero(GRAIN..2 * GRAIN, false).unwrap();
+    layer.close().unwrap();
+    let layer = open(&file, false, true).unwrap();
+    let check = layer.check().unwrap();
+    assert!(check.is_sound() && layer.warnings().is_empty(), "{check:?}");
+}
+
+#[test]
+fn places_with_two_names_are_not_written() {
+    let (bytes, _) = image(false);
+    let header = super::super::read_header(memory_file(&bytes).as_ref()).unwrap();
+    let word = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
+    let tables = [header.directory_offset, header.redundant_offset].map(|at| word((at * SECTOR) as usize));
+    for name_of in [word(tables[0] as usize * SECTOR as usize), header.overhead as u32 + 3] {
+        let mut lying = bytes.clone();
+        for table in tables {
+            let at = table as usize * SECTOR as usize + 4 * 7;
+            lying[at..at + 4].copy_from_slice(&name_of.to_le_bytes());
+        }
+        let file = memory_file(&lying);
+        assert!(open(&file, false, false).unwrap().check().unwrap().shared > 0);
+        let error = open(&file, true, false).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+        let mut after = vec![0; lying.len()];
+        file.read_at(&mut after, 0).unwrap();
+        assert!(after == lying, "refused before anything was changed");
+    }
+}
+
+#[test]
+fn a_change_of_lines_and_other_lies_are_told() {
+    let (bytes, _) = image(false);
+    let with = |at: usize, field: &[u8]| {
+        let mut bytes = bytes.clone();
+        bytes[at..at + field.len()].copy_from_slice(field);
+        open(&memory_file(&bytes), false, false).err().map(|error| error.to_string()).unwrap_or_default()
+    };
+    assert!(with(73, b"\n \n\n").contains("as text"));
+    assert!(with(0, b"kdmv").contains("never finished"));
+    assert!(with(4, &[9]).contains("version is 9"));
+    assert!(with(8, &[3, 0, 8, 0]).contains("unknown"));
+    assert!(with(12, &u64::MAX.to_le_bytes()).contains("64 TiB"));
+    assert!(with(12, &0u64.to_le_bytes()).contains("capacity is 0"));
+    assert!(with(20, &7u64.to_le_bytes()).contains("grain"));
+    assert!(with(44, &0u32.to_le_bytes()).contains("entries"));
+    assert!(with(64, &u64::MAX.to_le_bytes()).contains("was cut"));
+    let cut = open(&memory_file(&bytes[..3000]), false, false).err().unwrap();
+    assert_eq!(cut.kind(), ErrorKind::Corrupt, "{cut}");
+}
+
+#[test]
+fn mutations_end_in_an_error_or_an_answer() {
+    let images = [image(false).0, image(true).0];
+    let header = super::super::read_header(memory_file(&images[0]).as_ref()).unwrap();
+    let metadata = 512 * header.redundant_offset as usize..512 * header.overhead as usize;
+    let weak = [0..80, 0..80, metadata.clone(), metadata];
+    let start = std::time::Instant::now();
+    let memory = peak_memory();
+    for seed in 0..100_000 {
+        let mut random = Random::new(seed);
+        let mut bytes = images[(seed % 2) as usize].clone();
+        mutate(&mut random, &mut bytes, &weak);
+        let file = memory_file(&bytes);
+        let writable = seed % 4 == 0;
+        let Ok(layer) = open(&file, writable, random.percent(50)) else { continue };
+        let capacity = layer.capacity();
+        let mut extents = Vec::new();
+        let _ = layer.map(0..capacity, 64, &mut extents);
+        let end = capacity.min(70 * GRAIN);
+        let _ = read(&layer, 0..end / SECTOR * SECTOR, None);
+        let _ = layer.check();
+        if writable && layer.grain() <= 1 << 20 {
+            let grain = layer.grain();
+            let first = random.below(capacity / grain + 1) * grain;
+            let length = grain.min(capacity - first) as usize;
+            let _ = layer.write(first, &[&pattern(seed, length)]);
+            let _ = layer.zero(first..(first + length as u64), random.percent(50));
+            let _ = layer.close();
+        }
+    }
+    assert!(peak_memory() - memory < 1 << 30, "{} bytes more", peak_memory() - memory);
+    assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
+}

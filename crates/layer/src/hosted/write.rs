@@ -1,0 +1,418 @@
+//! Changing a sparse extent: opening and closing for it, whole grains, zeros, and the commit that makes it durable.
+//!
+//! A grain that is there is overwritten in place. A new one is written first and entered in its table, in memory, after
+//! that: so the map never names bytes that are not in the file. The commit writes the tables:
+//!
+//! ```text
+//! take the changed tables as they are -> write new tables -> flush (payload and new tables are durable)
+//!   -> write changed sectors of tables, and directories that name new tables, both copies -> flush
+//! ```
+
+use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Places};
+use super::header::{FLAG_ZERO_GRAINS, UNCLEAN_OFFSET};
+use super::space::{Epoch, Run, Space};
+use super::tables::Table;
+use super::{Hosted, check_range};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use parking_lot::{Mutex, RwLock};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Changed tables beyond which a writer commits by itself.
+const CHANGED_TABLES_MAX: usize = 1024;
+
+/// Runs of dead grains freed when an image is opened; the rest stays dead.
+const RECLAIMED_RUNS_MAX: usize = 4096;
+
+/// What an extent opened for writing has more.
+pub(super) struct Writer {
+    pub(super) space: Space,
+    parent: bool,
+    gate: RwLock<bool>,
+    commit: Mutex<()>,
+    stopped: AtomicBool,
+}
+
+impl Writer {
+    pub(super) fn epoch(&self) -> Arc<Epoch> {
+        self.space.epoch()
+    }
+}
+
+/// Consecutive grains at consecutive places.
+#[derive(Clone, Copy)]
+struct Piece {
+    first: u64,
+    count: u64,
+    /// Sector of the first; `None` while it has no place.
+    place: Option<u64>,
+    fresh: bool,
+}
+
+impl Hosted {
+    /// Makes an extent just opened ready for changes; see the invariants of the module.
+    pub(super) fn begin_writing(&mut self, parent: bool) -> Result<()> {
+        let was_unclean = self.header.unclean;
+        let scan = self.scan(was_unclean)?;
+        if let Some(problem) = scan.check.unwritable() {
+            let what = format!("{}: {problem}; it can be read, and converted to a new image", self.image);
+            return Err(Error::new(ErrorKind::Corrupt, what));
+        }
+        let space = Space::new(&self.image, self.header.grain, scan.used());
+        self.mark(true)?;
+        if !scan.differing.is_empty() {
+            self.mend_copies(&scan.differing, &space)?;
+        }
+        space.cut(self.file.as_ref())?;
+        for run in scan.dead_runs().take(RECLAIMED_RUNS_MAX) {
+            space.free_run(run, self.file.as_ref());
+        }
+        let stopped = AtomicBool::new(false);
+        self.writer = Some(Writer { space, parent, gate: RwLock::new(true), commit: Mutex::new(()), stopped });
+        Ok(())
+    }
+
+    /// Sets or clears the unclean mark, durably. It is one byte of a sector: old or new after any crash.
+    fn mark(&self, unclean: bool) -> Result<()> {
+        self.file
+            .write_at(&[&[u8::from(unclean)]], UNCLEAN_OFFSET as u64, true)
+            .during(|| format!("{}: cannot mark it as in use or closed", self.image))
+    }
+
+    /// Commits, cuts the file to what is used, takes the mark away. Changes after this fail.
+    pub(super) fn end_writing(&self, writer: &Writer) -> Result<()> {
+        let mut open = writer.gate.write();
+        if !*open {
+            return self.check_open(writer, true);
+        }
+        self.commit(writer)?;
+        let _commit = writer.commit.lock();
+        let closed = || {
+            writer.space.cut(self.file.as_ref())?;
+            self.file.sync().during(|| format!("{}: cannot flush", self.image))?;
+            self.mark(false)
+        };
+        *open = false;
+        closed().inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+    }
+
+    /// Refuses changes of an image that was closed, or stopped by a failure.
+    pub(super) fn check_changeable(&self, writer: &Writer) -> Result<()> {
+        self.check_open(writer, *writer.gate.read())
+    }
+
+    fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
+        if writer.stopped.load(Ordering::Acquire) {
+            let what = format!("{}: an earlier write or flush failed; close and open the image again", self.image);
+            return Err(Error::new(ErrorKind::Stopped, what));
+        }
+        if !open {
+            return Err(Error::new(ErrorKind::ReadOnly, format!("{}: it was closed", self.image)));
+        }
+        Ok(())
+    }
+
+    /// After an error of the medium nothing is written any more. A full file system or damaged tables are no such
+    /// error.
+    fn stop_after(&self, writer: &Writer, error: Error) -> Error {
+        if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
+            writer.stopped.store(true, Ordering::Release);
+        }
+        error
+    }
+
+    pub(super) fn write_grains(&self, writer: &Writer, start: u64, slices: &[&[u8]]) -> Result<()> {
+        let open = writer.gate.read();
+        self.check_open(writer, *open)?;
+        let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+        let range = start..start.saturating_add(length);
+        check_range(&self.image, &range, self.header.capacity * SECTOR, self.grain_bytes())?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        // Held to the end: a grain overwritten in place must not be given to somebody else under the write.
+        let _epoch = writer.epoch();
+        let first = start / self.grain_bytes();
+        let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
+        let mut runs = Vec::new();
+        let pieces = self.place(writer, planned, &mut runs).map_err(|error| self.stop_after(writer, error))?;
+        if let Err(error) = self.write_pieces(&pieces, slices, length) {
+            writer.space.give_back(&runs);
+            return Err(self.stop_after(writer, error));
+        }
+        for piece in pieces.iter().filter(|piece| piece.fresh) {
+            // Should this fail, places are lost until the image is opened again: some may be named already.
+            let place = piece.place.unwrap_or(0);
+            self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)
+                .map_err(|error| self.stop_after(writer, error))?;
+        }
+        self.commit_if_many(writer)
+    }
+
+    /// Where grains are now.
+    fn plan(&self, first: u64, count: u64) -> Result<Vec<Piece>> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut number = first;
+        for (index, entry, entries) in self.by_table(first, count) {
+            let table = self.tables.get(self.file.as_ref(), index, &self.warnings)?;
+            for at in entry..entry + entries {
+                let place = match table.as_ref().map_or(ENTRY_ABSENT, |table| table.entry(at)) {
+                    ENTRY_ABSENT => None,
+                    ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => None,
+                    ENTRY_BAD => return Err(self.damaged_entry(number)),
+                    place => Some(u64::from(place)),
+                };
+                if place.is_none() {
+                    table.as_deref().map_or(Ok(()), |table| self.tables.check_changeable(index, table))?;
+                }
+                match pieces.last_mut() {
+                    Some(last) if follows(last, place, self.header.grain) => last.count += 1,
+                    _ => pieces.push(Piece { first: number, count: 1, place, fresh: place.is_none() }),
+                }
+                number += 1;
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// Finds places for the pieces that have none; what was allocated goes to `runs`.
+    fn place(&self, writer: &Writer, planned: Vec<Piece>, runs: &mut Vec<Run>) -> Result<Vec<Piece>> {
+        let missing: u64 = planned.iter().filter(|piece| piece.fresh).map(|piece| piece.count).sum();
+        if missing == 0 {
+            return Ok(planned);
+        }
+        writer.space.allocate(self.file.as_ref(), missing, runs)?;
+        let grain = self.header.grain;
+        let mut supply = runs.iter().map(|run| (run.start, run.sectors / grain));
+        let (mut place, mut left) = (0, 0);
+        let mut pieces = Vec::with_capacity(planned.len());
+        for mut piece in planned {
+            while piece.fresh && piece.count > 0 {
+                if left == 0 {
+                    (place, left) = supply.next().unwrap_or((0, u64::MAX));
+                }
+                let count = piece.count.min(left);
+                pieces.push(Piece { first: piece.first, count, place: Some(place), fresh: true });
+                piece.first += count;
+                piece.count -= count;
+                place += count * grain;
+                left -= count;
+            }
+            if piece.count > 0 {
+                pieces.push(piece);
+            }
+        }
+        Ok(pieces)
+    }
+
+    /// Writes the payload, pieces next to each other in the file with one call.
+    fn write_pieces(&self, pieces: &[Piece], slices: &[&[u8]], length: u64) -> Result<()> {
+        let grain = self.grain_bytes();
+        let mut source = Source { slices, at: 0 };
+        let mut left = length;
+        let mut pieces = pieces.iter().peekable();
+        while let Some(piece) = pieces.next() {
+            let start = piece.place.unwrap_or(0) * SECTOR;
+            let mut bytes = piece.count * grain;
+            while let Some(next) = pieces.next_if(|next| next.place.map(|place| place * SECTOR) == Some(start + bytes))
+            {
+                bytes += next.count * grain;
+            }
+            // The last grain ends with the capacity; the rest of its place is a hole.
+            let bytes = bytes.min(left);
+            left -= bytes;
+            let parts = source.take(bytes as usize);
+            self.file
+                .write_at(&parts, start, false)
+                .during(|| format!("{}: cannot write grain {}", self.image, piece.first))?;
+        }
+        Ok(())
+    }
+
+    /// Sets the entries of consecutive grains and retires the places they had.
+    fn enter(&self, writer: &Writer, first: u64, count: u64, value: impl Fn(u64) -> u32) -> Result<()> {
+        let per_table = u64::from(self.header.table_entries);
+        let mut old: Vec<u32> = Vec::new();
+        for (index, entry, entries) in self.by_table(first, count) {
+            let table = self.table_for_change(writer, index)?;
+            let base = index as u64 * per_table + entry as u64 - first;
+            let values = (0..entries as u64).map(|at| value(base + at));
+            let zero_grains = self.header.has(FLAG_ZERO_GRAINS);
+            self.tables.set(index, &table, entry, values, |entry| match entry {
+                ENTRY_ABSENT | ENTRY_BAD => {}
+                ENTRY_ZERO if zero_grains => {}
+                place => old.push(place),
+            })?;
+        }
+        if !old.is_empty() {
+            writer.space.retire(old.into_iter());
+        }
+        Ok(())
+    }
+
+    /// Table `index`, made where there is none.
+    fn table_for_change(&self, writer: &Writer, index: usize) -> Result<Arc<Table>> {
+        for _ in 0..2 {
+            if let Some(table) = self.tables.get(self.file.as_ref(), index, &self.warnings)? {
+                return Ok(table);
+            }
+            let sectors = self.header.table_sectors();
+            let mut places = [0, 0];
+            for (copy, place) in places.iter_mut().enumerate() {
+                if self.tables.has_copy(copy) {
+                    *place = writer.space.allocate_table(self.file.as_ref(), sectors)?;
+                }
+            }
+            self.tables.add(index, places);
+        }
+        let what = format!("{}: grain table {index} could not be made", self.image);
+        Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    pub(super) fn zero_grains(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {
+        let open = writer.gate.read();
+        self.check_open(writer, *open)?;
+        check_range(&self.image, &range, self.header.capacity * SECTOR, self.grain_bytes())?;
+        let _epoch = writer.epoch();
+        let first = range.start / self.grain_bytes();
+        let count = range.end.div_ceil(self.grain_bytes()) - first;
+        let mut number = first;
+        for (_, _, entries) in self.by_table(first, count) {
+            self.zero_part(writer, number, entries as u64, keep).map_err(|error| self.stop_after(writer, error))?;
+            number += entries as u64;
+            self.commit_if_many(writer)?;
+        }
+        Ok(())
+    }
+
+    /// Zeroes grains of one table.
+    fn zero_part(&self, writer: &Writer, first: u64, count: u64, keep: bool) -> Result<()> {
+        // How a grain without a place says zeros: by an entry of its own, by none where no parent shows through, and
+        // else not at all: then it gets a place that is a hole.
+        let nowhere = match (writer.parent, self.header.has(FLAG_ZERO_GRAINS)) {
+            (false, _) => Some(ENTRY_ABSENT),
+            (true, true) => Some(ENTRY_ZERO),
+            (true, false) => None,
+        };
+        let mut holes: Vec<Piece> = Vec::new();
+        for piece in self.plan(first, count)? {
+            match (piece.place, nowhere) {
+                (Some(place), _) if keep || nowhere.is_none() => {
+                    let (start, length) = (place * SECTOR, piece.count * self.grain_bytes());
+                    let what = || format!("{}: cannot zero grain {}", self.image, piece.first);
+                    self.file.punch(start, length).during(what)?;
+                    if keep {
+                        self.file.reserve(start, length).during(what)?;
+                    }
+                }
+                (None, Some(ENTRY_ABSENT)) => {}
+                (_, Some(entry)) => self.enter(writer, piece.first, piece.count, |_| entry)?,
+                (_, None) => holes.push(piece),
+            }
+        }
+        let mut runs = Vec::new();
+        for piece in self.place(writer, holes, &mut runs)? {
+            let place = piece.place.unwrap_or(0);
+            self.enter(writer, piece.first, piece.count, |at| (place + at * self.header.grain) as u32)?;
+        }
+        Ok(())
+    }
+
+    fn commit_if_many(&self, writer: &Writer) -> Result<()> {
+        match self.tables.changed() > CHANGED_TABLES_MAX {
+            true => self.commit(writer),
+            false => Ok(()),
+        }
+    }
+
+    /// Commits, unless the image was closed: nothing is left to do then, and its places may be somebody else's.
+    pub(super) fn flush_open(&self, writer: &Writer) -> Result<()> {
+        match *writer.gate.read() {
+            true => self.commit(writer),
+            false => self.check_open(writer, true),
+        }
+    }
+
+    /// Makes everything written before durable.
+    fn commit(&self, writer: &Writer) -> Result<()> {
+        let _commit = writer.commit.lock();
+        self.check_open(writer, true)?;
+        self.commit_alone(writer).inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+    }
+
+    fn commit_alone(&self, writer: &Writer) -> Result<()> {
+        let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
+        let what = || format!("{}: cannot write grain tables", self.image);
+        // In this order: whatever was retired until now is not named by the tables taken after.
+        let retired = writer.space.end_epoch();
+        let mut batch = self.tables.take_changes();
+        for (_, places, bytes) in &batch.fresh {
+            for place in places.iter().filter(|place| **place != 0) {
+                self.file.write_at(&[bytes], u64::from(*place) * SECTOR, false).during(what)?;
+            }
+        }
+        flush()?;
+        if !batch.is_empty() {
+            self.write_directories(batch.fresh.iter().map(|(index, places, _)| (*index, *places)))?;
+            batch.sectors.sort_unstable_by_key(|(sector, _)| *sector);
+            for run in batch.sectors.chunk_by(|a, b| a.0 + 1 == b.0) {
+                let slices: Vec<&[u8]> = run.iter().map(|(_, bytes)| &bytes[..]).collect();
+                self.file.write_at(&slices, run[0].0 * SECTOR, false).during(what)?;
+            }
+            flush()?;
+        }
+        self.tables.written();
+        writer.space.release(retired, self.file.as_ref());
+        Ok(())
+    }
+}
+
+impl Hosted {
+    /// Enters tables into the directories, in memory and in the file; not flushed.
+    pub(super) fn write_directories(&self, tables: impl Iterator<Item = (usize, Places)>) -> Result<()> {
+        let offsets = [self.header.directory_offset, self.header.redundant_offset];
+        for (copy, sector, bytes) in self.tables.enter_places(tables) {
+            self.file
+                .write_at(&[&bytes], (offsets[copy] + sector) * SECTOR, false)
+                .during(|| format!("{}: cannot write a grain directory", self.image))?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether a grain at `place` continues a piece.
+fn follows(last: &Piece, place: Option<u64>, grain: u64) -> bool {
+    match (last.place, place) {
+        (None, None) => true,
+        (Some(first), Some(place)) => first + last.count * grain == place,
+        _ => false,
+    }
+}
+
+/// The bytes of a write, taken from its slices in order.
+struct Source<'a> {
+    slices: &'a [&'a [u8]],
+    at: usize,
+}
+
+impl<'a> Source<'a> {
+    /// The next `length` bytes.
+    fn take(&mut self, mut length: usize) -> Vec<&'a [u8]> {
+        let mut parts = Vec::new();
+        while length > 0 {
+            let Some((first, rest)) = self.slices.split_first() else { break };
+            let part = &first[self.at..first.len().min(self.at + length)];
+            length -= part.len();
+            self.at += part.len();
+            if self.at == first.len() {
+                self.slices = rest;
+                self.at = 0;
+            }
+            if !part.is_empty() {
+                parts.push(part);
+            }
+        }
+        parts
+    }
+}

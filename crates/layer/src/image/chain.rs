@@ -1,0 +1,156 @@
+//! Following parents down to the base.
+//!
+//! A child names its parent by where it was once; disks are moved and copied. A parent is looked for under its name in
+//! the child's folder, then where the hint leads from there, then in the folder beside the child's that bears the
+//! name of the hint's last one. The first that opens and whose content has the identity the child remembers is it.
+
+use super::{Image, OpenOptions, ParentReference, Place, base_name};
+use crate::{Error, ErrorKind, Layer, Result};
+use backend::{Access, IoMode};
+use std::sync::Arc;
+
+/// An image with its parents.
+pub struct Chain {
+    images: Vec<Image>,
+}
+
+impl Chain {
+    /// The images, newest first; never none.
+    pub fn images(&self) -> &[Image] {
+        &self.images
+    }
+
+    /// Gives the images away, newest first.
+    pub fn into_images(self) -> Vec<Image> {
+        self.images
+    }
+
+    /// Their layers, newest first.
+    pub fn layers(&self) -> Vec<Arc<dyn Layer>> {
+        self.images.iter().map(|image| Arc::clone(image.layer())).collect()
+    }
+}
+
+/// Opens an image with all its parents.
+pub fn open_chain(place: Place, options: &OpenOptions) -> Result<Chain> {
+    let mut visited = vec![place.label()];
+    let mut images = vec![Image::open(place, options)?];
+    while let Some(image) = images.last()
+        && let Some(reference) = image.parent()
+    {
+        if images.len() > options.levels_max {
+            let text = format!(
+                "'{}' has more than {} levels of parents below it; consolidate some, or raise the limit",
+                visited[0], options.levels_max
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        let parent = find_parent(image, reference, options, &visited)?;
+        visited.push(parent.place().label());
+        images.push(parent);
+    }
+    Ok(Chain { images })
+}
+
+/// Why places where a parent could be were passed over; the gravest reason is told.
+#[derive(Default)]
+struct Passed {
+    changed: Option<(Error, Image)>,
+    circle: Option<Error>,
+    unreadable: Option<Error>,
+    refused: Option<Error>,
+}
+
+fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions, visited: &[String]) -> Result<Image> {
+    let label = child.place().label();
+    let mut passed = Passed::default();
+    let mut seen: Vec<String> = Vec::new();
+    for candidate in candidates(child.place(), &reference.hint) {
+        let place = match candidate {
+            Ok(place) => place,
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            Err(error) => {
+                passed.refused.get_or_insert(error);
+                continue;
+            }
+        };
+        let parent = place.label();
+        if seen.contains(&parent) {
+            continue;
+        }
+        seen.push(parent.clone());
+        if visited.contains(&parent) {
+            let text = format!("'{label}' has '{parent}' for a parent, which is above it: the chain is a circle");
+            passed.circle.get_or_insert(Error::new(ErrorKind::Corrupt, text));
+            continue;
+        }
+        match open_parent(place, reference, options) {
+            Ok(Some(image)) => match changed(&label, reference, &image) {
+                None => return Ok(image),
+                Some(error) => {
+                    passed.changed.get_or_insert((error, image));
+                }
+            },
+            Ok(None) => {}
+            Err(error) => {
+                passed.unreadable.get_or_insert(error);
+            }
+        }
+    }
+    match passed {
+        Passed { changed: Some((_, image)), .. } if options.force => Ok(image),
+        Passed { changed: Some((error, _)), .. } => Err(error),
+        // A clone may bear its parent's name: the file in its own folder is itself, and the parent is where it may not
+        // be looked for.
+        Passed { circle: Some(circle), refused: Some(refused), unreadable: None, .. } => Err(refused.context(circle)),
+        Passed { circle: Some(error), .. } => Err(error),
+        Passed { unreadable: Some(error), .. } | Passed { refused: Some(error), .. } => {
+            Err(error.context(format!("the parent of '{label}'")))
+        }
+        _ => {
+            let hint = reference.hint.escape_debug();
+            let text =
+                format!("the parent of '{label}' is missing: '{hint}' was looked for there and in its own folder");
+            Err(Error::new(ErrorKind::NotFound, text))
+        }
+    }
+}
+
+/// Where the parent could be, best first.
+fn candidates(child: &Place, hint: &str) -> impl Iterator<Item = Result<Place>> {
+    let name = base_name(hint).to_owned();
+    let beside = hint.rsplit(['/', '\\']).nth(1).filter(|folder| !folder.is_empty() && *folder != "..");
+    let beside = beside.map(ToOwned::to_owned);
+    let (hint, folder) = (hint.to_owned(), child.folder.clone());
+    (0..3).filter_map(move |which| match which {
+        0 => Some(folder.resolve(&name)),
+        1 => Some(folder.resolve(&hint)),
+        _ => beside.as_ref().map(|beside| folder.beside(beside, &name)),
+    })
+}
+
+/// Opens a parent for reading; `None` if there is no such file.
+fn open_parent(place: Place, reference: &ParentReference, options: &OpenOptions) -> Result<Option<Image>> {
+    match place.open(IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        other => drop(other?),
+    }
+    let options = OpenOptions { writable: false, format: reference.format, ..options.clone() };
+    Image::open(place, &options).map(Some)
+}
+
+/// Why an image is not the parent that the child was made above.
+fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<Error> {
+    let wanted = reference.content?;
+    let label = parent.place().label();
+    let found = match parent.descriptor() {
+        Some(descriptor) if descriptor.content == wanted => return None,
+        Some(descriptor) => format!("its content is {} now", descriptor.content),
+        None => "its content has no identity at all".to_owned(),
+    };
+    let text = format!(
+        "'{child}' was made above content {wanted} of '{label}', but {found}: the parent was changed or exchanged since, \
+         and together they would read as garbage; force the opening only to save what can be saved"
+    );
+    Some(Error::new(ErrorKind::Corrupt, text))
+}

@@ -1,0 +1,277 @@
+//! Several extents as one layer: each begins where the one before it ends.
+//!
+//! 1. Parts adjoin, none is empty, and each is as long as its extent line says, whatever its layer could hold beyond.
+//! 2. File number `n` of this layer is the only file of part `n`, so that places pass through unchanged.
+//! 3. A change of whole grains here is one of whole grains in every part, or the parts cannot be opened for writing
+//!    together.
+
+use crate::{Content, Error, ErrorKind, Extent, Layer, Result, SECTOR, Usage, read_only};
+use backend::File;
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// One extent of the disk.
+pub(super) struct Part {
+    /// Length in bytes.
+    pub(super) length: u64,
+    /// What holds it; `None` for zeros that cannot be written.
+    pub(super) layer: Option<Arc<dyn Layer>>,
+    /// How it is called in messages.
+    pub(super) name: String,
+}
+
+struct Placed {
+    start: u64,
+    part: Part,
+}
+
+/// Extents one after another.
+pub(super) struct Concatenated {
+    parts: Vec<Placed>,
+    capacity: u64,
+    grain: u64,
+    writable: bool,
+}
+
+/// A piece of a range: which part, where in it.
+struct Piece<'a> {
+    index: usize,
+    placed: &'a Placed,
+    within: Range<u64>,
+}
+
+impl Concatenated {
+    /// Puts parts together. With `writable`, as many of them as their lines allow can be written.
+    pub(super) fn new(parts: Vec<Part>, writable: bool) -> Result<Self> {
+        let grain = parts.iter().filter_map(|part| part.layer.as_ref()).map(|layer| layer.grain()).max();
+        let grain = grain.unwrap_or(SECTOR);
+        let mut capacity = 0u64;
+        let mut placed = Vec::with_capacity(parts.len());
+        for part in parts {
+            if let Some(layer) = part.layer.as_ref().filter(|layer| writable && layer.writable()) {
+                let own = layer.grain();
+                let whole = part.length.is_multiple_of(own) || part.length == layer.capacity();
+                if !capacity.is_multiple_of(own) || !own.is_power_of_two() || !whole {
+                    let text = format!(
+                        "'{}' begins or ends within a grain of {own} bytes; the disk can be read, not written",
+                        part.name
+                    );
+                    return Err(Error::new(ErrorKind::Unsupported, text));
+                }
+            }
+            let end = capacity.checked_add(part.length).filter(|end| *end <= crate::CAPACITY_MAX && part.length > 0);
+            let end = end.ok_or_else(|| {
+                Error::new(ErrorKind::Corrupt, format!("'{}' has a length that no disk has room for", part.name))
+            })?;
+            placed.push(Placed { start: capacity, part });
+            capacity = end;
+        }
+        if placed.is_empty() || placed.len() > usize::from(u16::MAX) {
+            return Err(Error::new(ErrorKind::Corrupt, "a disk has at least one extent"));
+        }
+        Ok(Self { parts: placed, capacity, grain, writable })
+    }
+
+    /// The pieces of a range, in order.
+    fn pieces(&self, range: Range<u64>) -> Result<impl Iterator<Item = Piece<'_>>> {
+        if range.start > range.end || range.end > self.capacity {
+            let text = format!("bytes {} to {} reach past the end of the disk", range.start, range.end);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let first = self.parts.partition_point(|placed| placed.start + placed.part.length <= range.start);
+        let placed = self.parts.iter().enumerate().skip(first);
+        let end = range.end;
+        let touched = placed.take_while(move |(_, placed)| placed.start < end);
+        Ok(touched.filter_map(move |(index, placed)| {
+            let from = range.start.max(placed.start) - placed.start;
+            let to = range.end.min(placed.start + placed.part.length) - placed.start;
+            (from < to).then_some(Piece { index, placed, within: from..to })
+        }))
+    }
+
+    fn layers(&self) -> impl Iterator<Item = &Arc<dyn Layer>> {
+        self.parts.iter().filter_map(|placed| placed.part.layer.as_ref())
+    }
+}
+
+impl Piece<'_> {
+    /// The layer to change.
+    fn changeable(&self) -> Result<&Arc<dyn Layer>> {
+        let name = &self.placed.part.name;
+        match &self.placed.part.layer {
+            Some(layer) if layer.writable() => Ok(layer),
+            Some(_) => Err(Error::new(ErrorKind::ReadOnly, format!("the extent '{name}' is read-only"))),
+            None => Err(Error::new(ErrorKind::ReadOnly, "the extent there holds nothing and cannot be written")),
+        }
+    }
+
+    /// Turns what the part's layer said, in `out` from `from` on, into places of the whole; `own` is where this disk's
+    /// answer begins.
+    fn translate(&self, out: &mut Vec<Extent>, from: usize, own: usize) -> Result<()> {
+        for extent in &mut out[from..] {
+            extent.start += self.placed.start;
+            match &mut extent.content {
+                Content::Data { file, .. } if *file == 0 => *file = self.index as u16,
+                Content::Data { file, .. } => {
+                    let text = format!("'{}' keeps its bytes in a file {file} of its own", self.placed.part.name);
+                    return Err(Error::new(ErrorKind::Unsupported, text));
+                }
+                _ => {}
+            }
+        }
+        // Nothing on both sides of a border is one nothing.
+        if from > own
+            && let (Some(last), Some(next)) = (out.get(from - 1).copied(), out.get(from).copied())
+            && last.content == next.content
+            && matches!(last.content, Content::Absent | Content::Zero)
+        {
+            out[from - 1].length += next.length;
+            out.remove(from);
+        }
+        Ok(())
+    }
+}
+
+impl Layer for Concatenated {
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn grain(&self) -> u64 {
+        self.grain
+    }
+
+    fn format(&self) -> &'static str {
+        let mut formats = self.layers().map(|layer| layer.format());
+        let first = formats.next().unwrap_or("zero");
+        if formats.all(|format| format == first) { first } else { "custom" }
+    }
+
+    fn writable(&self) -> bool {
+        self.writable
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        let own = out.len();
+        for piece in self.pieces(range)? {
+            let left = most.max(1).saturating_sub(out.len() - own);
+            if left == 0 {
+                break;
+            }
+            let from = out.len();
+            match &piece.placed.part.layer {
+                Some(layer) => layer.map(piece.within.clone(), left, out)?,
+                None => {
+                    let length = piece.within.end - piece.within.start;
+                    out.push(Extent { start: piece.within.start, length, content: Content::Zero });
+                }
+            }
+            let reached = out[from..].last().map_or(0, |last| last.start + last.length);
+            piece.translate(out, from, own)?;
+            if reached < piece.within.end {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        match self.parts.get(usize::from(index)).and_then(|placed| placed.part.layer.as_ref()) {
+            Some(layer) => layer.file(0),
+            None => Err(Error::new(ErrorKind::Invalid, format!("the disk has no file {index}"))),
+        }
+    }
+
+    fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        let mut held: Vec<Arc<dyn Any + Send + Sync>> = self.layers().filter_map(|layer| layer.epoch()).collect();
+        match held.len() {
+            0 => None,
+            1 => held.pop(),
+            _ => Some(Arc::new(held)),
+        }
+    }
+
+    fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        let mut rest = out;
+        for piece in self.pieces(start..start.saturating_add(rest.len() as u64))? {
+            let (part, left) = rest.split_at_mut((piece.within.end - piece.within.start) as usize);
+            match &piece.placed.part.layer {
+                Some(layer) => layer.read_encoded(piece.within.start, part)?,
+                None => part.fill(0),
+            }
+            rest = left;
+        }
+        Ok(())
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        if !self.writable {
+            return Err(read_only(self.format()));
+        }
+        let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+        let mut rest = slices.to_vec();
+        // Refused before anything is written if a part of it must be.
+        for piece in self.pieces(start..start.saturating_add(length))? {
+            piece.changeable()?;
+        }
+        for piece in self.pieces(start..start.saturating_add(length))? {
+            let own = take_front(&mut rest, (piece.within.end - piece.within.start) as usize);
+            piece.changeable()?.write(piece.within.start, &own)?;
+        }
+        Ok(())
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        if !self.writable {
+            return Err(read_only(self.format()));
+        }
+        for piece in self.pieces(range)? {
+            // What is zero for ever need not be made so.
+            if piece.placed.part.layer.is_some() {
+                piece.changeable()?.zero(piece.within.clone(), keep)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.layers().filter(|layer| layer.writable()).try_for_each(|layer| layer.flush())
+    }
+
+    fn close(&self) -> Result<()> {
+        // Every part is closed, whatever becomes of the others.
+        let outcomes: Vec<Result<()>> = self.layers().map(|layer| layer.close()).collect();
+        outcomes.into_iter().collect()
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let mut sum = Usage::default();
+        for layer in self.layers() {
+            let usage = layer.usage()?;
+            sum.allocated = sum.allocated.saturating_add(usage.allocated);
+            sum.mapped = sum.mapped.saturating_add(usage.mapped);
+            sum.dead = sum.dead.saturating_add(usage.dead);
+        }
+        Ok(sum)
+    }
+}
+
+/// Takes the first `length` bytes off a list of slices.
+fn take_front<'a>(slices: &mut Vec<&'a [u8]>, mut length: usize) -> Vec<&'a [u8]> {
+    let mut taken = Vec::new();
+    let mut used = 0;
+    while length > 0
+        && let Some(slice) = slices.get_mut(used)
+    {
+        let (part, rest) = slice.split_at(slice.len().min(length));
+        taken.push(part);
+        length -= part.len();
+        *slice = rest;
+        if rest.is_empty() {
+            used += 1;
+        }
+    }
+    slices.drain(..used);
+    taken
+}

@@ -1,0 +1,136 @@
+//! Where an image's descriptor lives, and the rule that its content gets a new identity before it changes.
+//!
+//! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above
+//!    the old content, and is missing from the chain now, will never be read above the new one: its parentCID tells.
+//! 2. An image whose descriptor cannot be written cannot be changed.
+//! 3. The text in memory is the one on the medium: it changes after the medium has.
+
+use super::{Entropy, Place};
+use crate::descriptor::{Descriptor, storage};
+use crate::{Extent, Layer, Result, Usage};
+use backend::File;
+use parking_lot::Mutex;
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// A descriptor and where it is written.
+pub(super) struct Home {
+    pub(super) place: Place,
+    /// The extent that embeds it, and where.
+    pub(super) embedded: Option<(Arc<dyn File>, Range<u64>)>,
+    pub(super) descriptor: Mutex<Descriptor>,
+    pub(super) random: Entropy,
+    renewed: AtomicBool,
+}
+
+impl Home {
+    pub(super) fn new(
+        place: Place,
+        descriptor: Descriptor,
+        embedded: Option<(Arc<dyn File>, Range<u64>)>,
+        random: Entropy,
+    ) -> Self {
+        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed: AtomicBool::new(false) }
+    }
+
+    /// Changes the descriptor, on the medium first.
+    pub(super) fn update(&self, change: impl FnOnce(&mut Descriptor)) -> Result<()> {
+        let mut current = self.descriptor.lock();
+        let mut changed = current.clone();
+        change(&mut changed);
+        if changed == *current {
+            return Ok(());
+        }
+        match &self.embedded {
+            None => storage::replace(&**self.place.folder.directory(), &self.place.name, &changed)?,
+            Some((file, place)) => storage::write_embedded(&**file, place.clone(), &changed)?,
+        }
+        *current = changed;
+        Ok(())
+    }
+
+    /// Gives the content a new identity, once for this opening.
+    pub(super) fn renew(&self) -> Result<()> {
+        if self.renewed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let random = &mut || (self.random)();
+        match &self.embedded {
+            None => self.update(|descriptor| descriptor.renew_content(random))?,
+            Some((file, place)) => {
+                let mut current = self.descriptor.lock();
+                if self.renewed.load(Ordering::Acquire) {
+                    return Ok(());
+                }
+                *current = storage::renew_embedded(&**file, place.clone(), random)?;
+            }
+        }
+        // Two that come at once may both have renewed it, which does no harm.
+        self.renewed.store(true, Ordering::Release);
+        Ok(())
+    }
+}
+
+/// The extents of an image that has a descriptor, opened for writing.
+pub(super) struct Identified {
+    pub(super) inner: Arc<dyn Layer>,
+    pub(super) home: Arc<Home>,
+}
+
+impl Layer for Identified {
+    fn capacity(&self) -> u64 {
+        self.inner.capacity()
+    }
+
+    fn grain(&self) -> u64 {
+        self.inner.grain()
+    }
+
+    fn format(&self) -> &'static str {
+        self.inner.format()
+    }
+
+    fn writable(&self) -> bool {
+        self.inner.writable()
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        self.inner.map(range, most, out)
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        self.inner.file(index)
+    }
+
+    fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.inner.epoch()
+    }
+
+    fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.inner.read_encoded(start, out)
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        self.home.renew()?;
+        self.inner.write(start, slices)
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        self.home.renew()?;
+        self.inner.zero(range, keep)
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.inner.flush()
+    }
+
+    fn close(&self) -> Result<()> {
+        self.inner.close()
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        self.inner.usage()
+    }
+}

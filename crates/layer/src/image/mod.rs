@@ -1,0 +1,465 @@
+//! Images: what a user names when opening a disk of another maker, and the chain of parents below it.
+//!
+//! ```text
+//! Place::local(path)          the file, and the gate for what it refers to
+//!   -> open_chain             its parents, down to the base
+//!        -> Image::open       descriptor, extents, lock
+//!             -> open_extent  one extent, by its format
+//! ```
+//!
+//! What holds:
+//!
+//! 1. Every file that an image names passes the gate ([`folder`]). Extents are what their lines call them; a parent is
+//!    a VMDK, whatever its bytes claim to be otherwise ([`probe`]).
+//! 2. Parents are opened for reading, and are those the child was made above: their content has the identity that the
+//!    child remembers, unless the caller insists.
+//! 3. A chain ends: no image is in it twice, and there are at most as many as the caller allows.
+//! 4. Opening for reading changes nothing and takes no lock; opening for writing takes the lock of the first extent,
+//!    and the content gets a new identity before it changes ([`home`]).
+
+mod chain;
+mod concatenated;
+mod extent;
+mod folder;
+mod home;
+mod probe;
+
+#[cfg(test)]
+mod tests;
+
+pub use chain::{Chain, open_chain};
+pub use extent::Format;
+pub use folder::{Folder, Place};
+pub use probe::{PROBE_LENGTH, Signature, probe};
+
+use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
+use crate::flat::{Counters, Flat, FlatOptions, Provisioning, Watch};
+use crate::{Error, ErrorKind, IoContext, Layer, Result};
+use backend::{IoMode, Lock};
+use concatenated::{Concatenated, Part};
+use extent::{OpenExtent, open_extent};
+use home::{Home, Identified};
+use std::hash::{BuildHasher, Hasher};
+use std::ops::{ControlFlow, Range};
+use std::sync::Arc;
+
+/// Parents below an image that are followed unless the caller says otherwise: what ESXi allows.
+pub const LEVELS_MAX: usize = 32;
+
+/// Where identities come from: a new number with each call.
+pub type Entropy = Arc<dyn Fn() -> u64 + Send + Sync>;
+
+/// Numbers from the operating system's randomness.
+pub fn system_entropy() -> Entropy {
+    // Every state is keyed from the system's random bytes and different from the one before.
+    Arc::new(|| std::hash::RandomState::new().build_hasher().finish())
+}
+
+/// How images are opened.
+#[derive(Clone)]
+pub struct OpenOptions {
+    /// For writing; parents never are.
+    pub writable: bool,
+    /// How flat extents are read and written, where their borders allow it.
+    pub mode: IoMode,
+    /// What the file is; `None` to go by its first bytes, which for a raw disk its guest has written.
+    pub format: Option<Format>,
+    /// How many parents below the image are followed.
+    pub levels_max: usize,
+    /// Whether a parent that was changed since its child was made is taken all the same.
+    pub force: bool,
+    /// Where new identities come from.
+    pub random: Entropy,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        Self {
+            writable: false,
+            mode: IoMode::Buffered,
+            format: None,
+            levels_max: LEVELS_MAX,
+            force: false,
+            random: system_entropy(),
+        }
+    }
+}
+
+/// What an image says about the one below it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParentReference {
+    /// Where it was when the image was made: a name or a path.
+    pub hint: String,
+    /// The identity that its content had.
+    pub content: Option<ContentId>,
+    /// What it is, if the image says so; otherwise it is a VMDK.
+    pub format: Option<Format>,
+}
+
+/// An open image: one level of a chain.
+pub struct Image {
+    place: Place,
+    home: Option<Arc<Home>>,
+    layer: Arc<dyn Layer>,
+    flats: Vec<Arc<Flat>>,
+    /// Whether flat extents are all there is.
+    only_flat: bool,
+    parent: Option<ParentReference>,
+    _lock: Option<Box<dyn Lock>>,
+}
+
+/// An extent line with the file it leads to.
+struct Resolved<'a> {
+    line: &'a ExtentLine,
+    format: Format,
+    place: Place,
+}
+
+impl Image {
+    /// Opens one image, without its parents.
+    pub fn open(place: Place, options: &OpenOptions) -> Result<Self> {
+        let label = place.label();
+        let signature = match options.format {
+            Some(Format::Flat) => Signature::Raw,
+            Some(Format::HostedSparse) => Signature::HostedSparse,
+            Some(Format::VmfsSparse) => Signature::VmfsSparse,
+            Some(Format::SeSparse) => Signature::SeSparse,
+            Some(Format::Qcow2) => Signature::Qcow2,
+            None => Self::probe(&place)?,
+        };
+        let alone = |format| Self::open_alone(place.clone(), format, options);
+        let needs_text = options.format.is_none();
+        match signature {
+            Signature::Descriptor => {
+                let file = place.open(IoMode::Buffered, backend::Access::Read)?;
+                let descriptor = storage::load(&*file, &label)?;
+                Self::open_described(place, descriptor, options)
+            }
+            Signature::HostedSparse => Self::open_embedded(place, options),
+            Signature::VmfsSparse | Signature::SeSparse if needs_text => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("'{label}' is an extent: open the descriptor that names it, which knows its parent"),
+            )),
+            Signature::VmfsSparse => alone(Format::VmfsSparse),
+            Signature::SeSparse => alone(Format::SeSparse),
+            Signature::Qcow2 => alone(Format::Qcow2),
+            Signature::Raw => alone(Format::Flat),
+            Signature::ChangeTracking => {
+                Err(Error::new(ErrorKind::Invalid, format!("'{label}' lists changed blocks and is no disk")))
+            }
+            Signature::Foreign(name) => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("'{label}' is of the {name} format, which is not among those that can be opened"),
+            )),
+        }
+    }
+
+    fn probe(place: &Place) -> Result<Signature> {
+        let file = place.open(IoMode::Buffered, backend::Access::Read)?;
+        let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
+        let mut bytes = [0; PROBE_LENGTH];
+        let bytes = &mut bytes[..length.min(PROBE_LENGTH as u64) as usize];
+        file.read_at(bytes, 0).during(|| format!("reading the beginning of '{}'", place.label()))?;
+        Ok(probe(bytes))
+    }
+
+    /// A file that is a disk without any descriptor.
+    fn open_alone(place: Place, format: Format, options: &OpenOptions) -> Result<Self> {
+        let label = place.label();
+        let lock = lock_for(&place, options)?;
+        // How long a raw file is decides how it can be read.
+        let mode = match format {
+            Format::Flat => {
+                let file = place.open(IoMode::Buffered, backend::Access::Read)?;
+                let length = file.len().during(|| format!("asking for the length of '{label}'"))?;
+                Flat::mode_for(options.mode, 0, length)
+            }
+            other => other.mode(options.mode, 0, None),
+        };
+        let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
+        let opened = open_extent(format, place.open(mode, access(options.writable))?, &label, flat)?;
+        let only_flat = opened.flat.is_some();
+        let flats = opened.flat.into_iter().collect();
+        Ok(Self { place, home: None, layer: opened.layer, flats, only_flat, parent: opened.parent, _lock: lock })
+    }
+
+    /// A sparse extent of Workstation with its descriptor inside.
+    fn open_embedded(place: Place, options: &OpenOptions) -> Result<Self> {
+        let label = place.label();
+        let lock = lock_for(&place, options)?;
+        let file = place.open(Format::HostedSparse.mode(options.mode, 0, None), access(options.writable))?;
+        let embedded = storage::load_embedded(&*file).map_err(|error| error.context(format!("'{label}'")))?;
+        let Some((range, descriptor)) = embedded else {
+            if options.format.is_some() {
+                drop(lock);
+                return Self::open_alone(place, Format::HostedSparse, options);
+            }
+            let text = format!("'{label}' is an extent: open the descriptor that names it, which knows its parent");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        };
+        let parent = parent_of(&descriptor, &label, options)?;
+        // The lines of an embedded descriptor name the file that it is in; the header knows the size better.
+        let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
+        let opened = open_extent(Format::HostedSparse, Arc::clone(&file), &label, flat)?;
+        let home = Home::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
+        Ok(Self::assemble(place, home, opened.layer, Vec::new(), false, parent, lock))
+    }
+
+    fn open_described(place: Place, descriptor: Descriptor, options: &OpenOptions) -> Result<Self> {
+        let label = place.label();
+        let parent = parent_of(&descriptor, &label, options)?;
+        let resolved = resolve_extents(&place, &descriptor, options)?;
+        let first = resolved.iter().flatten().find(|extent| extent.line.access == Access::ReadWrite);
+        let lock = match first {
+            Some(extent) => lock_for(&extent.place, options)?,
+            None => None,
+        };
+        let mut parts = Vec::with_capacity(resolved.len());
+        let mut flats = Vec::new();
+        let mut only_flat = true;
+        for (line, extent) in descriptor.extents.iter().zip(&resolved) {
+            let mut part = Part { length: line.length(), layer: None, name: String::new() };
+            if let Some(extent) = extent {
+                let opened =
+                    open_resolved(extent, &descriptor, options).map_err(|error| error.context(format!("'{label}'")))?;
+                part.name = extent.place.label();
+                only_flat &= opened.flat.is_some();
+                flats.extend(opened.flat);
+                part.layer = Some(opened.layer);
+            }
+            parts.push(part);
+        }
+        let whole = match &parts[..] {
+            [Part { length, layer: Some(layer), .. }] if *length == layer.capacity() => Some(Arc::clone(layer)),
+            _ => None,
+        };
+        let layer = match whole {
+            Some(layer) => layer,
+            None => Arc::new(
+                Concatenated::new(parts, options.writable).map_err(|error| error.context(format!("'{label}'")))?,
+            ),
+        };
+        let home = Home::new(place.clone(), descriptor, None, Arc::clone(&options.random));
+        Ok(Self::assemble(place, home, layer, flats, only_flat, parent, lock))
+    }
+
+    fn assemble(
+        place: Place,
+        home: Home,
+        layer: Arc<dyn Layer>,
+        flats: Vec<Arc<Flat>>,
+        only_flat: bool,
+        parent: Option<ParentReference>,
+        lock: Option<Box<dyn Lock>>,
+    ) -> Self {
+        let home = Arc::new(home);
+        let layer = match layer.writable() {
+            true => Arc::new(Identified { inner: layer, home: Arc::clone(&home) }),
+            false => layer,
+        };
+        Self { place, home: Some(home), layer, flats, only_flat, parent, _lock: lock }
+    }
+
+    /// Where it was opened.
+    pub fn place(&self) -> &Place {
+        &self.place
+    }
+
+    /// Its bytes.
+    pub fn layer(&self) -> &Arc<dyn Layer> {
+        &self.layer
+    }
+
+    /// Its descriptor as it is on the medium; `None` for files that are disks without one.
+    pub fn descriptor(&self) -> Option<Descriptor> {
+        self.home.as_ref().map(|home| home.descriptor.lock().clone())
+    }
+
+    /// Changes its descriptor, durably and whole. Embedded ones: see [`storage::write_embedded`].
+    pub fn update_descriptor(&self, change: impl FnOnce(&mut Descriptor)) -> Result<()> {
+        match &self.home {
+            Some(home) if self.layer.writable() => home.update(change),
+            Some(_) => Err(crate::read_only(self.layer.format())),
+            None => Err(Error::new(ErrorKind::Invalid, format!("'{}' has no descriptor", self.place.label()))),
+        }
+    }
+
+    /// What it says about the image below it.
+    pub fn parent(&self) -> Option<&ParentReference> {
+        self.parent.as_ref()
+    }
+
+    /// How it has its space; `None` for formats that do not take it block by block of the disk.
+    pub fn provisioning(&self) -> Option<Provisioning> {
+        let of_all = |wanted| self.flats.iter().any(|flat| flat.provisioning() == wanted);
+        let order = [Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick];
+        order.into_iter().find(|provisioning| self.only_flat && of_all(*provisioning))
+    }
+
+    /// VMware's counters of its flat extents; `None` if it has others.
+    pub fn counters(&self) -> Option<Counters> {
+        let sum = self.flats.iter().fold(Counters::default(), |sum, flat| sum + flat.counters());
+        (self.only_flat && !self.flats.is_empty()).then_some(sum)
+    }
+
+    /// In how many runs its flat extents lie on the medium; `None` where nobody can say.
+    pub fn fragments(&self) -> Result<Option<u64>> {
+        let mut sum = 0;
+        for flat in &self.flats {
+            match flat.fragments()? {
+                Some(runs) => sum += runs,
+                None => return Ok(None),
+            }
+        }
+        Ok(self.only_flat.then_some(sum))
+    }
+
+    /// Makes a flat disk eager zeroed thick, in use: see [`Flat::fill`]. The descriptor stops calling it thin once it
+    /// is not.
+    pub fn inflate(&self, watch: Watch<'_>) -> Result<()> {
+        self.check_flat("inflated")?;
+        self.each_flat(watch, |flat, watch| flat.fill(watch))?;
+        match self.home {
+            Some(_) => self.update_descriptor(|descriptor| descriptor.set_thin(false)),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes a flat disk thin and gives back the file blocks that hold only zeros: see [`Flat::punch_zeros`]. The
+    /// descriptor calls it thin before it is.
+    pub fn punch_zeros(&self, watch: Watch<'_>) -> Result<u64> {
+        self.check_flat("punched")?;
+        if self.home.is_some() {
+            self.update_descriptor(|descriptor| descriptor.set_thin(true))?;
+        }
+        let mut given_back = 0;
+        self.each_flat(watch, |flat, watch| {
+            given_back += flat.punch_zeros(watch)?;
+            Ok(())
+        })?;
+        Ok(given_back)
+    }
+
+    fn check_flat(&self, what: &str) -> Result<()> {
+        if !self.only_flat || self.flats.is_empty() {
+            let text = format!("'{}' cannot be {what}: only flat disks can", self.place.label());
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        match self.layer.writable() {
+            true => Ok(()),
+            false => Err(crate::read_only(self.layer.format())),
+        }
+    }
+
+    /// Does long work on one extent after another, as one piece of work to its watcher.
+    fn each_flat(&self, watch: Watch<'_>, mut work: impl FnMut(&Flat, Watch<'_>) -> Result<()>) -> Result<()> {
+        let total = self.flats.iter().map(|flat| flat.capacity()).sum();
+        let mut before = 0;
+        for flat in self.flats.iter().filter(|flat| flat.writable()) {
+            let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
+            work(flat, &mut shifted)?;
+            before += flat.capacity();
+        }
+        Ok(())
+    }
+}
+
+/// The parent that a descriptor names.
+fn parent_of(descriptor: &Descriptor, label: &str, options: &OpenOptions) -> Result<Option<ParentReference>> {
+    let contradiction = |text: &str| Err(Error::new(ErrorKind::Corrupt, format!("'{label}' {text}")));
+    if descriptor.native_snapshot == Some(true) && descriptor.parent_content.is_some() {
+        let text = format!("'{label}' is a snapshot that the storage array keeps: its parent's data is in no file");
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    let hint = descriptor.parent_hint.clone();
+    match (hint, descriptor.parent_content) {
+        (None, None) => Ok(None),
+        (Some(hint), Some(content)) => Ok(Some(ParentReference { hint, content: Some(content), format: None })),
+        (Some(hint), None) if options.force => Ok(Some(ParentReference { hint, content: None, format: None })),
+        (Some(_), None) => contradiction("names a parent, and says that it has none"),
+        (None, Some(_)) => contradiction("has a parent, and does not say where"),
+    }
+}
+
+/// Follows the names in extent lines through the gate: `None` for lines that hold nothing.
+fn resolve_extents<'a>(
+    place: &Place,
+    descriptor: &'a Descriptor,
+    options: &OpenOptions,
+) -> Result<Vec<Option<Resolved<'a>>>> {
+    let label = place.label();
+    if descriptor.extents.is_empty() {
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{label}' names no extents")));
+    }
+    let mut resolved = Vec::with_capacity(descriptor.extents.len());
+    let mut taken: Vec<(String, Range<u64>)> = Vec::new();
+    for line in &descriptor.extents {
+        let format = Format::of_line(line.kind).map_err(|error| error.context(format!("'{label}'")))?;
+        let (Some(format), Some(file), true) = (format, &line.file, line.access != Access::None) else {
+            resolved.push(None);
+            continue;
+        };
+        let extent = place.folder.resolve(file).map_err(|error| error.context(format!("'{label}'")))?;
+        if format != Format::Flat && line.offset != 0 {
+            let text = format!("'{label}' begins '{file}' at an offset, which only flat extents have");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        let start = line.offset.saturating_mul(crate::SECTOR);
+        let bytes = match format {
+            Format::Flat => start..start.saturating_add(line.length()),
+            _ => 0..u64::MAX,
+        };
+        taken.push((extent.label(), bytes));
+        resolved.push(Some(Resolved { line, format, place: extent }));
+    }
+    if options.writable {
+        taken.push((label.clone(), 0..u64::MAX));
+        taken.sort_unstable_by(|a, b| (&a.0, a.1.start).cmp(&(&b.0, b.1.start)));
+        if let Some(pair) = taken.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[0].1.end > pair[1].1.start) {
+            let text = format!("'{label}' uses '{}' twice: a write to one place would change another", pair[0].0);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+    }
+    Ok(resolved)
+}
+
+fn open_resolved(extent: &Resolved<'_>, descriptor: &Descriptor, options: &OpenOptions) -> Result<OpenExtent> {
+    let label = extent.place.label();
+    let writable = options.writable && extent.line.access == Access::ReadWrite;
+    let length = extent.line.length();
+    let offset = extent.line.offset.saturating_mul(crate::SECTOR);
+    let mode = extent.format.mode(options.mode, offset, Some(length));
+    let file = extent.place.open(mode, access(writable))?;
+    let flat = FlatOptions { offset, capacity: Some(length), writable, thin: descriptor.thin() };
+    let opened = open_extent(extent.format, file, &label, flat)?;
+    if opened.layer.capacity() < length {
+        let text = format!("'{label}' holds {} bytes of disk, and {length} by its line", opened.layer.capacity());
+        return Err(Error::new(ErrorKind::Corrupt, text));
+    }
+    Ok(opened)
+}
+
+fn access(writable: bool) -> backend::Access {
+    if writable { backend::Access::ReadWrite } else { backend::Access::Read }
+}
+
+/// The lock of whoever writes an image: on its first extent, which is never renamed while the image exists.
+fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>>> {
+    if !options.writable {
+        return Ok(None);
+    }
+    // Taking a lock creates what is missing; a missing extent is an error.
+    drop(place.open(IoMode::Buffered, backend::Access::ReadWrite)?);
+    let lock = place.folder.directory().lock(&place.name);
+    lock.map(Some).map_err(|error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => {
+            Error::new(ErrorKind::Busy, format!("'{}' is open for writing elsewhere", place.label()))
+        }
+        _ => Error::io(format!("locking '{}'", place.label()), error),
+    })
+}
+
+/// The last component of a path that may have been written on Windows.
+fn base_name(hint: &str) -> &str {
+    hint.rsplit(['/', '\\']).next().unwrap_or(hint)
+}

@@ -1,0 +1,151 @@
+//! Archives that lie: digests, sizes, XML made to take long; and mutations.
+
+use super::*;
+use crate::proving::{mutate, peak_memory};
+
+#[test]
+fn a_wrong_byte_is_found_and_named() {
+    let bytes = made(&[compressible(1, 1 << 20), pattern(2, 1 << 20)], Algorithm::Sha256, Controller::Ide);
+    let ova = Ova::open(memory_file(&bytes), "web.ova").unwrap();
+    let place =
+        |name: &str| bytes.windows(512).position(|w| w.starts_with(name.as_bytes()) && w[257..].starts_with(b"ustar"));
+    let mut damaged = bytes.clone();
+    damaged[place("web-disk2.vmdk").unwrap() + 512 + 100_000] ^= 1;
+    let ova_damaged = Ova::open(memory_file(&damaged), "web.ova").unwrap();
+    let error = ova_damaged.verify(&mut no_progress).unwrap_err();
+    assert!(error.kind() == ErrorKind::Corrupt && error.to_string().contains("web-disk2.vmdk is not what"), "{error}");
+    let mut out = Vec::new();
+    let error = ova_damaged.reader("web-disk2.vmdk").unwrap().read_to_end(&mut out).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    assert!(ova_damaged.reader("web-disk1.vmdk").unwrap().read_to_end(&mut out).is_ok());
+    // The description is checked when the archive is opened.
+    let mut damaged = bytes.clone();
+    let at = damaged.windows(11).position(|w| w == b"Hard disk 1").unwrap();
+    damaged[at] = b'h';
+    let error = Ova::open(memory_file(&damaged), "web.ova").err().unwrap();
+    assert!(error.to_string().contains("web.ovf is not what"), "{error}");
+    // Cut in the middle of a disk.
+    let cut = Ova::open(memory_file(&bytes[..bytes.len() - 2000]), "web.ova").err().unwrap();
+    assert!(cut.to_string().contains("was cut"), "{cut}");
+    assert_eq!(ova.file("web.exe").err().unwrap().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn descriptors_made_to_take_long_are_refused_soon() {
+    let start = std::time::Instant::now();
+    let envelope = |inside: &str| format!("<Envelope>{inside}</Envelope>");
+    let attributes: String = (0..200_000).map(|number| format!(" a{number}='>'")).collect();
+    let cases = [
+        envelope(&"<a>".repeat(1_000_000)),
+        envelope(&("<a>".repeat(200_000) + &"</a>".repeat(200_000))),
+        envelope(&format!("<a{attributes}/>")),
+        "<!DOCTYPE a [<!ENTITY b \"bbbb\"><!ENTITY c \"&b;&b;&b;\">]><Envelope>&c;</Envelope>".to_owned(),
+        envelope("<VirtualSystem><Name>&c;</Name></VirtualSystem>"),
+        envelope("<Disk>") + "</Disk>",
+        String::new(),
+        "<Envelope/><Envelope/>".to_owned(),
+        "<Package/>".to_owned(),
+    ];
+    for case in cases {
+        let error = ovf::Envelope::parse(case.as_bytes()).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+    }
+    let wide = envelope(&"<a b='c'/>".repeat(400_000));
+    ovf::Envelope::parse(wide.as_bytes()).unwrap();
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+}
+
+#[test]
+fn capacities_are_understood_or_refused() {
+    let capacity = |attributes: &str| {
+        let text = format!(
+            "<Envelope><References><File href='d.vmdk' id='f'/></References><DiskSection>\
+             <Disk diskId='d' fileRef='f' {attributes}/></DiskSection></Envelope>"
+        );
+        ovf::Envelope::parse(text.as_bytes()).map(|envelope| envelope.disks[0].capacity)
+    };
+    for (attributes, expected) in [
+        ("capacity='512'", 512),
+        ("capacity='1000'", 1024),
+        ("capacity='2' capacityAllocationUnits='byte * 2^30'", 2 << 30),
+        ("capacity='2' capacityAllocationUnits='byte*2^10'", 2048),
+        ("capacity='7' capacityAllocationUnits='GigaBytes'", 7 << 30),
+        ("capacity='64' capacityAllocationUnits='byte * 2^40'", 64 << 40),
+    ] {
+        assert_eq!(capacity(attributes).unwrap(), expected, "{attributes}");
+    }
+    for attributes in [
+        "",
+        "capacity=''",
+        "capacity='0'",
+        "capacity='-1'",
+        "capacity='65' capacityAllocationUnits='byte * 2^40'",
+        "capacity='2' capacityAllocationUnits='byte * 2^64'",
+        "capacity='2' capacityAllocationUnits='byte * 9^999999999'",
+        "capacity='2' capacityAllocationUnits='furlong'",
+        "capacity='18446744073709551615' capacityAllocationUnits='byte * 2^1'",
+    ] {
+        assert_eq!(capacity(attributes).unwrap_err().kind(), ErrorKind::Corrupt, "{attributes}");
+    }
+    assert_eq!(capacity("capacity='${size}'").unwrap_err().kind(), ErrorKind::Unsupported);
+}
+
+#[test]
+fn a_manifest_is_read_as_programs_write_it() {
+    let digest = "00".repeat(20);
+    let good = format!("SHA1(a (1).vmdk)= {digest}\r\n\nsha1 (./b.ovf) ={digest}\n");
+    let manifest = Manifest::parse(good.as_bytes()).unwrap();
+    assert_eq!(manifest.names().collect::<Vec<_>>(), ["a (1).vmdk", "b.ovf"]);
+    for (bad, kind) in [
+        (format!("SHA1(a)= {}", &digest[1..]), ErrorKind::Corrupt),
+        (format!("SHA256(a)= {digest}"), ErrorKind::Corrupt),
+        (format!("MD5(a)= {digest}"), ErrorKind::Unsupported),
+        (format!("SHA1(../a)= {digest}"), ErrorKind::Invalid),
+        (format!("SHA1(a)= {digest}\nSHA1(a)= {digest}"), ErrorKind::Corrupt),
+        ("hello".to_owned(), ErrorKind::Corrupt),
+        ("\u{0}SHA1(a= é".to_owned(), ErrorKind::Corrupt),
+    ] {
+        assert_eq!(Manifest::parse(bad.as_bytes()).err().unwrap().kind(), kind, "{bad}");
+    }
+}
+
+#[test]
+fn mutations_end_in_an_error_or_an_answer() {
+    let image = made(&[compressible(1, 40_000 / 512 * 512), vec![3; 4096]], Algorithm::Sha1, Controller::Ide);
+    let text = 512..4096;
+    let weak = [0..512, 0..512, text.clone(), text, 0..image.len()];
+    let start = std::time::Instant::now();
+    let memory = peak_memory();
+    for seed in 0..100_000 {
+        let mut random = Random::new(seed);
+        let mut bytes = image.clone();
+        mutate(&mut random, &mut bytes, &weak);
+        if random.percent(50) {
+            // With a right sum the header is believed, with a broken name of the manifest the description too.
+            let sum: u32 = bytes
+                .iter()
+                .take(512)
+                .enumerate()
+                .map(|(at, byte)| match at {
+                    148..156 => 32,
+                    _ => u32::from(*byte),
+                })
+                .sum();
+            if bytes.len() > 512 {
+                bytes[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+            }
+            if let Some(at) = bytes.windows(3).position(|w| w == b".mf") {
+                bytes[at + 1] = b'n';
+            }
+        }
+        let Ok(ova) = Ova::open(memory_file(&bytes), "web.ova") else { continue };
+        let _ = ova.verify(&mut no_progress);
+        for disk in ova.disks() {
+            let Ok(file) = ova.file(&disk.file) else { continue };
+            let Ok(layer) = Stream::open(file, &disk.file) else { continue };
+            let _ = crate::proving::read(&layer, 0..layer.capacity().min(4096), None);
+        }
+    }
+    assert!(peak_memory() - memory < 1 << 30, "{} bytes more", peak_memory() - memory);
+    assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
+}

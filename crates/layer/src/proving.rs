@@ -1,0 +1,202 @@
+//! What the tests of the formats share: seeded randomness, reading a layer as a chain does, QEMU's tools, files.
+
+use crate::{Content, Layer, Result};
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::{Directory, File, IoMode};
+use std::ops::Range;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+
+/// A small generator (splitmix64): the same seed gives the same run.
+#[derive(Clone, Debug)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(mix(seed ^ 0x6c61_7965_7273))
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+
+    pub(crate) fn percent(&mut self, chance: u64) -> bool {
+        self.below(100) < chance
+    }
+}
+
+fn mix(mut word: u64) -> u64 {
+    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+/// Bytes that follow from `seed`, different in every word.
+pub(crate) fn pattern(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let mut out: Vec<u8> = (0..length.div_ceil(8)).flat_map(|_| random.next().to_le_bytes()).collect();
+    out.truncate(length);
+    out
+}
+
+/// Bytes that compress to about a quarter.
+pub(crate) fn compressible(seed: u64, length: usize) -> Vec<u8> {
+    let mut random = Random::new(seed);
+    let words = (0..length.div_ceil(8)).flat_map(|at| match at % 4 {
+        0 => random.next().to_le_bytes(),
+        _ => seed.to_le_bytes(),
+    });
+    let mut out: Vec<u8> = words.collect();
+    out.truncate(length);
+    out
+}
+
+/// Reads a range as a chain does: what the layer does not have comes from `parent`, or is zero.
+pub(crate) fn read(layer: &dyn Layer, range: Range<u64>, parent: Option<&[u8]>) -> Result<Vec<u8>> {
+    let mut out = vec![0; (range.end - range.start) as usize];
+    let _epoch = layer.epoch();
+    let mut extents = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        extents.clear();
+        layer.map(at..range.end, 7, &mut extents)?;
+        assert!(!extents.is_empty() && extents.len() <= 7, "at least one extent, and no more than asked for");
+        for extent in &extents {
+            assert!(extent.start == at && extent.length > 0 && at + extent.length <= range.end, "extents adjoin");
+            let part = &mut out[(at - range.start) as usize..][..extent.length as usize];
+            match extent.content {
+                Content::Absent => {
+                    if let Some(parent) = parent {
+                        part.copy_from_slice(&parent[at as usize..][..part.len()]);
+                    }
+                }
+                Content::Zero => {}
+                Content::Data { file, offset } => layer.file(file)?.read_at(part, offset).unwrap(),
+                Content::Encoded => layer.read_encoded(at, part)?,
+            }
+            at += extent.length;
+        }
+    }
+    Ok(out)
+}
+
+/// Everything a layer has.
+pub(crate) fn read_all(layer: &dyn Layer, parent: Option<&[u8]>) -> Vec<u8> {
+    read(layer, 0..layer.capacity(), parent).unwrap()
+}
+
+/// A folder for files, gone with its owner.
+pub(crate) struct Folder {
+    pub(crate) path: tempfile::TempDir,
+    pub(crate) directory: LocalDirectory,
+}
+
+impl Folder {
+    pub(crate) fn new() -> Self {
+        let path = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open(path.path(), LocalQueues::Threads).unwrap();
+        Self { path, directory }
+    }
+
+    pub(crate) fn file(&self, name: &str) -> Arc<dyn File> {
+        self.directory.open(name, IoMode::Buffered).unwrap()
+    }
+
+    pub(crate) fn create(&self, name: &str) -> Arc<dyn File> {
+        self.directory.create(name, IoMode::Buffered).unwrap()
+    }
+
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
+        std::fs::write(self.path.path().join(name), bytes).unwrap();
+    }
+
+    pub(crate) fn read(&self, name: &str) -> Vec<u8> {
+        std::fs::read(self.path.path().join(name)).unwrap()
+    }
+
+    /// Runs a program of QEMU's in the folder; it must succeed.
+    pub(crate) fn run(&self, program: &str, arguments: &[&str]) -> String {
+        let (success, output) = self.try_run(program, arguments);
+        assert!(success, "{program} {arguments:?}: {output}");
+        output
+    }
+
+    pub(crate) fn try_run(&self, program: &str, arguments: &[&str]) -> (bool, String) {
+        let output = Command::new(program).args(arguments).current_dir(self.path.path()).output();
+        let output = output.unwrap_or_else(|error| panic!("{program} is needed for this test: {error}"));
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&text).into_owned())
+    }
+}
+
+/// A file in memory.
+pub(crate) fn memory_file(bytes: &[u8]) -> Arc<dyn File> {
+    let disk = backend::simulated::SimulatedDisk::new(1, Default::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    file.write_at(&[bytes], 0, true).unwrap();
+    file
+}
+
+/// Peak memory of this process so far, in bytes.
+pub(crate) fn peak_memory() -> u64 {
+    let status = std::fs::read_to_string(Path::new("/proc/self/status")).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+}
+
+/// Changes some bytes of an image: single bits, words that mean much, runs, or its length.
+pub(crate) fn mutate(random: &mut Random, bytes: &mut Vec<u8>, weak_spots: &[Range<usize>]) {
+    for _ in 0..1 + random.below(4) {
+        if bytes.is_empty() {
+            return;
+        }
+        let range = match weak_spots.is_empty() || random.percent(20) {
+            true => 0..bytes.len(),
+            false => weak_spots[random.below(weak_spots.len() as u64) as usize].clone(),
+        };
+        let range = range.start.min(bytes.len() - 1)..range.end.min(bytes.len()).max(1);
+        let at = range.start + random.below((range.end.saturating_sub(range.start)) as u64) as usize;
+        let at = at.min(bytes.len() - 1);
+        match random.below(10) {
+            0..3 => bytes[at] ^= 1 << random.below(8),
+            3..5 => bytes[at] = random.next() as u8,
+            5..8 => {
+                let words =
+                    [0, 1, u64::MAX, u64::MAX / 2, 1 << 31, 1 << 32, 1 << 63, 0xffff_ffff, random.below(1 << 20)];
+                let word = words[random.below(words.len() as u64) as usize].to_le_bytes();
+                let at = if random.percent(70) { at / 4 * 4 } else { at };
+                let end = (at + if random.percent(50) { 4 } else { 8 }).min(bytes.len());
+                bytes[at..end].copy_from_slice(&word[..end - at]);
+            }
+            8 => {
+                let length = random.below(64).min((bytes.len() - at) as u64) as usize;
+                bytes[at..at + length].fill(random.next() as u8);
+            }
+            _ if random.percent(20) => bytes.truncate(at),
+            _ => {}
+        }
+    }
+}
+
+/// The bytes that a format's page shows under `<!-- bytes: name -->`; what it does not show is zero.
+pub(crate) fn shown(page: &str, name: &str, length: usize) -> Vec<u8> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/format").join(page);
+    let text = std::fs::read_to_string(path).unwrap();
+    let mark = format!("<!-- bytes: {name} -->\n```\n");
+    let block = text.split(mark.as_str()).nth(1).unwrap_or_else(|| panic!("{page} shows no {name}"));
+    let mut bytes = vec![0; length];
+    for line in block.split("```").next().unwrap().lines() {
+        let mut words = line.split_whitespace();
+        let at = usize::from_str_radix(words.next().unwrap(), 16).unwrap();
+        for (at, word) in (at..).zip(words) {
+            bytes[at] = u8::from_str_radix(word, 16).unwrap();
+        }
+    }
+    bytes
+}

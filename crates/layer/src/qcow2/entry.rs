@@ -1,0 +1,130 @@
+//! Entries of the second-level tables: where a cluster is.
+
+use super::OFFSET_MASK;
+use super::header::Header;
+
+const COMPRESSED: u64 = 1 << 62;
+const COPIED: u64 = 1 << 63;
+/// In version 3 and without extended entries: the cluster reads as zeros.
+const ZERO: u64 = 1;
+/// Bits of a standard entry that mean nothing yet.
+const RESERVED: u64 = 0x3f00_0000_0000_01fe;
+
+/// What a cluster is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cluster {
+    /// In no file of this image.
+    Absent,
+    /// Zeros.
+    Zero,
+    /// At an offset of the file.
+    Data {
+        /// The offset.
+        offset: u64,
+    },
+    /// In 32 parts, each for itself data, zeros or absent.
+    Parts {
+        /// Where the whole cluster would be.
+        offset: u64,
+        /// A bit for each part that is data.
+        data: u32,
+        /// A bit for each part that is zeros.
+        zero: u32,
+    },
+    /// Compressed data at any offset.
+    Compressed {
+        /// The offset.
+        offset: u64,
+        /// How many bytes they have at the most.
+        size: u64,
+    },
+}
+
+impl Cluster {
+    /// Bytes of the cluster that are in the file.
+    pub(super) fn mapped(&self, cluster_size: u64) -> u64 {
+        match self {
+            Self::Absent | Self::Zero => 0,
+            Self::Data { .. } | Self::Compressed { .. } => cluster_size,
+            Self::Parts { data, .. } => u64::from(data.count_ones()) * (cluster_size / 32),
+        }
+    }
+}
+
+/// How entries are laid out in an image.
+pub(super) struct Entries {
+    cluster_bits: u32,
+    words: u64,
+    zero_flag: bool,
+    external: bool,
+}
+
+impl Entries {
+    pub(super) fn new(header: &Header) -> Self {
+        Self {
+            cluster_bits: header.cluster_bits(),
+            words: if header.extended() { 2 } else { 1 },
+            zero_flag: header.version() >= 3 && !header.extended(),
+            external: header.external_data(),
+        }
+    }
+
+    /// Entries of a table, which is one cluster.
+    pub(super) fn per_table(&self) -> u64 {
+        (1 << self.cluster_bits) / (8 * self.words)
+    }
+
+    /// Bytes of a table kept together.
+    pub(super) fn slice_bytes(&self) -> u64 {
+        super::SLICE_BYTES.min(1 << self.cluster_bits)
+    }
+
+    /// Offset in the file of the slice with entry `entry` of the table at `table`, and its first word there.
+    pub(super) fn slice_of(&self, table: u64, entry: u64) -> (u64, usize) {
+        let byte = entry * 8 * self.words;
+        let within = byte % self.slice_bytes();
+        (table + byte - within, (within / 8) as usize)
+    }
+
+    /// Decodes the entry at a word of a slice; the error says what cannot be.
+    pub(super) fn decode(&self, slice: &[u64], word: usize) -> Result<Cluster, &'static str> {
+        let entry = slice.get(word).copied().ok_or("it lies outside its table")?;
+        if entry & COMPRESSED != 0 {
+            if self.external {
+                return Err("it is compressed, and the data are in another file");
+            }
+            // The number of sectors stands above the offset, with as many bits as are needed for a cluster.
+            let offset_bits = 62 - (self.cluster_bits - 8);
+            let offset = entry & ((1 << offset_bits) - 1);
+            let sectors = (entry & (COMPRESSED - 1)) >> offset_bits;
+            return Ok(Cluster::Compressed { offset, size: (sectors + 1) * 512 - offset % 512 });
+        }
+        if entry & RESERVED != 0 || (entry & ZERO != 0 && !self.zero_flag) {
+            return Err("bits are set that must not be");
+        }
+        let offset = entry & OFFSET_MASK;
+        if !offset.is_multiple_of(1 << self.cluster_bits) {
+            return Err("it names a place in the middle of a cluster");
+        }
+        // In a data file of its own a cluster may lie at 0: there the other mark says that it is there.
+        let present = offset != 0 || (self.external && entry & COPIED != 0);
+        if self.words == 2 {
+            let parts = slice.get(word + 1).copied().ok_or("it lies outside its table")?;
+            let (data, zero) = (parts as u32, (parts >> 32) as u32);
+            if data & zero != 0 || (data != 0 && !present) {
+                return Err("its parts contradict each other");
+            }
+            return Ok(match (data, zero) {
+                (u32::MAX, _) => Cluster::Data { offset },
+                (_, u32::MAX) => Cluster::Zero,
+                (0, 0) => Cluster::Absent,
+                _ => Cluster::Parts { offset, data, zero },
+            });
+        }
+        Ok(match (entry & ZERO != 0, present) {
+            (true, _) => Cluster::Zero,
+            (false, true) => Cluster::Data { offset },
+            (false, false) => Cluster::Absent,
+        })
+    }
+}

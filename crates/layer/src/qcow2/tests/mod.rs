@@ -1,0 +1,8 @@
+//! qcow2 images that QEMU wrote, whole and damaged.
+
+mod damage;
+mod qemu;
+
+use super::{Header, Qcow2};
+use crate::proving::{Folder, Random, memory_file, pattern, read, read_all};
+use crate::{ErrorKind, Layer, SECTOR};

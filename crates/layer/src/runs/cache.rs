@@ -1,0 +1,238 @@
+//! Tables in memory: a bounded cache of what can be read again, and everything that changed since it was last written.
+//!
+//! 1. A table that changed, or that is being written, stays until its writing is over ([`RunCache::release`]). All
+//!    others together take no more than the bound; which of them go, the clock decides.
+//! 2. A table is read from the medium by one thread at a time, and put in before it can be changed: what is put in is
+//!    never older than what was there before.
+//! 3. What is captured does not change any more: a table changed while it is being written is copied first.
+//!
+//! Locks: `loading` of a shard, then its `tables`. Nothing is read or written under `tables`.
+
+use super::RunList;
+use crate::Result;
+use parking_lot::{Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// Parts that threads can use without waiting for each other. Tables next to each other are in different ones.
+const SHARDS: usize = 16;
+
+/// Memory of a table beside its runs: entry of the hash map, reference counts, place in the clock.
+const TABLE_OVERHEAD: usize = 112;
+
+/// Tables looked at to make room for one: it must not take longer because many have to stay.
+const CLOCK_STEPS_MAX: usize = 64;
+
+/// A table as it was when it was captured.
+pub(crate) struct Captured {
+    /// Its number.
+    pub(crate) index: u32,
+    /// The table.
+    pub(crate) list: Arc<RunList>,
+    /// Which parts of it changed since it was captured last, as the format counts them.
+    pub(crate) parts: u64,
+}
+
+struct Slot {
+    list: Arc<RunList>,
+    /// Parts changed since the last capture; 0 for none.
+    changed: u64,
+    writing: bool,
+    used: AtomicBool,
+}
+
+#[derive(Default)]
+struct Tables {
+    by_index: FxHashMap<u32, Slot>,
+    /// The clock's order: each table once.
+    clock: VecDeque<u32>,
+    /// Tables with parts that changed.
+    changed: Vec<u32>,
+    bytes: usize,
+}
+
+#[derive(Default)]
+struct Shard {
+    loading: Mutex<()>,
+    tables: RwLock<Tables>,
+}
+
+type Exclusive<'a> = parking_lot::RwLockWriteGuard<'a, Tables>;
+
+/// The cache.
+pub(crate) struct RunCache {
+    shards: Box<[Shard]>,
+    shard_bytes_max: usize,
+    changed: AtomicUsize,
+}
+
+impl RunCache {
+    /// An empty cache that keeps about `bytes_max` bytes of unchanged tables.
+    pub(crate) fn new(bytes_max: usize) -> Self {
+        let shards = (0..SHARDS).map(|_| Shard::default()).collect();
+        Self { shards, shard_bytes_max: bytes_max / SHARDS, changed: AtomicUsize::new(0) }
+    }
+
+    fn shard(&self, index: u32) -> &Shard {
+        &self.shards[index as usize % SHARDS]
+    }
+
+    /// Tables that changed since they were captured last.
+    pub(crate) fn changed(&self) -> usize {
+        self.changed.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of memory taken.
+    #[cfg(test)]
+    pub(crate) fn bytes(&self) -> usize {
+        self.shards.iter().map(|shard| shard.tables.read().bytes).sum()
+    }
+
+    /// Looks at table `index`, read with `load` if it is not here.
+    pub(crate) fn read<R>(
+        &self,
+        index: u32,
+        load: impl FnOnce() -> Result<RunList>,
+        look: impl FnOnce(&RunList) -> R,
+    ) -> Result<R> {
+        let shard = self.shard(index);
+        if let Some(slot) = shard.tables.read().by_index.get(&index) {
+            return Ok(look(slot.touched()));
+        }
+        let _loading = shard.loading.lock();
+        if let Some(slot) = shard.tables.read().by_index.get(&index) {
+            return Ok(look(slot.touched()));
+        }
+        let list = load()?;
+        let answer = look(&list);
+        shard.tables.write().insert(index, list, self.shard_bytes_max);
+        Ok(answer)
+    }
+
+    /// Table `index` if it is here; it is not kept longer for having been asked for.
+    pub(crate) fn peek(&self, index: u32) -> Option<Arc<RunList>> {
+        self.shard(index).tables.read().by_index.get(&index).map(|slot| Arc::clone(&slot.list))
+    }
+
+    /// Changes table `index`, read with `load` if it is not here. `change` says which parts it changed; 0 for none.
+    pub(crate) fn change<R>(
+        &self,
+        index: u32,
+        load: impl FnOnce() -> Result<RunList>,
+        change: impl FnOnce(&mut RunList) -> (R, u64),
+    ) -> Result<R> {
+        let shard = self.shard(index);
+        let tables = shard.tables.write();
+        if tables.by_index.contains_key(&index) {
+            return Ok(self.apply(tables, index, change));
+        }
+        drop(tables);
+        let _loading = shard.loading.lock();
+        let mut tables = shard.tables.write();
+        if !tables.by_index.contains_key(&index) {
+            drop(tables);
+            let list = load()?;
+            tables = shard.tables.write();
+            tables.insert(index, list, self.shard_bytes_max);
+        }
+        Ok(self.apply(tables, index, change))
+    }
+
+    /// Puts in a table that the medium does not have yet: all of it has changed.
+    pub(crate) fn insert_new(&self, index: u32, list: RunList, parts: u64) {
+        let mut tables = self.shard(index).tables.write();
+        tables.insert(index, list, self.shard_bytes_max);
+        self.apply(tables, index, |_| ((), parts));
+    }
+
+    /// Changes a table that is here.
+    fn apply<R>(&self, mut tables: Exclusive<'_>, index: u32, change: impl FnOnce(&mut RunList) -> (R, u64)) -> R {
+        let tables = &mut *tables;
+        let Some(slot) = tables.by_index.get_mut(&index) else { unreachable!("put in under this very lock") };
+        slot.touched();
+        let before = slot.list.heap_bytes();
+        let (answer, parts) = change(Arc::make_mut(&mut slot.list));
+        let after = slot.list.heap_bytes();
+        if parts != 0 && slot.changed == 0 {
+            tables.changed.push(index);
+            self.changed.fetch_add(1, Ordering::Relaxed);
+        }
+        slot.changed |= parts;
+        tables.bytes = tables.bytes + after - before;
+        answer
+    }
+
+    /// Takes all tables that changed, to be written. They stay here until [`RunCache::release`]. One capture at a time.
+    pub(crate) fn capture(&self) -> Vec<Captured> {
+        let mut captured = Vec::with_capacity(self.changed());
+        for shard in &self.shards {
+            let mut tables = shard.tables.write();
+            for index in std::mem::take(&mut tables.changed) {
+                let Some(slot) = tables.by_index.get_mut(&index) else { continue };
+                slot.writing = true;
+                let parts = std::mem::take(&mut slot.changed);
+                captured.push(Captured { index, list: Arc::clone(&slot.list), parts });
+            }
+        }
+        self.changed.fetch_sub(captured.len(), Ordering::Relaxed);
+        captured
+    }
+
+    /// What was captured could not be written: it counts as changed again.
+    pub(crate) fn restore(&self, captured: &[Captured]) {
+        for table in captured {
+            let tables = self.shard(table.index).tables.write();
+            self.apply(tables, table.index, |_| ((), table.parts));
+        }
+        self.release(captured);
+    }
+
+    /// What was captured is on the medium.
+    pub(crate) fn release(&self, captured: &[Captured]) {
+        for table in captured {
+            let mut tables = self.shard(table.index).tables.write();
+            if let Some(slot) = tables.by_index.get_mut(&table.index) {
+                slot.writing = false;
+            }
+            tables.evict(self.shard_bytes_max);
+        }
+    }
+}
+
+impl Slot {
+    fn touched(&self) -> &RunList {
+        // A plain load first: hot tables are shared between threads, and their line should stay so.
+        if !self.used.load(Ordering::Relaxed) {
+            self.used.store(true, Ordering::Relaxed);
+        }
+        &self.list
+    }
+}
+
+impl Tables {
+    fn insert(&mut self, index: u32, list: RunList, bytes_max: usize) {
+        self.evict(bytes_max);
+        self.bytes += list.heap_bytes() + TABLE_OVERHEAD;
+        let slot = Slot { list: Arc::new(list), changed: 0, writing: false, used: AtomicBool::new(false) };
+        self.by_index.insert(index, slot);
+        self.clock.push_back(index);
+    }
+
+    /// Makes room until the bound holds or only tables are left that must stay.
+    fn evict(&mut self, bytes_max: usize) {
+        let mut left = CLOCK_STEPS_MAX;
+        while self.bytes > bytes_max && left > 0 {
+            left -= 1;
+            let Some(index) = self.clock.pop_front() else { return };
+            let Some(slot) = self.by_index.get(&index) else { continue };
+            if slot.changed != 0 || slot.writing || slot.used.swap(false, Ordering::Relaxed) {
+                self.clock.push_back(index);
+                continue;
+            }
+            self.bytes -= slot.list.heap_bytes() + TABLE_OVERHEAD;
+            self.by_index.remove(&index);
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! One table of a sparse format in memory, as runs: entries that continue each other take eight bytes together, however
+//! many they are. A layer that a guest wrote in order needs a few bytes per table, one written at random in blocks of
+//! 4 KiB eight bytes per block; and what a map is asked for comes out as extents, without a step per entry.
+//!
+//! 1. Runs are sorted, disjoint and not empty; entries in no run are absent.
+//! 2. Two runs that continue each other are one.
+
+pub(crate) mod cache;
+pub(crate) mod marks;
+#[cfg(test)]
+mod tests;
+
+use std::ops::Range;
+
+/// Most entries of a table.
+pub(crate) const ENTRIES_MAX: u32 = 1 << 12;
+
+/// Greatest place that can be held.
+pub(crate) const PLACE_MAX: u64 = (1 << PLACE_BITS) - 1;
+
+const PLACE_BITS: u32 = 38;
+const KIND_SHIFT: u32 = PLACE_BITS;
+const COUNT_SHIFT: u32 = KIND_SHIFT + 2;
+const FIRST_SHIFT: u32 = COUNT_SHIFT + 12;
+
+/// Entries next to each other: of one kind, and at places next to each other or all without one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// The first entry.
+    pub(crate) first: u32,
+    /// How many there are.
+    pub(crate) count: u32,
+    /// What they are, in the format's own numbers: 0 to 3.
+    pub(crate) kind: u8,
+    /// Where the first is; 0 for nowhere.
+    pub(crate) place: u64,
+}
+
+impl Run {
+    fn end(&self) -> u32 {
+        self.first + self.count
+    }
+
+    fn pack(self) -> Packed {
+        debug_assert!(self.count > 0 && self.end() <= ENTRIES_MAX && self.kind < 4 && self.place <= PLACE_MAX);
+        let (first, count) = (u64::from(self.first), u64::from(self.count - 1));
+        Packed(first << FIRST_SHIFT | count << COUNT_SHIFT | u64::from(self.kind) << KIND_SHIFT | self.place)
+    }
+
+    /// The part of the run within `range`, which it must touch.
+    fn within(self, range: &Range<u32>, stride: u32) -> Self {
+        let first = self.first.max(range.start);
+        let count = self.end().min(range.end) - first;
+        let skipped = u64::from(first - self.first) * u64::from(stride);
+        Self { first, count, place: if self.place == 0 { 0 } else { self.place + skipped }, ..self }
+    }
+
+    fn is_continued_by(&self, next: &Self, stride: u32) -> bool {
+        let place = if self.place == 0 { 0 } else { self.place + u64::from(self.count) * u64::from(stride) };
+        self.end() == next.first && self.kind == next.kind && place == next.place
+    }
+}
+
+/// A run in eight bytes; sorted as numbers they are sorted by their first entry.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Packed(u64);
+
+impl Packed {
+    fn first(self) -> u32 {
+        (self.0 >> FIRST_SHIFT) as u32
+    }
+
+    fn end(self) -> u32 {
+        self.first() + (self.0 >> COUNT_SHIFT) as u32 % ENTRIES_MAX + 1
+    }
+
+    fn unpack(self) -> Run {
+        Run {
+            first: self.first(),
+            count: self.end() - self.first(),
+            kind: (self.0 >> KIND_SHIFT) as u8 & 3,
+            place: self.0 & PLACE_MAX,
+        }
+    }
+}
+
+/// Entries of a table next to each other: a run or the part of one, or entries that are absent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// The first entry.
+    pub(crate) first: u32,
+    /// How many there are.
+    pub(crate) count: u32,
+    /// Kind and place; `None` where the entries are absent.
+    pub(crate) what: Option<(u8, u64)>,
+}
+
+/// A table.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct RunList {
+    runs: Vec<Packed>,
+    /// How far the places of neighbours are apart.
+    stride: u32,
+    /// What a format wants to know of a table beside its entries.
+    pub(crate) note: u32,
+}
+
+impl RunList {
+    /// A table in which all is absent. Places of neighbours are `stride` apart.
+    pub(crate) fn new(stride: u32) -> Self {
+        Self { runs: Vec::new(), stride, note: 0 }
+    }
+
+    /// Appends entries behind all others, as a table is read.
+    pub(crate) fn push(&mut self, run: Run) {
+        if let Some(last) = self.runs.last_mut() {
+            let before = last.unpack();
+            debug_assert!(before.end() <= run.first);
+            if before.is_continued_by(&run, self.stride) {
+                *last = Run { count: before.count + run.count, ..before }.pack();
+                return;
+            }
+        }
+        self.runs.push(run.pack());
+    }
+
+    /// Gives back memory that is not needed.
+    pub(crate) fn shrink_to_fit(&mut self) {
+        self.runs.shrink_to_fit();
+    }
+
+    /// Bytes of memory beyond the structure itself.
+    pub(crate) fn heap_bytes(&self) -> usize {
+        self.runs.capacity() * size_of::<Packed>()
+    }
+
+    /// All runs, in order.
+    pub(crate) fn runs(&self) -> impl Iterator<Item = Run> + '_ {
+        self.runs.iter().map(|run| run.unpack())
+    }
+
+    /// What the entries of `range` are, in order and without a gap.
+    pub(crate) fn pieces(&self, range: Range<u32>) -> Pieces<'_> {
+        let from = self.runs.partition_point(|run| run.end() <= range.start);
+        Pieces { runs: &self.runs[from..], range, stride: self.stride }
+    }
+
+    /// Makes the entries of `range` be of one kind, at places that begin with `place`.
+    pub(crate) fn set(&mut self, range: Range<u32>, kind: u8, place: u64) {
+        if !range.is_empty() {
+            let run = Run { first: range.start, count: range.end - range.start, kind, place };
+            self.replace(range, Some(run));
+        }
+    }
+
+    /// Makes the entries of `range` absent.
+    #[cfg(test)]
+    pub(crate) fn clear(&mut self, range: Range<u32>) {
+        if !range.is_empty() {
+            self.replace(range, None);
+        }
+    }
+
+    fn replace(&mut self, range: Range<u32>, run: Option<Run>) {
+        // A table filled in order: the run goes behind all others.
+        if self.runs.last().is_none_or(|last| last.end() <= range.start) {
+            if let Some(run) = run {
+                self.push(run);
+            }
+            return;
+        }
+        // The runs that touch the range, then their neighbours, which may be continued by what comes between them.
+        let mut from = self.runs.partition_point(|run| run.end() <= range.start);
+        let mut to = from + self.runs[from..].partition_point(|run| run.first() < range.end);
+        let first = self.runs[from..to].first().map(|run| run.unpack()).filter(|run| run.first < range.start);
+        let last = self.runs[from..to].last().map(|run| run.unpack()).filter(|run| run.end() > range.end);
+        let left = first.map(|run| run.within(&(run.first..range.start), self.stride));
+        let right = last.map(|run| run.within(&(range.end..run.end()), self.stride));
+        let mut around = [None, left, run, right, None];
+        if left.is_none() && from > 0 {
+            from -= 1;
+            around[0] = Some(self.runs[from].unpack());
+        }
+        if right.is_none() && to < self.runs.len() {
+            around[4] = Some(self.runs[to].unpack());
+            to += 1;
+        }
+        let mut new: [Packed; 5] = [Packed(0); 5];
+        let mut count = 0;
+        let mut open: Option<Run> = None;
+        for next in around.into_iter().flatten() {
+            match &mut open {
+                Some(run) if run.is_continued_by(&next, self.stride) => run.count += next.count,
+                _ => {
+                    if let Some(done) = open.replace(next) {
+                        new[count] = done.pack();
+                        count += 1;
+                    }
+                }
+            }
+        }
+        if let Some(done) = open {
+            new[count] = done.pack();
+            count += 1;
+        }
+        match to - from == count {
+            true => self.runs[from..to].copy_from_slice(&new[..count]),
+            false => drop(self.runs.splice(from..to, new[..count].iter().copied())),
+        }
+    }
+}
+
+/// See [`RunList::pieces`].
+pub(crate) struct Pieces<'a> {
+    runs: &'a [Packed],
+    range: Range<u32>,
+    stride: u32,
+}
+
+impl Iterator for Pieces<'_> {
+    type Item = Piece;
+
+    fn next(&mut self) -> Option<Piece> {
+        if self.range.is_empty() {
+            return None;
+        }
+        let first = self.range.start;
+        let piece = match self.runs.first().map(|run| run.unpack()) {
+            Some(run) if run.first <= first => {
+                self.runs = &self.runs[1..];
+                let run = run.within(&self.range, self.stride);
+                Piece { first, count: run.count, what: Some((run.kind, run.place)) }
+            }
+            next => {
+                let end = next.map_or(self.range.end, |run| run.first.min(self.range.end));
+                Piece { first, count: end - first, what: None }
+            }
+        };
+        self.range.start += piece.count;
+        Some(piece)
+    }
+}

@@ -1,0 +1,248 @@
+//! Pages of metadata in memory: directory, tables, bitmap and backmap through one bounded cache of 4 KiB pages.
+//!
+//! 1. What is in memory is what holds; the file may be behind it only where a page is dirty or being written.
+//! 2. A page leaves memory only when it is neither, so that what a miss reads is current. The cache is larger than its
+//!    bound for as long as that demands; whoever changes pages commits before half of the bound is dirty.
+//! 3. A commit takes the pages as they are at one instant and shares their bytes; a change made while they are being
+//!    written copies the page first.
+//! 4. A page that is `backed` has its space in the file, so that writing it cannot run out of room.
+
+use super::header::{TABLE_PAGES, Words, put};
+use backend::Buffer;
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// What a page holds. In the order in which a commit may write them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    Bitmap,
+    Backmap,
+    Table,
+    Directory,
+}
+
+const KIND_SHIFT: u32 = 60;
+
+/// A page: which area, and its number therein.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct PageKey(u64);
+
+impl PageKey {
+    pub(super) fn new(kind: Kind, index: u64) -> Self {
+        Self((kind as u64) << KIND_SHIFT | index)
+    }
+
+    pub(super) fn kind(self) -> Kind {
+        match self.0 >> KIND_SHIFT {
+            0 => Kind::Bitmap,
+            1 => Kind::Backmap,
+            2 => Kind::Table,
+            _ => Kind::Directory,
+        }
+    }
+
+    pub(super) fn index(self) -> u64 {
+        self.0 & ((1 << KIND_SHIFT) - 1)
+    }
+
+    /// The page `by` further in the same area.
+    pub(super) fn plus(self, by: u64) -> Self {
+        Self(self.0 + by)
+    }
+
+    /// The page before it, when both belong to one table.
+    pub(super) fn before_in_table(self) -> Option<Self> {
+        (self.kind() == Kind::Table && !self.index().is_multiple_of(TABLE_PAGES)).then(|| Self(self.0 - 1))
+    }
+}
+
+/// One page's bytes, as words.
+#[derive(Clone)]
+pub(super) struct PageBytes(Arc<Buffer>);
+
+impl PageBytes {
+    /// Takes a buffer of one block.
+    pub(super) fn new(block: Buffer) -> Self {
+        Self(Arc::new(block))
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// Word `index` of 512.
+    #[inline]
+    pub(super) fn word(&self, index: usize) -> u64 {
+        Words(&self.0).get(index * 8)
+    }
+
+    /// All words in order.
+    pub(super) fn words(&self) -> impl Iterator<Item = u64> + Clone {
+        self.words_from(0)
+    }
+
+    /// Words from number `first` on.
+    pub(super) fn words_from(&self, first: usize) -> impl Iterator<Item = u64> + Clone {
+        let words = self.0.as_chunks().0.get(first..).unwrap_or_default();
+        words.iter().map(|word| u64::from_le_bytes(*word))
+    }
+}
+
+struct Page {
+    bytes: PageBytes,
+    used: bool,
+    dirty: bool,
+    writing: bool,
+    backed: bool,
+    /// Of a table that no directory on the medium names yet.
+    fresh: bool,
+}
+
+/// A page as a commit writes it.
+pub(super) struct Captured {
+    pub key: PageKey,
+    pub bytes: PageBytes,
+    pub fresh: bool,
+}
+
+/// The pages in memory.
+pub(super) struct Cache {
+    pages: FxHashMap<PageKey, Page>,
+    /// Every page once; the hand goes round and takes what nobody used since it last came by.
+    ring: Vec<PageKey>,
+    hand: usize,
+    most: usize,
+    dirty: Vec<PageKey>,
+}
+
+impl Cache {
+    /// A cache of at most `most` pages.
+    pub(super) fn new(most: usize) -> Self {
+        Self { pages: FxHashMap::default(), ring: Vec::new(), hand: 0, most, dirty: Vec::new() }
+    }
+
+    #[inline]
+    pub(super) fn get(&mut self, key: PageKey) -> Option<&PageBytes> {
+        let page = self.pages.get_mut(&key)?;
+        page.used = true;
+        Some(&page.bytes)
+    }
+
+    /// As [`Cache::get`], without a trace of having looked.
+    pub(super) fn peek(&self, key: PageKey) -> Option<&PageBytes> {
+        self.pages.get(&key).map(|page| &page.bytes)
+    }
+
+    pub(super) fn contains(&self, key: PageKey) -> bool {
+        self.pages.contains_key(&key)
+    }
+
+    /// Puts a word into a page, which must be in memory.
+    pub(super) fn set(&mut self, key: PageKey, index: usize, word: u64) {
+        let page = self.pages.get_mut(&key);
+        debug_assert!(page.is_some(), "{key:?} was not asked for before it was changed");
+        let Some(page) = page.filter(|page| page.bytes.word(index) != word) else { return };
+        let bytes: &mut Buffer = Arc::make_mut(&mut page.bytes.0);
+        put(bytes, index * 8, word);
+        page.used = true;
+        page.backed = true;
+        if !page.dirty {
+            page.dirty = true;
+            self.dirty.push(key);
+        }
+    }
+
+    /// Whether writing the page cannot run out of room.
+    pub(super) fn is_backed(&self, key: PageKey) -> bool {
+        self.pages.get(&key).is_some_and(|page| page.backed)
+    }
+
+    pub(super) fn set_backed(&mut self, key: PageKey) {
+        if let Some(page) = self.pages.get_mut(&key) {
+            page.backed = true;
+        }
+    }
+
+    /// Takes a page that was read from the file.
+    pub(super) fn insert(&mut self, key: PageKey, bytes: PageBytes) {
+        let backed = bytes.bytes().iter().any(|byte| *byte != 0);
+        self.add(key, Page { bytes, used: true, dirty: false, writing: false, backed, fresh: false });
+    }
+
+    /// A page of zeros that belongs to a new table, to be written whatever the file has there.
+    pub(super) fn insert_fresh(&mut self, key: PageKey) {
+        let bytes = PageBytes::new(Buffer::zeroed(1));
+        self.add(key, Page { bytes, used: true, dirty: true, writing: false, backed: true, fresh: true });
+        self.dirty.push(key);
+    }
+
+    fn add(&mut self, key: PageKey, page: Page) {
+        if self.pages.insert(key, page).is_some() {
+            return;
+        }
+        // Each look at a page either takes it or spends its chance; twice round is enough to know that none can go.
+        let mut looks = self.ring.len() * 2;
+        while self.ring.len() >= self.most && looks > 0 {
+            looks -= 1;
+            self.hand = if self.hand >= self.ring.len() { 0 } else { self.hand };
+            let candidate = self.ring[self.hand];
+            match self.pages.get_mut(&candidate) {
+                Some(page) if page.dirty || page.writing => self.hand += 1,
+                Some(page) if page.used => {
+                    page.used = false;
+                    self.hand += 1;
+                }
+                _ => {
+                    self.pages.remove(&candidate);
+                    self.ring.swap_remove(self.hand);
+                }
+            }
+        }
+        self.ring.push(key);
+    }
+
+    /// Pages that the next commit has to write.
+    pub(super) fn dirty(&self) -> &[PageKey] {
+        &self.dirty
+    }
+
+    /// Whether so much is dirty that it is time for a commit.
+    pub(super) fn is_pressed(&self) -> bool {
+        self.dirty.len() >= self.most / 2
+    }
+
+    /// Whether what is done on the side should wait.
+    pub(super) fn is_half_pressed(&self) -> bool {
+        self.dirty.len() >= self.most / 4
+    }
+
+    /// Takes all dirty pages as they are now, sorted.
+    pub(super) fn capture(&mut self) -> Vec<Captured> {
+        let mut keys = std::mem::take(&mut self.dirty);
+        keys.sort_unstable();
+        let mut captured = Vec::with_capacity(keys.len());
+        for key in keys {
+            if let Some(page) = self.pages.get_mut(&key) {
+                let fresh = std::mem::take(&mut page.fresh);
+                page.dirty = false;
+                page.writing = true;
+                captured.push(Captured { key, bytes: page.bytes.clone(), fresh });
+            }
+        }
+        captured
+    }
+
+    /// Captured pages are in the file and durable.
+    pub(super) fn settled(&mut self, captured: &[Captured]) {
+        for page in captured {
+            if let Some(page) = self.pages.get_mut(&page.key) {
+                page.writing = false;
+            }
+        }
+    }
+
+    /// Memory taken by pages, in bytes.
+    pub(super) fn memory(&self) -> u64 {
+        (self.pages.len() * backend::BLOCK_SIZE) as u64
+    }
+}

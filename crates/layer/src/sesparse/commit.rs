@@ -1,0 +1,258 @@
+//! Making changes durable, by the order of writes alone.
+//!
+//! ```text
+//! 0. the mark of regions touched for the first time             durable before anything of 1
+//! 1. bitmap, backmap, new tables, the count of tables   + payload that is in the file already
+//!    flush
+//! 2. tables, slots of the directory
+//!    flush
+//! ```
+//!
+//! Why that is enough without a journal, for a cut at any instruction:
+//!
+//! * Each entry is 8 bytes within a sector, and means something by itself: no change needs two entries to appear
+//!   together. So a page is written whole, torn or not.
+//! * A table that names a grain becomes durable in 2; its bytes, its bit and its owner did in 1.
+//! * A bit is cleared, and an owner forgotten, only by a commit that begins after the table that gave the grain up was
+//!   durable ([`super::epoch`]).
+//! * A slot that names a new table becomes durable in 2; the table and the count did in 1. What a table names while no
+//!   slot names it is nobody's.
+//! * The journal stays empty and `replayJournal` zero, so that no reader has to replay what it cannot check.
+//!
+//! What a cut between 1 and 2 leaves is allocated and named by nothing; the mark says where to look for it.
+
+use super::cache::{Captured, Kind};
+use super::header::{PAGE_BITS, PAGE_ENTRIES, Volatile};
+use super::state::by_bitmap_page;
+use super::touched::Touched;
+use super::{Options, SeSparse};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::Buffer;
+use std::sync::atomic::Ordering;
+
+/// Pages in one write.
+const PAGES_MAX: usize = 512;
+/// Pages of the backmap that freeing dirties before it looks again how many are.
+const RELEASED_PAGES: u64 = 32;
+/// Commits that closing makes at the most to write what readers let go of only then.
+const CLOSING_COMMITS: usize = 64;
+
+/// What the lock of commits protects.
+pub(super) struct Committed {
+    /// Flushes asked for when the last commit began.
+    pub flushes: u64,
+    /// The first block of the file.
+    pub block: Buffer,
+}
+
+/// What a commit writes.
+struct Work {
+    pages: Vec<Captured>,
+    header: Option<Volatile>,
+    mark: Option<(Touched, u64)>,
+    number: u64,
+}
+
+impl SeSparse {
+    /// Serves every flush asked for before it begins.
+    pub(super) fn commit_for_flush(&self) -> Result<()> {
+        let ticket = self.flushes.fetch_add(1, Ordering::AcqRel) + 1;
+        let mut committed = self.committed.lock();
+        if committed.flushes >= ticket {
+            return Ok(());
+        }
+        let covered = self.flushes.load(Ordering::Acquire);
+        self.commit(&mut committed)?;
+        committed.flushes = covered;
+        Ok(())
+    }
+
+    /// A commit for its own sake.
+    pub(super) fn commit_at_once(&self) -> Result<()> {
+        self.commit(&mut self.committed.lock())
+    }
+
+    /// One commit. Frees afterwards what nothing holds any more.
+    pub(super) fn commit(&self, committed: &mut Committed) -> Result<()> {
+        self.check_changeable()?;
+        let work = self.capture();
+        if let Err(error) = self.write_work(committed, &work) {
+            return Err(self.stop(error));
+        }
+        {
+            let mut state = self.state.lock();
+            state.cache.settled(&work.pages);
+            state.retirement.complete(work.number);
+        }
+        self.free_ready()
+    }
+
+    /// Takes what is dirty at this instant.
+    fn capture(&self) -> Work {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let mut marked = std::mem::take(&mut state.mark_dirty);
+        if let Some(touched) = &mut state.touched {
+            for key in state.cache.dirty() {
+                marked |= match key.kind() {
+                    Kind::Bitmap => touched.insert(key.index() * PAGE_BITS),
+                    Kind::Backmap => touched.insert(key.index() * PAGE_ENTRIES),
+                    _ => false,
+                };
+            }
+            for run in state.retirement.open() {
+                for part in by_bitmap_page(*run) {
+                    marked |= touched.insert(part.start);
+                }
+            }
+        }
+        let mark = state.touched.clone().filter(|_| marked).map(|touched| (touched, state.header.next_sequence));
+        let header = std::mem::take(&mut state.header_dirty).then_some(state.header);
+        if !state.retirement.open().is_empty() {
+            state.retirement.rotate(&mut self.token.lock());
+        }
+        Work { pages: state.cache.capture(), header, mark, number: state.retirement.begin() }
+    }
+
+    fn write_work(&self, committed: &mut Committed, work: &Work) -> Result<()> {
+        if work.mark.is_some() || work.header.is_some() {
+            self.write_block(committed, work.header, work.mark.as_ref())?;
+        }
+        let early = |page: &Captured| page.fresh || matches!(page.key.kind(), Kind::Bitmap | Kind::Backmap);
+        let (first, second): (Vec<&Captured>, Vec<&Captured>) = work.pages.iter().partition(|page| early(page));
+        self.write_pages(&first)?;
+        let unsynced = self.unsynced.swap(false, Ordering::AcqRel);
+        if unsynced || !first.is_empty() || work.header.is_some() {
+            self.sync()?;
+        }
+        if !second.is_empty() {
+            self.write_pages(&second)?;
+            self.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Writes the first block, durably if it carries a mark: what follows must not overtake it.
+    fn write_block(
+        &self,
+        committed: &mut Committed,
+        header: Option<Volatile>,
+        mark: Option<&(Touched, u64)>,
+    ) -> Result<()> {
+        if let Some(header) = header {
+            header.encode(&mut committed.block[SECTOR as usize..]);
+        }
+        if let Some((touched, sequence)) = mark {
+            touched.encode(&mut committed.block, *sequence);
+        }
+        let written = self.file.write_at(&[&committed.block], 0, mark.is_some());
+        written.during(|| format!("writing the headers of {}", self.name))
+    }
+
+    /// Writes pages, adjoining ones by one call.
+    fn write_pages(&self, pages: &[&Captured]) -> Result<()> {
+        let adjoin = |one: &&Captured, other: &&Captured| one.key.plus(1) == other.key;
+        for run in pages.chunk_by(adjoin).flat_map(|run| run.chunks(PAGES_MAX)) {
+            let slices: Vec<&[u8]> = run.iter().map(|page| page.bytes.bytes()).collect();
+            let offset = self.page_offset(run[0].key);
+            let written = self.file.write_at(&slices, offset, false);
+            written.during(|| format!("writing {} pages of tables at {offset} of {}", run.len(), self.name))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn sync(&self) -> Result<()> {
+        self.file.sync().during(|| format!("flushing {}", self.name))
+    }
+
+    /// From here on nothing is changed: what the medium has of a failed commit is not known.
+    fn stop(&self, error: Error) -> Error {
+        self.stopped.store(true, Ordering::Release);
+        tracing::error!(image = %self.name, %error, "writes stopped: what the medium has is not known");
+        error
+    }
+
+    /// Frees grains whose time has come: clears their bits, which the next commit writes. The lock of commits is held.
+    /// Stops when that has dirtied much, so that what comes next finds room in the cache.
+    fn free_ready(&self) -> Result<()> {
+        loop {
+            let ready = {
+                let mut state = self.state.lock();
+                if state.cache.is_half_pressed() {
+                    return Ok(());
+                }
+                state.retirement.take_ready(RELEASED_PAGES)
+            };
+            if ready.is_empty() {
+                return Ok(());
+            }
+            self.punch_runs(&ready)?;
+            for part in ready.iter().copied().flat_map(by_bitmap_page) {
+                self.settle(|state| state.release(part))?;
+            }
+            self.state.lock().retirement.released();
+        }
+    }
+
+    /// Gives long runs back to the file system, where that is asked for. Nobody has them yet.
+    fn punch_runs(&self, runs: &[super::entry::Run]) -> Result<()> {
+        let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
+        let grain = super::entry::GRAIN;
+        for run in runs.iter().filter(|run| run.count * grain >= least) {
+            let offset = self.grain_offset(super::entry::Grain(run.start))?;
+            let length = run.count * grain;
+            match self.file.punch(offset, length) {
+                Err(error) if error.kind() == std::io::ErrorKind::Unsupported => return Ok(()),
+                other => other.during(|| format!("punching {length} bytes at {offset} of {}", self.name))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Flushes, takes the marks away and cuts what is free at the end. Later changes fail.
+    pub(super) fn close_clean(&self) -> Result<()> {
+        // Long work notices and ends.
+        self.closing.store(true, Ordering::Release);
+        let _no_work = self.maintenance.lock();
+        let _alone = self.gate.write();
+        let mut committed = self.committed.lock();
+        if self.closed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let closed = self.write_closed(&mut committed);
+        match closed {
+            Ok(()) => self.closed.store(true, Ordering::Release),
+            Err(_) => self.closing.store(false, Ordering::Release),
+        }
+        closed
+    }
+
+    fn write_closed(&self, committed: &mut Committed) -> Result<()> {
+        // One makes what was given up free, the next writes that.
+        for _ in 0..CLOSING_COMMITS {
+            self.commit(committed)?;
+            if self.state.lock().cache.dirty().is_empty() {
+                break;
+            }
+        }
+        self.cut_end()?;
+        let (header, mark) = {
+            let mut state = self.state.lock();
+            let waiting = state.retirement.waiting().next().is_some() || !state.cache.dirty().is_empty();
+            let sequence = state.header.next_sequence;
+            let left = state.suspect.clone().unwrap_or_else(|| Touched::new(self.layout.grains_max()));
+            // Readers that still hold grains: these stay allocated, and marked.
+            if let Some(touched) = state.touched.as_mut().filter(|_| !waiting) {
+                *touched = left;
+            }
+            (state.header, state.touched.clone().map(|touched| (touched, sequence)))
+        };
+        let written = self.write_block(committed, Some(header), mark.as_ref()).and_then(|()| self.sync());
+        written.map_err(|error| self.stop(error))
+    }
+}
+
+/// The error of work that somebody stopped.
+pub(super) fn interrupted(name: &str, what: &str) -> Error {
+    Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; what it did so far is kept"))
+}

@@ -1,0 +1,111 @@
+//! The 8-byte entries of grain directory, grain tables and backmap, and the types of what they point to.
+//!
+//! A number read from the medium becomes one of these types only through `decode`, which refuses what the format does
+//! not have. Whether the place lies within its area is for whoever knows the areas to say.
+
+/// Bytes of a grain.
+pub(super) const GRAIN: u64 = 4096;
+/// Entries of a grain table.
+pub(super) const TABLE_ENTRIES: u64 = 4096;
+/// Bytes of guest data that a table maps: 16 MiB.
+pub(super) const TABLE_SPAN: u64 = TABLE_ENTRIES * GRAIN;
+
+const KIND_SHIFT: u32 = 60;
+const IN_USE: u64 = 1 << KIND_SHIFT;
+/// Low twelve bits of a grain's number stand here in a table entry, and an entry's number here in the backmap.
+const TWELVE_SHIFT: u32 = 48;
+const TWELVE: u64 = 0xfff;
+const LOW: u64 = (1 << TWELVE_SHIFT) - 1;
+
+/// Number of a grain in the grain area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Grain(pub u64);
+
+/// Number of a grain table in the area of tables. Not the slot of the directory that names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Table(pub u32);
+
+/// Adjoining grains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    pub start: u64,
+    pub count: u64,
+}
+
+impl Run {
+    pub(super) fn end(self) -> u64 {
+        self.start + self.count
+    }
+}
+
+/// What a table says of a grain of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Entry {
+    /// The parent shows through.
+    Absent,
+    /// Given back by the guest: zeros. Read only; the rest of such an entry may name a grain of old and means nothing.
+    Unmapped,
+    /// Zeros that hide the parent.
+    Zero,
+    /// Stored in a grain.
+    Data(Grain),
+}
+
+impl Entry {
+    /// `None` for what the format does not have.
+    #[inline]
+    pub(super) fn decode(raw: u64) -> Option<Self> {
+        match raw >> KIND_SHIFT {
+            0 if raw == 0 => Some(Self::Absent),
+            1 => Some(Self::Unmapped),
+            2 => Some(Self::Zero),
+            3 => Some(Self::Data(Grain((raw >> TWELVE_SHIFT & TWELVE) | (raw & LOW) << 12))),
+            _ => None,
+        }
+    }
+
+    #[inline]
+    pub(super) fn encode(self) -> u64 {
+        match self {
+            Self::Absent => 0,
+            Self::Unmapped => 1 << KIND_SHIFT,
+            Self::Zero => 2 << KIND_SHIFT,
+            Self::Data(Grain(grain)) => 3 << KIND_SHIFT | (grain & TWELVE) << TWELVE_SHIFT | grain >> 12,
+        }
+    }
+}
+
+/// A slot of the grain directory: the table that maps its 16 MiB, if any. The outer `None` is for what the format does
+/// not have.
+pub(super) fn decode_slot(raw: u64) -> Option<Option<Table>> {
+    match raw {
+        0 => Some(None),
+        _ if raw >> 32 == IN_USE >> 32 => Some(Some(Table(raw as u32))),
+        _ => None,
+    }
+}
+
+pub(super) fn encode_slot(table: Table) -> u64 {
+    IN_USE | u64::from(table.0)
+}
+
+/// The table entry that names a grain, as the backmap has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Owner {
+    pub table: Table,
+    /// Below 4,096.
+    pub entry: u16,
+}
+
+impl Owner {
+    /// `None` for a grain that nobody owns, and for what the format does not have.
+    pub(super) fn decode(raw: u64) -> Option<Self> {
+        let table = u32::try_from(raw & LOW).ok()?;
+        let entry = (raw >> TWELVE_SHIFT & TWELVE) as u16;
+        (raw >> KIND_SHIFT == 1).then_some(Self { table: Table(table), entry })
+    }
+
+    pub(super) fn encode(self) -> u64 {
+        IN_USE | u64::from(self.entry) << TWELVE_SHIFT | u64::from(self.table.0)
+    }
+}

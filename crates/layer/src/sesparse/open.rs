@@ -1,0 +1,166 @@
+//! Opening and making images.
+//!
+//! Everything in a file is untrusted until it has come through here: the headers decode into types that cannot be
+//! wrong, and the areas they name lie within the file where it matters. What tables, bitmap and backmap say is checked
+//! when it is read.
+
+use super::cache::Cache;
+use super::commit::Committed;
+use super::epoch::{Retirement, Token};
+use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
+use super::journal::{self, Overlay, Replayed};
+use super::read::read_sectors;
+use super::space::Space;
+use super::state::State;
+use super::touched::Touched;
+use super::{DirtyJournal, Options, SeSparse};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::{BLOCK_SIZE, Buffer, File, IoMode};
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+
+/// Least memory for tables, in pages: one step of the largest operation needs some two hundred.
+const CACHE_PAGES_MIN: usize = 512;
+
+impl SeSparse {
+    /// Opens an image. `name` is for messages. Whoever opens for writing sees to it that nobody else has it open.
+    pub fn open(file: Arc<dyn File>, name: &str, options: Options) -> Result<Self> {
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{name}: {what}"));
+        let failed = || format!("opening {name}");
+        let length = file.len().during(failed)?;
+        if length < SECTOR {
+            return Err(corrupt(format!("{length} bytes are no SEsparse image")));
+        }
+        let mut block = Buffer::zeroed(1);
+        file.read_at(&mut block, 0).during(failed)?;
+        let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
+        if length < layout.grains.start() {
+            let needed = layout.grains.start();
+            return Err(corrupt(format!(
+                "the file has {length} bytes, its tables alone reach to {needed}: it was cut"
+            )));
+        }
+        if file.mode() == IoMode::Direct && !layout.grains.start().is_multiple_of(BLOCK_SIZE as u64) {
+            let text = format!("{name}: its grains do not begin at a multiple of 4 KiB; use buffered I/O");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        if options.write {
+            layout.check_writable().map_err(|what| {
+                Error::new(ErrorKind::Unsupported, format!("{name}: {what}; it can only be opened for reading"))
+            })?;
+        }
+        let read_volatile = || {
+            let sector = read_sectors(&file, layout.volatile.offset, 1).during(failed)?;
+            Volatile::decode(&sector).map_err(corrupt)
+        };
+        let mut header = read_volatile()?;
+        let (mut overlay, mut replayed) = (Overlay::default(), None);
+        if header.replay != 0 {
+            if options.journal == DirtyJournal::Refuse {
+                return Err(journal::refuse(name));
+            }
+            let (sectors, report) = journal::read(&file, name, &layout, &header)?;
+            tracing::warn!(image = name, %report, "its journal was dirty");
+            replayed = Some(report);
+            if options.write {
+                journal::apply(&file, name, &layout, &sectors, &report)?;
+                header = read_volatile()?;
+                file.read_at(&mut block, 0).during(failed)?;
+            } else {
+                if let Some(sector) = sectors.get(&layout.volatile.offset) {
+                    header = Volatile::decode(&sector[..]).map_err(corrupt)?;
+                }
+                overlay = sectors;
+            }
+        }
+        if header.free_table > layout.tables_max() {
+            return Err(corrupt(format!("it says that {} tables are handed out", header.free_table)));
+        }
+        if options.write {
+            journal::clear(&file, name, &layout)?;
+        }
+        let layer = Self::assemble(file, name, options, layout, header, block, (overlay, replayed), length);
+        if options.write {
+            layer.recover()?;
+        }
+        Ok(layer)
+    }
+
+    /// Makes an empty image of `capacity` bytes in an empty file, durable but for the file's name, and opens it for
+    /// writing.
+    pub fn create(file: Arc<dyn File>, name: &str, capacity: u64, options: Options) -> Result<Self> {
+        let failed = || format!("making {name}");
+        let layout = Layout::for_capacity(capacity_to_create(capacity)?);
+        if !file.is_empty().during(failed)? {
+            return Err(Error::new(ErrorKind::Exists, format!("{name} is not empty")));
+        }
+        let mut block = Buffer::zeroed(1);
+        layout.encode(&mut block);
+        let header = Volatile { free_table: 0, next_sequence: 0, replay: 0 };
+        header.encode(&mut block[layout.volatile.start() as usize..]);
+        put_journal_header(&mut block[layout.journal_header.start() as usize..], header.next_sequence);
+        Touched::new(layout.grains_max()).encode(&mut block, header.next_sequence);
+        file.set_len(layout.grains.start()).during(failed)?;
+        file.write_at(&[&block], 0, false).during(failed)?;
+        file.sync().during(failed)?;
+        Self::open(file, name, Options { write: true, ..options })
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the one place where all parts come together")]
+    fn assemble(
+        file: Arc<dyn File>,
+        name: &str,
+        options: Options,
+        layout: Layout,
+        header: Volatile,
+        block: Buffer,
+        (overlay, replayed): (Overlay, Option<Replayed>),
+        length: u64,
+    ) -> Self {
+        let name: Arc<str> = name.into();
+        let grains = layout.grains_max();
+        let touched = options.write.then(|| Touched::decode(&block, grains, header.next_sequence)).flatten();
+        let held = layout.grains_in(length);
+        let state = State {
+            name: Arc::clone(&name),
+            layout,
+            cache: Cache::new((options.cache / BLOCK_SIZE).max(CACHE_PAGES_MIN)),
+            space: Space::new(held, grains, touched.is_some()),
+            header,
+            header_dirty: false,
+            spare_tables: Vec::new(),
+            table_room: None,
+            suspect: touched.clone(),
+            touched,
+            mark_dirty: false,
+            retirement: Retirement::default(),
+            moving: FxHashMap::default(),
+            census: None,
+            readable: if options.write { held.min(grains) } else { held },
+            loading: FxHashSet::default(),
+        };
+        Self {
+            name,
+            file,
+            layout,
+            options,
+            state: Mutex::new(state),
+            loaded: Condvar::new(),
+            token: Mutex::new(Arc::new(Token)),
+            committed: Mutex::new(Committed { flushes: 0, block }),
+            length: Mutex::new(()),
+            gate: RwLock::new(()),
+            maintenance: Mutex::new(()),
+            flushes: AtomicU64::new(0),
+            unsynced: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
+            overlay,
+            replayed,
+        }
+    }
+}

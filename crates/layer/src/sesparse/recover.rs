@@ -1,0 +1,165 @@
+//! Opening for writing: which tables are in use, and what a crash left behind.
+//!
+//! Nothing has to be repaired for the image to be right ([`super::commit`]): what is looked for is space that nothing
+//! names. Tables: handed out, and in no slot of the directory. Grains: allocated in a region that is marked
+//! ([`super::touched`]), and not named by the entry that the backmap says. The backmap may be believed here because the
+//! mark is ours, and an owner is durable before the entry is.
+//!
+//! The time this takes is bounded: what is beyond [`RECOUNT_PAGES`] stays marked, and is found by a wipe.
+
+use super::SeSparse;
+use super::cache::{Kind, PageKey};
+use super::entry::{Run, Table, decode_slot};
+use super::header::{PAGE_BITS, PAGE_ENTRIES};
+use super::relocate::names;
+use super::state::by_bitmap_page;
+use super::wipe::Holes;
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer};
+
+/// Pages of the directory read at a time.
+const DIRECTORY_PAGES: u64 = 64;
+/// Spare tables remembered.
+const SPARE_MAX: usize = 4096;
+/// Pages of the bitmap recounted when opening: 8 GiB of grains. One region is recounted in any case.
+const RECOUNT_PAGES: u64 = 64;
+
+/// Tables that slots name: as many bits as the highest of them, which the area of tables bounds.
+#[derive(Default)]
+pub(super) struct NamedTables {
+    words: Vec<u64>,
+    /// One more than the highest.
+    end: u64,
+}
+
+impl NamedTables {
+    /// Adds a table; whether it was named before.
+    pub(super) fn insert(&mut self, table: Table) -> bool {
+        let (word, bit) = ((table.0 / 64) as usize, table.0 % 64);
+        if word >= self.words.len() {
+            self.words.resize(word + 1, 0);
+        }
+        let before = self.words[word] >> bit & 1 == 1;
+        self.words[word] |= 1 << bit;
+        self.end = self.end.max(u64::from(table.0) + 1);
+        before
+    }
+
+    /// One more than the highest.
+    pub(super) fn end(&self) -> u64 {
+        self.end
+    }
+
+    fn contains(&self, table: u64) -> bool {
+        self.words.get((table / 64) as usize).is_some_and(|word| word >> (table % 64) & 1 == 1)
+    }
+}
+
+impl SeSparse {
+    /// Looks through the directory, and recounts marked regions.
+    pub(super) fn recover(&self) -> Result<()> {
+        let named = self.read_directory()?;
+        {
+            let mut state = self.state.lock();
+            if state.header.free_table < named.end {
+                state.header.free_table = named.end;
+                state.header_dirty = true;
+            }
+            if state.touched.is_some() {
+                let handed_out = 0..state.header.free_table;
+                let spare = handed_out.filter(|table| !named.contains(*table)).take(SPARE_MAX);
+                state.spare_tables = spare.map(|table| Table(table as u32)).collect();
+            }
+        }
+        self.recount(&named)
+    }
+
+    /// Which tables the directory names. Two slots with one table would each change what the other has.
+    fn read_directory(&self) -> Result<NamedTables> {
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{}: {what}; check the image", self.name));
+        let mut named = NamedTables::default();
+        let mut holes = Holes::default();
+        let pages = self.layout.slots().div_ceil(PAGE_ENTRIES);
+        for first in (0..pages).step_by(DIRECTORY_PAGES as usize) {
+            let count = DIRECTORY_PAGES.min(pages - first);
+            let offset = self.page_offset(PageKey::new(Kind::Directory, first));
+            let range = offset..offset + count * BLOCK_SIZE as u64;
+            if holes.contain(&*self.file, range).during(|| format!("looking for holes in {}", self.name))? {
+                continue;
+            }
+            let mut buffer = Buffer::zeroed(count as usize);
+            self.read_metadata(&mut buffer, offset)?;
+            let slots = (first * PAGE_ENTRIES..self.layout.slots()).zip(buffer.as_chunks().0);
+            for (slot, raw) in slots {
+                let raw = u64::from_le_bytes(*raw);
+                match decode_slot(raw) {
+                    Some(None) => {}
+                    Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => {
+                        if named.insert(table) {
+                            return Err(corrupt(format!("two slots of its directory name table {}", table.0)));
+                        }
+                    }
+                    _ => return Err(corrupt(format!("slot {slot} of its directory is {raw:#018x}"))),
+                }
+            }
+        }
+        Ok(named)
+    }
+
+    fn recount(&self, named: &NamedTables) -> Result<()> {
+        let Some(mut suspect) = self.state.lock().suspect.clone() else { return Ok(()) };
+        let (mut freed, mut counted) = (0, 0);
+        let regions: Vec<u64> = suspect.regions().collect();
+        for region in regions {
+            let pages = suspect.pages(region);
+            if counted > 0 && counted + (pages.end - pages.start) > RECOUNT_PAGES {
+                continue;
+            }
+            counted += pages.end - pages.start;
+            for page in pages.start..pages.end.min(self.layout.grains_max().div_ceil(PAGE_BITS)) {
+                freed += self.recount_page(page, named)?;
+            }
+            suspect.remove(region);
+        }
+        if freed > 0 {
+            tracing::info!(image = %self.name, grains = freed, "freed what a crash had left");
+        }
+        let mut state = self.state.lock();
+        if suspect.regions().next().is_some() {
+            tracing::warn!(image = %self.name, "a crash left more to recount than opening waits for; wipe it");
+        }
+        state.suspect = Some(suspect);
+        Ok(())
+    }
+
+    /// Frees allocated grains of a page of the bitmap that nothing names; returns how many.
+    fn recount_page(&self, page: u64, named: &NamedTables) -> Result<u64> {
+        let grains = page * PAGE_BITS..((page + 1) * PAGE_BITS).min(self.layout.grains_max());
+        let run = Run { start: grains.start, count: grains.end - grains.start };
+        let mut owners = self.settle(|state| state.owners(run))?;
+        // By owner: neighbours in a table share its pages.
+        owners.sort_unstable_by_key(|(_, owner)| *owner);
+        let mut dead: Vec<u64> = Vec::new();
+        for (grain, owner) in owners {
+            let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
+            let live = match known {
+                Some(owner) => self.settle(|state| names(state, owner, grain))?,
+                None => false,
+            };
+            if !live {
+                dead.push(grain.0);
+            }
+        }
+        dead.sort_unstable();
+        let count = dead.len() as u64;
+        for run in dead.chunk_by(|one, other| one + 1 == *other) {
+            for part in by_bitmap_page(Run { start: run[0], count: run.len() as u64 }) {
+                self.settle(|state| {
+                    state.need_no_commit()?;
+                    state.release(part)
+                })?;
+            }
+        }
+        Ok(count)
+    }
+}

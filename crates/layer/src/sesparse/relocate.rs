@@ -1,0 +1,247 @@
+//! Moving grains under guests, and finding out for sure that one holds only zeros.
+//!
+//! Guests overwrite grains in place without a lock. So whoever moves grains
+//!
+//! 1. announces them: a writer who plans from now on says that he disturbed them;
+//! 2. waits until everybody who took a token before has let go of it: nobody who planned earlier still writes;
+//! 3. copies, without a lock;
+//! 4. points the tables to the copies, but for grains that were disturbed, or whose entry changed meanwhile: those
+//!    copies are thrown away.
+//!
+//! A writer never waits. The old places are freed like any other grain that a table gives up: after the commit that
+//! makes the copies durable first and the entries then.
+
+use super::SeSparse;
+use super::entry::{Entry, GRAIN, Grain, Owner, Run};
+use super::epoch::Token;
+use super::header::PAGE_BITS;
+use super::maintain::Work;
+use super::state::{State, Step, page_index, table_page};
+use crate::{IoContext, Result};
+use backend::Buffer;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Between two looks whether old writers are done.
+const QUIET_PAUSE: Duration = Duration::from_micros(200);
+
+/// A grain that is to move, or to be looked at, and the entry that names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    pub grain: Grain,
+    pub owner: Owner,
+}
+
+/// Announced grains; the announcement ends with it.
+pub(super) struct Announced<'a> {
+    layer: &'a SeSparse,
+    grains: Vec<Grain>,
+    /// What an entry gives up from now on has no new owner before this is dropped.
+    _token: Arc<Token>,
+}
+
+impl Drop for Announced<'_> {
+    fn drop(&mut self) {
+        let mut state = self.layer.state.lock();
+        for grain in &self.grains {
+            state.moving.remove(grain);
+        }
+    }
+}
+
+impl SeSparse {
+    /// Announces grains and waits until nobody is left who does not know.
+    pub(super) fn announce<'a>(&'a self, held: &[Held], work: &mut Work) -> Result<Announced<'a>> {
+        let (number, announced) = {
+            let mut state = self.state.lock();
+            let mut current = self.token.lock();
+            let number = state.retirement.rotate(&mut current);
+            state.moving.extend(held.iter().map(|held| (held.grain, false)));
+            let grains = held.iter().map(|held| held.grain).collect();
+            (number, Announced { layer: self, grains, _token: Arc::clone(&current) })
+        };
+        while !self.state.lock().retirement.is_quiet(number) {
+            work.ask()?;
+            std::thread::sleep(QUIET_PAUSE);
+        }
+        Ok(announced)
+    }
+
+    /// Points the entry of an announced grain to something else, unless it was disturbed; whether it did.
+    pub(super) fn repoint(&self, held: Held, entry: Entry) -> Result<bool> {
+        let _changing = self.gate.read();
+        self.check_changeable()?;
+        self.settle(|state| {
+            let Held { grain, owner } = held;
+            let key = table_page(owner.table, u64::from(owner.entry));
+            state.need_no_commit()?;
+            state.need(key)?;
+            state.need_backed(key)?;
+            if !names(state, owner, grain)? || state.moving.get(&grain) != Some(&false) {
+                return Ok(false);
+            }
+            if let Entry::Data(place) = entry {
+                state.need_backmap(Run { start: place.0, count: 1 })?;
+            }
+            state.set_entry(owner, entry)?;
+            Ok(true)
+        })
+    }
+
+    /// Moves grains, sorted by place, into the lowest free ones: the highest first, as long as each comes to lie lower.
+    /// Returns how many moved.
+    pub(super) fn relocate(&self, held: &[Held], work: &mut Work) -> Result<u64> {
+        let mut places: Vec<Run> = Vec::new();
+        let moved = self.take_low(held, &mut places).and_then(|taken| match taken {
+            0 => Ok(0),
+            _ => self.copy_and_repoint(&held[held.len() - taken..], &mut places, work),
+        });
+        // What is left of the places was not used.
+        self.give_back(&places);
+        moved
+    }
+
+    /// Takes the lowest free grains, as many as there are grains above them that are to move; returns how many.
+    fn take_low(&self, held: &[Held], places: &mut Vec<Run>) -> Result<usize> {
+        let mut taken = 0;
+        while taken < held.len() {
+            let claimed = self.settle(|state| {
+                state.need_no_commit()?;
+                let Some(run) = state.space.lowest() else { return Ok(None) };
+                let above = held.iter().rev().skip(taken).zip(run.start..run.end());
+                let count = above.take_while(|(held, place)| held.grain.0 > *place).count() as u64;
+                if count == 0 {
+                    return Ok(None);
+                }
+                state.claim_run(Run { start: run.start, count }).map(Some)
+            })?;
+            let Some(run) = claimed else { break };
+            places.push(run);
+            taken += run.count as usize;
+        }
+        Ok(taken)
+    }
+
+    fn copy_and_repoint(&self, held: &[Held], places: &mut Vec<Run>, work: &mut Work) -> Result<u64> {
+        let _announced = self.announce(held, work)?;
+        let content = self.read_grains(held)?;
+        let mut at = 0;
+        for place in places.iter() {
+            let end = at + (place.count * GRAIN) as usize;
+            self.write_places(*place, &[&content[at..end]])?;
+            at = end;
+        }
+        self.unsynced.store(true, Ordering::Release);
+        let targets: Vec<u64> = places.iter().flat_map(|run| run.start..run.end()).collect();
+        places.clear();
+        let mut moved = 0;
+        for (index, (held, target)) in held.iter().zip(&targets).enumerate() {
+            match self.repoint(*held, Entry::Data(Grain(*target))) {
+                Ok(true) => moved += 1,
+                Ok(false) => places.push(Run { start: *target, count: 1 }),
+                Err(error) => {
+                    places.extend(targets[index..].iter().map(|start| Run { start: *start, count: 1 }));
+                    return Err(error);
+                }
+            }
+        }
+        Ok(moved)
+    }
+
+    /// The grains of a run that are named by the entry that the backmap says, in order, and how many are allocated.
+    pub(super) fn held(&self, run: Run) -> Result<(Vec<Held>, u64)> {
+        let owners = self.settle(|state| state.owners(run))?;
+        let mut held = Vec::with_capacity(owners.len());
+        for (grain, owner) in &owners {
+            if let Some(owner) = owner.filter(|owner| u64::from(owner.table.0) < self.layout.tables_max())
+                && self.settle(|state| names(state, owner, *grain))?
+            {
+                held.push(Held { grain: *grain, owner });
+            }
+        }
+        Ok((held, owners.len() as u64))
+    }
+
+    /// Reads grains, adjoining ones by one call.
+    pub(super) fn read_grains(&self, held: &[Held]) -> Result<Buffer> {
+        let mut content = Buffer::recycled(held.len());
+        let mut rest: &mut [u8] = &mut content;
+        for run in held.chunk_by(|one, other| one.grain.0 + 1 == other.grain.0) {
+            let (part, behind) = rest.split_at_mut(run.len() * GRAIN as usize);
+            rest = behind;
+            let offset = self.grain_offset(run[0].grain)?;
+            self.file.read_at(part, offset).during(|| format!("reading grains at {offset} of {}", self.name))?;
+        }
+        Ok(content)
+    }
+
+    /// Cuts off the file what is free at its end. Returns how many bytes.
+    pub(super) fn cut_end(&self) -> Result<u64> {
+        let _no_growth = self.length.lock();
+        let Some(end) = self.settle(State::lower_end)? else { return Ok(0) };
+        let bytes = self.grain_offset(Grain(end))?;
+        let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
+        if length > bytes {
+            self.file.set_len(bytes).during(|| format!("cutting {} to {bytes} bytes", self.name))?;
+        }
+        Ok(length.saturating_sub(bytes))
+    }
+}
+
+/// Whether an entry, in memory, names a grain.
+pub(super) fn names(state: &mut State, owner: Owner, grain: Grain) -> Step<bool> {
+    let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
+    Ok(Entry::decode(raw) == Some(Entry::Data(grain)))
+}
+
+impl State {
+    /// Lowers the end of what is handed out to behind the last allocated grain, and the length with it: new grains at
+    /// the end have to wait for growth from here on. `None` while the bitmap is not to be trusted.
+    fn lower_end(&mut self) -> Step<Option<u64>> {
+        if self.touched.is_none() {
+            return Ok(None);
+        }
+        let mut end = self.space.fresh;
+        while end > 0 {
+            let page = (end - 1) / PAGE_BITS;
+            end = self.last_allocated(page * PAGE_BITS..end)?;
+            if end > page * PAGE_BITS {
+                break;
+            }
+        }
+        self.space.lower(end);
+        self.space.length = end;
+        self.readable = end;
+        Ok(Some(end))
+    }
+
+    /// The end of the last allocated grain of a range within one page of the bitmap; its start if there is none.
+    pub(super) fn last_allocated(&mut self, range: std::ops::Range<u64>) -> Step<u64> {
+        let page = self.page(super::state::bitmap_page(range.start))?;
+        let (first, mut end) = (range.start % PAGE_BITS, (range.end - 1) % PAGE_BITS + 1);
+        while end > first {
+            let (index, within) = (((end - 1) / 64) as usize, (end - 1) % 64 + 1);
+            let word = page.word(index) << (64 - within);
+            if word != 0 {
+                let found = end - u64::from(word.leading_zeros());
+                return Ok(range.start - first + found.max(first));
+            }
+            end -= within;
+        }
+        Ok(range.start)
+    }
+
+    /// Allocated grains of a run within one page of the bitmap, in order, with their owners as the backmap has them.
+    pub(super) fn owners(&mut self, run: Run) -> Step<Vec<(Grain, Option<Owner>)>> {
+        let bits = self.page(super::state::bitmap_page(run.start))?;
+        let mut owners = Vec::new();
+        for grain in run.start..run.end() {
+            let bit = grain % PAGE_BITS;
+            if bits.word((bit / 64) as usize) >> (bit % 64) & 1 == 1 {
+                owners.push((Grain(grain), self.owner(grain)?));
+            }
+        }
+        Ok(owners)
+    }
+}

@@ -1,0 +1,121 @@
+//! Shrinking: live grains move from the end of the file into free ones below, then the file is cut.
+//!
+//! Each batch is complete in itself ([`super::relocate`]), so the work can stop, or the power go, after any
+//! instruction: what was moved and committed is moved, the rest is where it was, and a later shrink goes on.
+
+use super::SeSparse;
+use super::entry::{GRAIN, Run};
+use super::header::{PAGE_BITS, PAGE_ENTRIES};
+use super::maintain::{Maintenance, Work};
+use crate::{Error, ErrorKind, Result};
+
+/// Grains looked at for one batch; one page of the backmap.
+const BATCH: u64 = PAGE_ENTRIES / 2;
+/// Batches between two commits: their flushes cost more than the moving.
+const BATCHES: u64 = 16;
+/// Times that the end of the file is gone through.
+const PASSES: usize = 3;
+
+/// What a shrink did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ShrinkReport {
+    /// Grains moved.
+    pub moved: u64,
+    /// Bytes by which the file became shorter.
+    pub cut: u64,
+    /// Grains at the end that could not be moved, because guests kept writing to them or nothing names them.
+    pub left: u64,
+}
+
+impl SeSparse {
+    /// Moves live grains from the end of the file into free ones and cuts the file. Grains that nothing names are in
+    /// the way of that: wipe first. Goes on beside guests; fails with [`ErrorKind::Interrupted`] when stopped, and
+    /// keeps what it did.
+    pub fn shrink(&self, plan: Maintenance) -> Result<ShrinkReport> {
+        let mut work = self.begin_work(plan, "shrinking")?;
+        self.check_changeable()?;
+        let mut report = ShrinkReport::default();
+        let mut done = self.shrink_down(&mut work, &mut report);
+        // What guests wrote to while it was moved gets another chance.
+        for _ in 1..PASSES {
+            if done.is_err() || report.left == 0 {
+                break;
+            }
+            report.left = 0;
+            done = self.shrink_down(&mut work, &mut report);
+        }
+        // What was moved so far is cut off in any case.
+        let ended = self.commit_at_once().and_then(|()| self.commit_at_once()).and_then(|()| self.cut_end());
+        report.cut += *ended.as_ref().unwrap_or(&0);
+        done?;
+        ended?;
+        self.sync()?;
+        Ok(report)
+    }
+
+    fn shrink_down(&self, work: &mut Work, report: &mut ShrinkReport) -> Result<()> {
+        if self.state.lock().touched.is_none() {
+            let text = format!("{}: its free bitmap was made by others; wipe it first", self.name);
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        // What is free already is waiting for a commit.
+        self.commit_at_once()?;
+        self.state.lock().space.search_again();
+        self.search_all(work)?;
+        let mut end = self.state.lock().space.fresh;
+        work.progress.total = self.state.lock().space.free().min(end);
+        let (mut batches, mut searched) = (0, true);
+        while end > 0 {
+            let start = (end - 1) / BATCH * BATCH;
+            let run = Run { start, count: end - start };
+            let (held, allocated) = self.held(run)?;
+            let moved = self.relocate(&held, work)?;
+            report.moved += moved;
+            searched &= moved == 0;
+            let (exhausted, more) = {
+                let mut state = self.state.lock();
+                let exhausted = state.space.lowest().is_none_or(|lowest| lowest.start >= start);
+                (exhausted, exhausted && !searched && state.space.search_forgotten())
+            };
+            if more {
+                // More runs are free than fit into memory: this batch again, with the next of them.
+                self.search_all(work)?;
+                searched = true;
+                work.step(moved)?;
+                continue;
+            }
+            if exhausted {
+                return Ok(());
+            }
+            // There was room for them, and they are where they were.
+            report.left += allocated.saturating_sub(moved);
+            end = start;
+            batches += 1;
+            if batches % BATCHES == 0 {
+                self.commit_at_once()?;
+                report.cut += self.cut_end()?;
+            }
+            work.step(moved)?;
+        }
+        Ok(())
+    }
+
+    /// Goes on searching until all free runs are known that fit into memory.
+    pub(super) fn search_all(&self, work: &mut Work) -> Result<()> {
+        let pages = self.state.lock().space.fresh.div_ceil(PAGE_BITS);
+        for _ in 0..pages {
+            let more = self.settle(|state| match state.space.to_search() {
+                Some(page) => state.search(page).map(|()| true),
+                None => Ok(false),
+            })?;
+            if !more {
+                break;
+            }
+            work.ask()?;
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of a batch at the most.
+const _: () = assert!(BATCH * GRAIN <= 1 << 20 && PAGE_BITS.is_multiple_of(BATCH));

@@ -1,0 +1,447 @@
+//! What the layer knows, behind one lock that is never held over I/O.
+//!
+//! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
+//! has changed anything. [`SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure again.
+
+use super::SeSparse;
+use super::cache::{Cache, Kind, PageBytes, PageKey};
+use super::entry::{Entry, Grain, Owner, Run, TABLE_SPAN, Table, decode_slot, encode_slot};
+use super::epoch::Retirement;
+use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
+use super::space::{Choice, Space};
+use super::touched::Touched;
+use super::wipe::Census;
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer};
+use parking_lot::MutexGuard;
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::sync::Arc;
+
+/// Runs of freed grains that call for a commit of their own.
+const FREED_MAX: usize = 1 << 16;
+/// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
+const ROUNDS_MAX: usize = 100_000;
+
+/// What work on the state lacks.
+pub(super) enum Need {
+    /// A page in memory.
+    Page(PageKey),
+    /// Space in the file for a page of zeros.
+    Room(PageKey),
+    /// Space in the file for a new table.
+    TableRoom(Table),
+    /// A longer file.
+    Growth,
+    /// A commit: too much is dirty or freed.
+    Commit,
+    /// A free grain; there may be some after a commit, if who asks lets go of his token.
+    Full,
+    /// Nothing helps.
+    Failed(Error),
+}
+
+impl From<Error> for Need {
+    fn from(error: Error) -> Self {
+        Self::Failed(error)
+    }
+}
+
+/// The result of one try.
+pub(super) type Step<T> = std::result::Result<T, Need>;
+
+/// What the lock protects.
+pub(super) struct State {
+    pub name: Arc<str>,
+    pub layout: Layout,
+    pub cache: Cache,
+    pub space: Space,
+    pub header: Volatile,
+    pub header_dirty: bool,
+    /// Tables handed out once that no slot names.
+    pub spare_tables: Vec<Table>,
+    pub table_room: Option<Table>,
+    /// Marks of this session and those left from earlier ones; `None` while the bitmap is not to be trusted.
+    pub touched: Option<Touched>,
+    /// They are to be written with the next commit, changed or not.
+    pub mark_dirty: bool,
+    /// The marks of earlier sessions whose regions were not recounted.
+    pub suspect: Option<Touched>,
+    pub retirement: Retirement,
+    /// Grains being moved; true once somebody wrote to one.
+    pub moving: FxHashMap<Grain, bool>,
+    pub census: Option<Census>,
+    /// Grains that the file holds: places beyond are damage.
+    pub readable: u64,
+    pub loading: FxHashSet<PageKey>,
+}
+
+impl State {
+    pub(super) fn corrupt(&self, what: &str) -> Need {
+        Need::Failed(Error::new(ErrorKind::Corrupt, format!("{}: {what}; check the image", self.name)))
+    }
+
+    /// Asks for a page.
+    #[inline]
+    pub(super) fn need(&self, key: PageKey) -> Step<()> {
+        if self.cache.contains(key) { Ok(()) } else { Err(Need::Page(key)) }
+    }
+
+    /// Asks for a page that can be written without running out of room.
+    pub(super) fn need_backed(&self, key: PageKey) -> Step<()> {
+        self.need(key)?;
+        if self.cache.is_backed(key) { Ok(()) } else { Err(Need::Room(key)) }
+    }
+
+    /// A word of a page.
+    #[inline]
+    pub(super) fn word(&mut self, key: PageKey, index: usize) -> Step<u64> {
+        self.cache.get(key).map(|page| page.word(index)).ok_or(Need::Page(key))
+    }
+
+    /// Not to be asked in the middle of a change.
+    pub(super) fn need_no_commit(&self) -> Step<()> {
+        let pressed = self.cache.is_pressed() || self.retirement.open().len() > FREED_MAX;
+        if pressed { Err(Need::Commit) } else { Ok(()) }
+    }
+
+    /// The table of 16 MiB number `slot`.
+    #[inline]
+    pub(super) fn table_of(&mut self, slot: u64) -> Step<Option<Table>> {
+        let raw = self.word(PageKey::new(Kind::Directory, slot / PAGE_ENTRIES), (slot % PAGE_ENTRIES) as usize)?;
+        match decode_slot(raw) {
+            Some(None) => Ok(None),
+            Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => Ok(Some(table)),
+            _ => Err(self.corrupt(&format!("slot {slot} of the grain directory is {raw:#018x}"))),
+        }
+    }
+
+    /// The table of `slot`, made if there is none.
+    pub(super) fn table_for_change(&mut self, slot: u64) -> Step<Table> {
+        if let Some(table) = self.table_of(slot)? {
+            return Ok(table);
+        }
+        let directory = PageKey::new(Kind::Directory, slot / PAGE_ENTRIES);
+        self.need_backed(directory)?;
+        let next = u32::try_from(self.header.free_table).ok().map(Table);
+        let table = match self.spare_tables.last().copied().or(next) {
+            Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
+            _ => return Err(self.corrupt("all grain tables are handed out")),
+        };
+        if self.table_room != Some(table) {
+            return Err(Need::TableRoom(table));
+        }
+        // In this order: a page that is dirty is not put out by those that come in.
+        self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
+        for page in 0..TABLE_PAGES {
+            self.cache.insert_fresh(table_page(table, page * PAGE_ENTRIES));
+        }
+        if self.spare_tables.pop().is_none() {
+            self.header.free_table += 1;
+            self.header_dirty = true;
+        }
+        Ok(table)
+    }
+
+    /// Decodes an entry of a table.
+    pub(super) fn decode(&self, raw: u64) -> Step<Entry> {
+        match Entry::decode(raw) {
+            Some(Entry::Data(grain)) if grain.0 >= self.readable => {
+                Err(self.corrupt(&format!("a table names grain {}, the file ends at {}", grain.0, self.readable)))
+            }
+            Some(entry) => Ok(entry),
+            None => Err(self.corrupt(&format!("a table entry is {raw:#018x}"))),
+        }
+    }
+
+    /// Puts an entry into a table whose page is in memory, and takes what was there out of use.
+    pub(super) fn set_entry(&mut self, owner: Owner, entry: Entry) -> Step<()> {
+        let (key, index) = (table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)));
+        let before = Entry::decode(self.word(key, index)?);
+        if let Entry::Data(grain) = entry {
+            self.set_owner(grain.0, Some(owner));
+            if let Some(census) = &mut self.census {
+                census.account(Run { start: grain.0, count: 1 });
+            }
+        }
+        self.cache.set(key, index, entry.encode());
+        if let Some(Entry::Data(grain)) = before
+            && Entry::Data(grain) != entry
+        {
+            self.retirement.give_up(grain.0);
+            if let Some(census) = &mut self.census {
+                census.account(Run { start: grain.0, count: 1 });
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets the backmap of a grain whose page is in memory.
+    pub(super) fn set_owner(&mut self, grain: u64, owner: Option<Owner>) {
+        self.cache.set(backmap_page(grain), page_index(grain), owner.map_or(0, Owner::encode));
+    }
+
+    /// Who owns a grain, as the backmap has it.
+    pub(super) fn owner(&mut self, grain: u64) -> Step<Option<Owner>> {
+        Ok(Owner::decode(self.word(backmap_page(grain), page_index(grain))?))
+    }
+
+    /// Asks for the backmap of grains of one bitmap page.
+    pub(super) fn need_backmap(&self, run: Run) -> Step<()> {
+        let last = backmap_page(run.end().saturating_sub(1)).index();
+        for index in backmap_page(run.start).index()..=last {
+            self.need(PageKey::new(Kind::Backmap, index))?;
+        }
+        Ok(())
+    }
+
+    /// Hands out up to `want` adjoining grains.
+    pub(super) fn claim(&mut self, want: u64) -> Step<Run> {
+        if let Some(page) = self.space.to_search() {
+            self.search(page)?;
+        }
+        let run = match self.space.choose(want) {
+            Choice::Run(run) => run,
+            Choice::Growth => return Err(Need::Growth),
+            Choice::Full => return Err(Need::Full),
+        };
+        self.claim_run(run)
+    }
+
+    /// Hands out a free run, or as much of it as lies in one page of the bitmap.
+    pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+        let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
+        self.need_backed(bitmap_page(run.start))?;
+        for index in backmap_page(run.start).index()..=backmap_page(run.end() - 1).index() {
+            self.need_backed(PageKey::new(Kind::Backmap, index))?;
+        }
+        self.set_bits(run, true)?;
+        self.space.take(run);
+        if let Some(census) = &mut self.census {
+            census.account(run);
+        }
+        Ok(run)
+    }
+
+    /// Sets or clears bits of one page of the bitmap.
+    pub(super) fn set_bits(&mut self, run: Run, allocated: bool) -> Step<()> {
+        let key = bitmap_page(run.start);
+        self.need(key)?;
+        let (mut bit, end) = (run.start % PAGE_BITS, run.start % PAGE_BITS + run.count);
+        while bit < end {
+            let (index, within) = ((bit / 64) as usize, bit % 64);
+            let count = (64 - within).min(end - bit);
+            let mask = (u64::MAX >> (64 - count)) << within;
+            let word = self.word(key, index)?;
+            self.cache.set(key, index, if allocated { word | mask } else { word & !mask });
+            bit += count;
+        }
+        Ok(())
+    }
+
+    /// Looks for free grains in a page of the bitmap.
+    pub(super) fn search(&mut self, page: u64) -> Step<()> {
+        let bytes = self.page(PageKey::new(Kind::Bitmap, page))?;
+        let mut free: Option<Run> = None;
+        for (base, word) in (page * PAGE_BITS..).step_by(64).zip(bytes.words()) {
+            let mut bit = 0;
+            while bit < 64 {
+                let start = bit + u64::from((word >> bit).trailing_ones());
+                if start >= 64 {
+                    break;
+                }
+                let count = u64::from((word >> start).trailing_zeros()).min(64 - start);
+                bit = start + count;
+                match &mut free {
+                    Some(run) if run.end() == base + start => run.count += count,
+                    _ => {
+                        if let Some(run) = free.replace(Run { start: base + start, count }) {
+                            self.space.put(run);
+                        }
+                    }
+                }
+            }
+        }
+        if let Some(run) = free {
+            self.space.put(run);
+        }
+        self.space.searched(self.space.fresh.div_ceil(PAGE_BITS));
+        Ok(())
+    }
+
+    /// A page to be looked at while the state changes.
+    pub(super) fn page(&mut self, key: PageKey) -> Step<PageBytes> {
+        self.cache.get(key).cloned().ok_or(Need::Page(key))
+    }
+
+    /// Makes grains of one page of the bitmap free: nothing names them and nobody reads them.
+    pub(super) fn release(&mut self, run: Run) -> Step<()> {
+        self.need(bitmap_page(run.start))?;
+        self.need_backmap(run)?;
+        for grain in run.start..run.end() {
+            self.set_owner(grain, None);
+        }
+        self.set_bits(run, false)?;
+        if self.touched.is_some() {
+            self.space.put(run);
+        }
+        Ok(())
+    }
+
+    /// Takes grains back that were handed out and not used.
+    pub(super) fn give_back(&mut self, run: Run) -> Step<()> {
+        self.set_bits(run, false)?;
+        if !self.space.put_last(run) && self.touched.is_some() {
+            self.space.put(run);
+        }
+        Ok(())
+    }
+}
+
+/// The page of a table that has an entry.
+#[inline]
+pub(super) fn table_page(table: Table, entry: u64) -> PageKey {
+    PageKey::new(Kind::Table, u64::from(table.0) * TABLE_PAGES + entry / PAGE_ENTRIES)
+}
+
+#[inline]
+pub(super) fn page_index(entry: u64) -> usize {
+    (entry % PAGE_ENTRIES) as usize
+}
+
+pub(super) fn backmap_page(grain: u64) -> PageKey {
+    PageKey::new(Kind::Backmap, grain / PAGE_ENTRIES)
+}
+
+pub(super) fn bitmap_page(grain: u64) -> PageKey {
+    PageKey::new(Kind::Bitmap, grain / PAGE_BITS)
+}
+
+/// Cuts a run at the borders of bitmap pages.
+pub(super) fn by_bitmap_page(run: Run) -> impl Iterator<Item = Run> {
+    let mut start = run.start;
+    std::iter::from_fn(move || {
+        let count = (PAGE_BITS - start % PAGE_BITS).min(run.end().saturating_sub(start));
+        start += count;
+        (count > 0).then(|| Run { start: start - count, count })
+    })
+}
+
+impl SeSparse {
+    /// Runs `work` until it lacks nothing.
+    pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
+        let mut state = self.state.lock();
+        for _ in 0..ROUNDS_MAX {
+            let need = match work(&mut state) {
+                Ok(done) => return Ok(done),
+                Err(need) => need,
+            };
+            if let Need::Page(key) = need {
+                state = self.load(key, state)?;
+                continue;
+            }
+            drop(state);
+            match need {
+                Need::Failed(error) => return Err(error),
+                Need::Room(key) => self.back(key)?,
+                Need::TableRoom(table) => self.back_table(table)?,
+                Need::Growth => self.grow()?,
+                Need::Full => {
+                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is taken", self.name)));
+                }
+                Need::Commit | Need::Page(_) => self.commit_at_once()?,
+            }
+            state = self.state.lock();
+        }
+        Err(Error::new(ErrorKind::Busy, format!("{}: the memory for its tables is too small", self.name)))
+    }
+
+    /// Byte offset of a page.
+    pub(super) fn page_offset(&self, key: PageKey) -> u64 {
+        let area = match key.kind() {
+            Kind::Bitmap => self.layout.bitmap,
+            Kind::Backmap => self.layout.backmap,
+            Kind::Table => self.layout.tables,
+            Kind::Directory => self.layout.directory,
+        };
+        area.start() + key.index() * BLOCK_SIZE as u64
+    }
+
+    /// Reads a page, and in a table that is being gone through the rest of the table with it.
+    fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+        if state.loading.contains(&key) {
+            self.loaded.wait(&mut state);
+            return Ok(state);
+        }
+        let mut count = 1;
+        if key.before_in_table().is_some_and(|before| state.cache.contains(before)) {
+            let most = TABLE_PAGES - key.index() % TABLE_PAGES;
+            let wanted = |key: PageKey| !state.cache.contains(key) && !state.loading.contains(&key);
+            count += (1..most).take_while(|by| wanted(key.plus(*by))).count() as u64;
+        }
+        state.loading.extend((0..count).map(|by| key.plus(by)));
+        let read = MutexGuard::unlocked(&mut state, || {
+            let mut buffer = Buffer::zeroed(count as usize);
+            self.read_metadata(&mut buffer, self.page_offset(key)).map(|()| buffer)
+        });
+        for by in 0..count {
+            state.loading.remove(&key.plus(by));
+        }
+        self.loaded.notify_all();
+        for (by, page) in (0..).zip(read?.chunks_exact(BLOCK_SIZE)) {
+            state.cache.insert(key.plus(by), PageBytes::new(Buffer::copy_of(page)));
+        }
+        Ok(state)
+    }
+
+    /// Takes space for a page and its neighbours, as many as a table has.
+    fn back(&self, key: PageKey) -> Result<()> {
+        let area_pages = match key.kind() {
+            Kind::Bitmap => self.layout.bitmap,
+            Kind::Backmap => self.layout.backmap,
+            Kind::Table => self.layout.tables,
+            Kind::Directory => self.layout.directory,
+        };
+        let pages = area_pages.size / super::header::PAGE_SECTORS;
+        let first = PageKey::new(key.kind(), key.index() - key.index() % TABLE_PAGES);
+        let count = TABLE_PAGES.min(pages.saturating_sub(first.index()));
+        self.reserve(self.page_offset(first), count * BLOCK_SIZE as u64)?;
+        let mut state = self.state.lock();
+        for by in 0..count {
+            state.cache.set_backed(first.plus(by));
+        }
+        Ok(())
+    }
+
+    fn back_table(&self, table: Table) -> Result<()> {
+        self.reserve(self.page_offset(table_page(table, 0)), TABLE_PAGES * BLOCK_SIZE as u64)?;
+        self.state.lock().table_room = Some(table);
+        Ok(())
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        match self.file.reserve(offset, length) {
+            // Then writing it may fail; there is nothing better to be had.
+            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
+            other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
+        }
+    }
+
+    /// Makes the file longer by the data of one table.
+    fn grow(&self) -> Result<()> {
+        let _one_at_a_time = self.length.lock();
+        let (fresh, length, limit) = {
+            let state = self.state.lock();
+            (state.space.fresh, state.space.length, state.space.limit)
+        };
+        if fresh < length {
+            return Ok(());
+        }
+        let longer = (length + TABLE_SPAN / super::entry::GRAIN).min(limit);
+        let bytes = self.grain_offset(Grain(longer))?;
+        self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
+        let mut state = self.state.lock();
+        state.space.length = longer;
+        state.readable = state.readable.max(longer);
+        Ok(())
+    }
+}

@@ -1,0 +1,307 @@
+//! Tests of the format: a disk of sectors that say who wrote them, against a layer on the simulated disk or on files.
+
+mod format;
+mod hostile;
+mod journal;
+mod maintenance;
+mod model;
+mod power_cuts;
+mod qemu;
+mod threads;
+mod throughput;
+
+use super::{Maintenance, Options, Pace, SeSparse};
+use crate::{Content, Extent, Layer, Result};
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Buffer, Directory, File, IoMode};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+const GRAIN: u64 = 4096;
+const SECTORS: u64 = GRAIN / 512;
+/// What a sector of the parent reads as.
+const ABSENT: u64 = u64::MAX;
+const NAME: &str = "vm-000001-sesparse.vmdk";
+const MIB: u64 = 1 << 20;
+
+/// A small seeded generator (splitmix64).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+
+    fn one_in(&mut self, chance: u64) -> bool {
+        self.below(chance) == 0
+    }
+}
+
+fn writing() -> Options {
+    Options { write: true, ..Options::default() }
+}
+
+fn full_pace<'a>() -> Maintenance<'a> {
+    Maintenance::at(Pace::FULL)
+}
+
+fn simulated(seed: u64) -> SimulatedDisk {
+    SimulatedDisk::new(seed, SimulatedOptions::default())
+}
+
+/// A new image on a disk, its name durable.
+fn create(disk: &SimulatedDisk, mode: IoMode, capacity: u64, options: Options) -> SeSparse {
+    let directory = disk.directory();
+    let file = directory.create(NAME, mode).unwrap();
+    directory.sync().unwrap();
+    SeSparse::create(file, NAME, capacity, options).unwrap()
+}
+
+fn open(directory: &dyn Directory, mode: IoMode, options: Options) -> Result<SeSparse> {
+    SeSparse::open(directory.open(NAME, mode).unwrap(), NAME, options)
+}
+
+/// Grains whose every word is a stamp.
+fn stamped(count: u64, stamp: u64) -> Buffer {
+    let mut buffer = Buffer::zeroed(count as usize);
+    for word in buffer.as_chunks_mut::<8>().0 {
+        *word = stamp.to_le_bytes();
+    }
+    buffer
+}
+
+/// Everything the map says of a range.
+fn map_all(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<Extent>> {
+    let mut out = Vec::new();
+    let mut at = start;
+    while at < start + length {
+        let before = out.len();
+        layer.map(at..start + length, 7, &mut out)?;
+        assert!(out.len() > before, "no extent at {at}");
+        assert_eq!(out[before].start, at);
+        for pair in out[before..].windows(2) {
+            assert_eq!(pair[0].start + pair[0].length, pair[1].start);
+        }
+        at = out.last().map(|last| last.start + last.length).unwrap();
+    }
+    assert_eq!(at, start + length);
+    Ok(out)
+}
+
+/// What each sector of a range says.
+fn stamps(layer: &dyn Layer, start: u64, length: u64) -> Result<Vec<u64>> {
+    let _epoch = layer.epoch();
+    let mut out = Vec::new();
+    for extent in map_all(layer, start, length)? {
+        let sectors = extent.length.div_ceil(512);
+        match extent.content {
+            Content::Absent => out.extend((0..sectors).map(|_| ABSENT)),
+            Content::Zero => out.extend((0..sectors).map(|_| 0)),
+            Content::Data { file, offset } => {
+                let mut buffer = Buffer::with_bytes(extent.length as usize);
+                let file = layer.file(file)?;
+                file.read_at(&mut buffer, offset).unwrap();
+                for sector in buffer[..extent.length as usize].chunks(512) {
+                    let words = sector.as_chunks::<8>().0;
+                    assert!(words.iter().all(|word| word == &words[0]), "a torn sector at {offset}");
+                    out.push(u64::from_le_bytes(words[0]));
+                }
+            }
+            Content::Encoded => panic!("nothing is encoded here"),
+        }
+    }
+    Ok(out)
+}
+
+/// What each grain written to may say, by sector. Grains not in it are absent.
+#[derive(Clone, Default)]
+struct Model {
+    /// Per sector: what holds now, and what held since the last flush.
+    grains: BTreeMap<u64, Vec<Vec<u64>>>,
+}
+
+impl Model {
+    fn set(&mut self, first: u64, count: u64, stamp: u64) {
+        for grain in first..first + count {
+            let sectors = self.grains.entry(grain).or_insert_with(|| vec![vec![ABSENT]; SECTORS as usize]);
+            for sector in sectors {
+                sector.retain(|other| *other != stamp);
+                sector.push(stamp);
+            }
+        }
+    }
+
+    fn flushed(&mut self) {
+        for sector in self.grains.values_mut().flatten() {
+            sector.drain(..sector.len() - 1);
+        }
+    }
+
+    /// Every grain says what was last written.
+    fn compare(&self, layer: &dyn Layer) {
+        for (grain, sectors) in &self.grains {
+            let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();
+            let expected: Vec<u64> = sectors.iter().map(|sector| *sector.last().unwrap()).collect();
+            assert_eq!(found, expected, "grain {grain}");
+        }
+    }
+
+    /// After a cut: every sector says something it said since the last flush, and does so from now on.
+    fn settle(&mut self, layer: &dyn Layer) {
+        for (grain, sectors) in &mut self.grains {
+            let found = stamps(layer, grain * GRAIN, GRAIN).unwrap();
+            for (index, (sector, found)) in sectors.iter_mut().zip(found).enumerate() {
+                assert!(sector.contains(&found), "grain {grain} sector {index}: {found:x} is none of {sector:x?}");
+                *sector = vec![found];
+            }
+        }
+    }
+}
+
+/// The image is right in every respect, for our own reader and for others.
+fn assert_clean(layer: &SeSparse) {
+    let report = layer.check(false, full_pace()).unwrap();
+    assert!(report.is_clean(), "{report:?}");
+}
+
+/// One random change, as a layer and a model take it.
+struct Operation {
+    first: u64,
+    count: u64,
+    /// Zero asks for zeroing.
+    stamp: u64,
+    keep: bool,
+}
+
+impl Operation {
+    /// `grains` grains in each of some 16 MiB parts of the disk, so that several tables are in use.
+    fn draw(random: &mut Random, slots: &[u64], grains: u64) -> Self {
+        let slot = slots[random.below(slots.len() as u64) as usize];
+        let count = if random.one_in(3) { 1 + random.below(grains / 2) } else { 1 + random.below(3) };
+        let first = random.below(grains - count + 1);
+        let stamp = if random.one_in(4) { 0 } else { random.next() | 1 };
+        // Around the border of two pages of the table.
+        Self { first: slot * 4096 + 512 - grains / 2 + first, count, stamp, keep: random.one_in(3) }
+    }
+
+    fn apply(&self, layer: &dyn Layer) -> Result<()> {
+        let start = self.first * GRAIN;
+        match self.stamp {
+            0 => layer.zero(start..start + self.count * GRAIN, self.keep),
+            stamp => {
+                let data = stamped(self.count, stamp);
+                let (one, other) = data.split_at((self.count / 2 * GRAIN) as usize);
+                layer.write(start, &[one, other])
+            }
+        }
+    }
+}
+
+/// A file in memory over the bytes of another: what it costs to open is what is looked at.
+struct MemoryFile {
+    base: Arc<Vec<u8>>,
+    changed: parking_lot::Mutex<(BTreeMap<u64, Vec<u8>>, u64)>,
+}
+
+impl MemoryFile {
+    fn over(base: Arc<Vec<u8>>) -> Self {
+        let length = base.len() as u64;
+        Self { base, changed: parking_lot::Mutex::new((BTreeMap::new(), length)) }
+    }
+
+    fn page(&self, pages: &BTreeMap<u64, Vec<u8>>, page: u64) -> Vec<u8> {
+        pages.get(&page).cloned().unwrap_or_else(|| {
+            let mut bytes = vec![0; GRAIN as usize];
+            let rest = self.base.get((page * GRAIN) as usize..).unwrap_or_default();
+            let length = rest.len().min(bytes.len());
+            bytes[..length].copy_from_slice(&rest[..length]);
+            bytes
+        })
+    }
+}
+
+impl File for MemoryFile {
+    fn len(&self) -> std::io::Result<u64> {
+        Ok(self.changed.lock().1)
+    }
+
+    fn set_len(&self, length: u64) -> std::io::Result<()> {
+        let mut changed = self.changed.lock();
+        changed.0.split_off(&length.div_ceil(GRAIN));
+        changed.1 = length;
+        Ok(())
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        let changed = self.changed.lock();
+        let mut done = 0;
+        while done < buffer.len() {
+            let at = offset + done as u64;
+            let within = (at % GRAIN) as usize;
+            let part = (GRAIN as usize - within).min(buffer.len() - done);
+            if at < changed.1 {
+                let page = self.page(&changed.0, at / GRAIN);
+                buffer[done..done + part].copy_from_slice(&page[within..within + part]);
+            } else {
+                buffer[done..done + part].fill(0);
+            }
+            done += part;
+        }
+        Ok(())
+    }
+
+    fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> std::io::Result<bool> {
+        Ok(false)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, _durable: bool) -> std::io::Result<()> {
+        let mut changed = self.changed.lock();
+        let bytes = slices.concat();
+        let mut done = 0;
+        while done < bytes.len() {
+            let at = offset + done as u64;
+            let within = (at % GRAIN) as usize;
+            let part = (GRAIN as usize - within).min(bytes.len() - done);
+            let mut page = self.page(&changed.0, at / GRAIN);
+            page[within..within + part].copy_from_slice(&bytes[done..done + part]);
+            changed.0.insert(at / GRAIN, page);
+            done += part;
+        }
+        changed.1 = changed.1.max(offset + bytes.len() as u64);
+        Ok(())
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn reserve(&self, _offset: u64, _length: u64) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
+        let zeros = vec![0; length as usize];
+        self.write_at(&[&zeros], offset, false)
+    }
+
+    fn next_allocated(&self, offset: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
+        let length = self.len()?;
+        Ok((offset < length).then_some(offset..length))
+    }
+
+    fn allocated(&self) -> std::io::Result<u64> {
+        self.len()
+    }
+
+    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
+        None
+    }
+}

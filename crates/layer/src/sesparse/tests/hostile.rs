@@ -1,0 +1,239 @@
+//! Images that lie: every header field, table, bitmap and journal, changed at random. Nothing panics, nothing takes
+//! long or much memory, and what can be read is within the file.
+
+use super::super::DirtyJournal;
+use super::*;
+use crate::ErrorKind;
+use std::time::{Duration, Instant};
+
+/// A small image with three tables, some zeros, and a dirty-looking but empty journal.
+fn honest() -> Vec<u8> {
+    let disk = simulated(1);
+    let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+    for (first, count, stamp) in [(0, 20, 1), (2 * 4096 + 500, 30, 2), (6 * 4096, 5, 3)] {
+        layer.write(first * GRAIN, &[&stamped(count, stamp)]).unwrap();
+    }
+    layer.zero(3 * GRAIN..6 * GRAIN, false).unwrap();
+    layer.close().unwrap();
+    let file = disk.directory().open(NAME, IoMode::Buffered).unwrap();
+    let mut bytes = vec![0; file.len().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+/// Numbers that find the edges of checks.
+fn nasty(random: &mut Random) -> u64 {
+    let edges = [0, 1, 7, 8, 63, 64, 512, 2048, 4096, u64::from(u32::MAX), 1 << 32, 1 << 54, i64::MAX as u64, u64::MAX];
+    match random.below(5) {
+        0 => random.next(),
+        1 => random.next() >> random.below(64),
+        2 => 1 << random.below(64),
+        3 => edges[random.below(edges.len() as u64) as usize].wrapping_add(random.below(3)).wrapping_sub(1),
+        _ => (random.below(16) << 60) | random.below(40) << 48 | random.below(3),
+    }
+}
+
+fn put(bytes: &mut [u8], at: usize, value: u64) {
+    bytes[at..at + 8].copy_from_slice(&value.to_le_bytes());
+}
+
+/// Where a lie can be told, with the share of each.
+fn lie(random: &mut Random, file: &MemoryFile) {
+    let word = |at: u64, range: u64, random: &mut Random| at + random.below(range / 8) * 8;
+    let at = match random.below(16) {
+        0..4 => word(0, 208, random),
+        4 => word(0, 512, random),
+        5 => word(512, 512, random),
+        6 => word(512, 32, random),
+        7 => word(1024, 1024, random),
+        8..10 => word(4096 * 512, 64, random),
+        10..13 => word(6144 * 512, 3 * 32768, random),
+        13 => word(8192 * 512, 16, random),
+        14 => word(10240 * 512, 512, random),
+        _ => {
+            let length = nasty(random).min(64 * MIB);
+            file.set_len(length).unwrap();
+            return;
+        }
+    };
+    file.write_at(&[&nasty(random).to_le_bytes()], at, false).unwrap();
+}
+
+/// Opens and uses an image as far as it goes.
+fn exercise(file: Arc<MemoryFile>, write: bool, deep: bool) {
+    let options = Options { write, journal: DirtyJournal::Replay, cache: 0, ..Options::default() };
+    let Ok(layer) = SeSparse::open(Arc::clone(&file) as Arc<dyn File>, NAME, options) else { return };
+    let capacity = layer.capacity();
+    for at in [0, 2 * 16 * MIB + 400 * GRAIN, 6 * 16 * MIB, capacity / 2 / GRAIN * GRAIN] {
+        let end = (at + 4 * MIB).min(capacity);
+        let mut out = Vec::new();
+        if at < end && layer.map(at..end, 20, &mut out).is_ok() {
+            for extent in &out {
+                if let Content::Data { offset, .. } = extent.content {
+                    assert!(offset < file.len().unwrap(), "{extent:?}");
+                }
+            }
+        }
+    }
+    let _ = layer.usage();
+    if write {
+        let data = stamped(3, 7);
+        for at in [0, GRAIN, 4 * 16 * MIB] {
+            if at + 3 * GRAIN <= capacity && layer.write(at, &[&data]).is_ok() {
+                assert_eq!(stamps(&layer, at, 3 * GRAIN).unwrap(), [7; 24]);
+            }
+        }
+        let _ = layer.zero(0..GRAIN.min(capacity), false);
+        let _ = layer.flush();
+    }
+    if deep {
+        let started = Instant::now();
+        let stop = || Maintenance {
+            pace: Pace::FULL,
+            watch: Box::new(move |_| started.elapsed() < Duration::from_millis(50)),
+        };
+        let _ = layer.check(write, stop());
+        if write {
+            let _ = layer.wipe(true, stop());
+            let _ = layer.shrink(stop());
+        }
+    }
+    let _ = layer.close();
+}
+
+#[test]
+fn a_hundred_thousand_lies_are_survived() {
+    let base = Arc::new(honest());
+    let mut random = Random(42);
+    let mut slowest = (Duration::ZERO, 0);
+    for number in 0..100_000u64 {
+        let file = Arc::new(MemoryFile::over(Arc::clone(&base)));
+        for _ in 0..1 + random.below(3) {
+            lie(&mut random, &file);
+        }
+        let begun = Instant::now();
+        exercise(file, number % 2 == 0, number % 50 < 2);
+        slowest = slowest.max((begun.elapsed(), number));
+    }
+    assert!(slowest.0 < Duration::from_secs(5), "one took {slowest:?}");
+}
+
+/// Opens a copy of the honest image with words changed.
+fn opened(changes: &[(u64, u64)], write: bool) -> Result<SeSparse> {
+    let file = MemoryFile::over(Arc::new(honest()));
+    for (at, value) in changes {
+        file.write_at(&[&value.to_le_bytes()], *at, false).unwrap();
+    }
+    SeSparse::open(Arc::new(file), NAME, Options { write, ..Options::default() })
+}
+
+#[test]
+fn what_qemu_refuses_is_refused_and_more() {
+    assert!(opened(&[], true).is_ok());
+    let cases: [(u64, u64, &str); 24] = [
+        (0, 1, "magic"),
+        (8, 0x1_0000_0001, "version"),
+        (16, 0, "no capacity"),
+        (16, 1 << 40, "a capacity of 512 TiB"),
+        (24, 16, "grain size"),
+        (32, 128, "table size"),
+        (40, 1, "flags"),
+        (48, 1, "reserved"),
+        (72, 1, "reserved"),
+        (208, 1, "padding"),
+        (504, 1, "padding"),
+        (128, 0, "a directory over the headers"),
+        (128, 1 << 60, "a directory beyond everything"),
+        (136, 0, "an empty directory"),
+        (144, 4096, "tables over the directory"),
+        (152, 32, "half a table"),
+        (152, u64::MAX, "tables without end"),
+        (160, 6200, "a bitmap within the tables"),
+        (192, 1 << 50, "grains beyond the file"),
+        (80, 0, "a volatile header over the constant one"),
+        (512, 0xcafe_babe, "volatile magic"),
+        (520, 1 << 20, "more tables handed out than there are"),
+        (544, 1, "volatile padding"),
+        (536, 1, "a dirty journal"),
+    ];
+    for (at, value, what) in cases {
+        for write in [false, true] {
+            let error = opened(&[(at, value)], write).err().unwrap_or_else(|| panic!("{what} was accepted"));
+            let kind = if at == 536 { ErrorKind::Unsupported } else { ErrorKind::Corrupt };
+            assert_eq!(error.kind(), kind, "{what}: {error}");
+        }
+    }
+}
+
+#[test]
+fn damaged_tables_give_errors_where_they_are_read() {
+    const SLOTS: u64 = 4096 * 512;
+    const TABLE: u64 = 6144 * 512;
+    for raw in [5, 4 << 60, u64::MAX, 3 << 60 | 1 << 40, 0x3000_0000_0000_0001] {
+        let layer = opened(&[(TABLE + 80, raw)], false).unwrap();
+        assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
+        let mut out = Vec::new();
+        layer.map(6 * GRAIN..20 * GRAIN, 9, &mut out).unwrap();
+        assert_eq!((out.len(), out[0].length), (1, 4 * GRAIN), "up to the damage");
+        assert_eq!(layer.map(10 * GRAIN..11 * GRAIN, 9, &mut out).unwrap_err().kind(), ErrorKind::Corrupt);
+        let report = layer.check(false, full_pace()).unwrap();
+        assert!(report.is_damaged() && report.invalid + report.outside == 1, "{report:?}");
+    }
+    for raw in [1, 0x1000_0001_0000_0000, 0x1000_0000_ffff_ffff] {
+        assert_eq!(opened(&[(SLOTS, raw)], true).err().unwrap().kind(), ErrorKind::Corrupt);
+        let layer = opened(&[(SLOTS, raw)], false).unwrap();
+        assert_eq!(layer.map(0..GRAIN, 9, &mut Vec::new()).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(layer.check(false, full_pace()).unwrap().invalid, 1);
+    }
+    // Two slots with one table: to read, but not to write.
+    assert!(opened(&[(SLOTS, 0x1000_0000_0000_0001)], true).is_err());
+    let shared = opened(&[(SLOTS, 0x1000_0000_0000_0001)], false).unwrap();
+    assert!(shared.check(false, full_pace()).unwrap().is_damaged());
+    // Two entries with one grain.
+    let overlap = opened(&[(TABLE, 0x3001_0000_0000_0000)], false).unwrap();
+    assert_eq!(overlap.check(false, full_pace()).unwrap().overlapping, 1);
+}
+
+#[test]
+fn bitmap_and_backmap_are_repaired_from_the_tables() {
+    const BITMAP: u64 = 8192 * 512;
+    const BACKMAP: u64 = 10240 * 512;
+    let layer = opened(&[(BITMAP, 0xff00_0000_0000_fff0), (BACKMAP + 8, 0x1000_0000_0000_0005)], true).unwrap();
+    let report = layer.check(false, full_pace()).unwrap();
+    assert!(!report.is_damaged());
+    assert!(report.unallocated > 10 && report.misowned == 1 && report.unnamed > 1, "{report:?}");
+    let repaired = layer.check(true, full_pace()).unwrap();
+    assert_eq!(repaired.repaired, report.unallocated + report.misowned + report.unnamed);
+    assert_clean(&layer);
+    assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
+}
+
+#[test]
+fn what_others_wrote_is_appended_to_until_it_is_wiped() {
+    // The mark of ours is gone, the bitmap means nothing and the backmap counts slots of the directory.
+    let mut bytes = honest();
+    put(&mut bytes, 1056, 0x6c61_7473_6e49_2063);
+    bytes[8192 * 512..8192 * 512 + 64].fill(0);
+    put(&mut bytes, 8192 * 512 + 8, u64::MAX);
+    for grain in 0..60 {
+        put(&mut bytes, 10240 * 512 + grain * 8, 0x1000_0000_0000_0006);
+    }
+    let grains = (bytes.len() as u64 - 12288 * 512) / GRAIN;
+    let file: Arc<dyn File> = Arc::new(MemoryFile::over(Arc::new(bytes)));
+    let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
+    let before = stamps(&layer, 0, 20 * GRAIN).unwrap();
+    layer.write(16 * MIB, &[&stamped(30, 9)]).unwrap();
+    let Content::Data { offset, .. } = map_all(&layer, 16 * MIB, GRAIN).unwrap()[0].content else { panic!() };
+    assert_eq!(offset, 12288 * 512 + grains * GRAIN, "at the end");
+    assert_eq!(layer.shrink(full_pace()).unwrap_err().kind(), ErrorKind::Unsupported);
+    let report = layer.wipe(false, full_pace()).unwrap();
+    assert!(report.repaired >= 52 && report.unnamed > 0, "{report:?}");
+    assert_clean(&layer);
+    layer.shrink(full_pace()).unwrap();
+    layer.close().unwrap();
+    let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
+    assert_eq!(stamps(&layer, 0, 20 * GRAIN).unwrap(), before);
+    assert_eq!(stamps(&layer, 16 * MIB, 30 * GRAIN).unwrap(), [9; 240]);
+    assert_clean(&layer);
+    assert_eq!(file.len().unwrap(), 12288 * 512 + (52 + 30) * GRAIN);
+}

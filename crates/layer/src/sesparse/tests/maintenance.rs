@@ -1,0 +1,145 @@
+//! Wipe and shrink as people use them: what they return, that they can be stopped, and what guests notice of them.
+
+use super::*;
+use crate::ErrorKind;
+use backend::local::{LocalDirectory, LocalQueues};
+
+/// A disk of 64 MiB of which every second run was discarded, or overwritten with zeros.
+fn half_dead(directory: &LocalDirectory, zeros: bool) -> SeSparse {
+    let file = directory.create(NAME, IoMode::Buffered).unwrap();
+    let layer = SeSparse::create(file, NAME, 256 * MIB, writing()).unwrap();
+    for part in 0..64 {
+        layer.write(part * MIB, &[&stamped(256, part + 1)]).unwrap();
+    }
+    let mut random = Random(5);
+    for _ in 0..3000 {
+        let at = random.below(64 * 256 - 4) * GRAIN;
+        match zeros {
+            true => layer.write(at, &[&stamped(4, 0)]).unwrap(),
+            false => layer.zero(at..at + 4 * GRAIN, false).unwrap(),
+        }
+    }
+    layer.flush().unwrap();
+    layer
+}
+
+fn content(layer: &SeSparse) -> Vec<u64> {
+    stamps(layer, 0, 64 * MIB).unwrap()
+}
+
+#[test]
+fn dead_grains_return_to_the_file_system() {
+    for zeros in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+        let layer = half_dead(&directory, zeros);
+        let before = content(&layer);
+        let live = before.iter().filter(|stamp| **stamp != 0).count() as u64 * 512;
+        let dead = 64 * MIB - live;
+        assert!(dead > 16 * MIB);
+        let wiped = layer.wipe(true, full_pace()).unwrap();
+        assert_eq!((wiped.zeros > 0, wiped.unnamed), (zeros, 0));
+        let usage = layer.usage().unwrap();
+        assert_eq!((usage.mapped, usage.dead), (live, dead), "known before it is returned");
+        let shrunk = layer.shrink(full_pace()).unwrap();
+        assert_eq!(shrunk.left, 0);
+        assert!(shrunk.moved * GRAIN <= dead, "{shrunk:?}");
+        let usage = layer.usage().unwrap();
+        assert!(usage.dead * 100 <= dead, "{usage:?}");
+        assert!(usage.allocated <= live + 2 * MIB, "{usage:?}, live {live}");
+        assert!(content(&layer) == before);
+        assert_clean(&layer);
+    }
+}
+
+#[test]
+fn long_work_can_be_stopped_and_goes_on_later() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let layer = half_dead(&directory, true);
+    let before = content(&layer);
+    let mut stops = 0;
+    for patience in 1.. {
+        let plan = |mut left: u32| Maintenance {
+            pace: Pace::FULL,
+            watch: Box::new(move |progress| {
+                assert!(progress.done <= progress.total.max(progress.done));
+                left -= u32::from(left > 0);
+                left > 0
+            }),
+        };
+        let mut stopped = false;
+        let ends = [layer.wipe(true, plan(patience * 3)).err(), layer.shrink(plan(patience)).err()];
+        for error in ends.into_iter().flatten() {
+            assert_eq!(error.kind(), ErrorKind::Interrupted);
+            stopped = true;
+            stops += 1;
+        }
+        if !stopped {
+            break;
+        }
+        if patience % 8 == 0 {
+            assert!(content(&layer) == before);
+            assert_clean(&layer);
+        }
+    }
+    assert!(stops > 3);
+    assert!(content(&layer) == before);
+    assert_eq!(layer.usage().unwrap().dead, 0);
+    assert_clean(&layer);
+}
+
+#[test]
+fn one_piece_of_long_work_at_a_time() {
+    let disk = simulated(1);
+    let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+    layer.write(0, &[&stamped(9, 1)]).unwrap();
+    let mut inner = None;
+    let plan = Maintenance {
+        pace: Pace::FULL,
+        watch: Box::new(|_| {
+            inner = layer.shrink(full_pace()).err().map(|error| error.kind());
+            true
+        }),
+    };
+    layer.wipe(false, plan).unwrap();
+    assert_eq!(inner, Some(ErrorKind::Busy));
+    let reader = open(&*disk.directory(), IoMode::Buffered, Options::default());
+    assert_eq!(reader.unwrap().wipe(false, full_pace()).unwrap_err().kind(), ErrorKind::ReadOnly);
+}
+
+#[test]
+fn freed_runs_are_punched_where_that_is_asked_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let file = directory.create(NAME, IoMode::Buffered).unwrap();
+    let options = Options { punch: Some(64 << 10), ..writing() };
+    let layer = SeSparse::create(file, NAME, 256 * MIB, options).unwrap();
+    layer.write(0, &[&stamped(8192, 5)]).unwrap();
+    layer.flush().unwrap();
+    let full = layer.usage().unwrap().allocated;
+    layer.zero(MIB..17 * MIB, false).unwrap();
+    layer.flush().unwrap();
+    let usage = layer.usage().unwrap();
+    assert!(usage.allocated + 16 * MIB <= full + 64 * 1024, "{usage:?}, full {full}");
+    assert!(usage.dead < MIB);
+}
+
+/// A crash with much in flight leaves nothing behind once the image was opened for writing, and its marks say where.
+#[test]
+fn only_marked_regions_are_recounted() {
+    let disk = simulated(11);
+    let layer = create(&disk, IoMode::Buffered, 1 << 40, writing());
+    layer.write(0, &[&stamped(5000, 1)]).unwrap();
+    layer.flush().unwrap();
+    layer.write(1 << 35, &[&stamped(5000, 2)]).unwrap();
+    layer.zero(0..MIB, false).unwrap();
+    drop(layer);
+    for _ in 0..20 {
+        let disk = disk.crash();
+        let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+        assert_clean(&layer);
+        let found = stamps(&layer, MIB, 4 * MIB).unwrap();
+        assert!(found.iter().all(|stamp| *stamp == 1));
+    }
+}

@@ -1,0 +1,200 @@
+//! Random histories on a layer, compared with a plain model.
+
+use super::*;
+use crate::ErrorKind;
+
+fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
+    let mut random = Random(seed);
+    let disk = simulated(seed);
+    let mode = if seed.is_multiple_of(2) { IoMode::Buffered } else { IoMode::Direct };
+    let punch = [None, Some(GRAIN), Some(16 * GRAIN)][random.below(3) as usize];
+    let options = Options { punch, cache: 0, ..writing() };
+    let mut layer = create(&disk, mode, capacity, options);
+    let mut model = Model::default();
+    let mut epochs = Vec::new();
+    for _ in 0..steps {
+        match random.below(100) {
+            0..70 => {
+                let operation = Operation::draw(&mut random, slots, 200);
+                operation.apply(&layer).unwrap();
+                model.set(operation.first, operation.count, operation.stamp);
+            }
+            70..80 => layer.flush().unwrap(),
+            80..84 => epochs.push(layer.epoch()),
+            84..90 => epochs.clear(),
+            90..92 => {
+                epochs.clear();
+                layer.wipe(random.one_in(2), full_pace()).unwrap();
+            }
+            92..94 => {
+                epochs.clear();
+                layer.shrink(full_pace()).unwrap();
+            }
+            94..96 => model.compare(&layer),
+            96..98 => {
+                layer.close().unwrap();
+                let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
+                model.compare(&reader);
+                let report = reader.check(false, full_pace()).unwrap();
+                // What readers held on to could not be freed, and is when the image is opened again.
+                assert!(report.is_clean() || !epochs.is_empty() && !report.is_damaged(), "{report:?}");
+                epochs.clear();
+                layer = open(&*disk.directory(), mode, options).unwrap();
+                assert_clean(&layer);
+            }
+            _ => assert_clean(&layer),
+        }
+    }
+    model.compare(&layer);
+    drop(epochs);
+    layer.wipe(true, full_pace()).unwrap();
+    layer.shrink(full_pace()).unwrap();
+    model.compare(&layer);
+    assert_clean(&layer);
+    let live = model.grains.values().filter(|sectors| !matches!(sectors[0].last(), Some(0 | &ABSENT))).count() as u64;
+    let usage = layer.usage().unwrap();
+    assert_eq!((usage.mapped, usage.dead), (live * GRAIN, 0));
+    let file = disk.directory().open(NAME, mode).unwrap();
+    let tables = super::super::header::Layout::for_capacity(capacity / 512).grains.offset * 512;
+    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "shrunk to what is live");
+}
+
+#[test]
+fn random_histories_equal_a_model() {
+    for seed in 0..60 {
+        history(seed, 100 * MIB, &[0, 2, 6], 300);
+    }
+}
+
+#[test]
+fn more_tables_than_the_cache_holds() {
+    let slots: Vec<u64> = (0..128).collect();
+    for seed in 100..106 {
+        history(seed, 2048 * MIB, &slots, 500);
+    }
+}
+
+#[test]
+fn random_writes_of_one_interval_lie_next_to_each_other() {
+    let disk = simulated(5);
+    let layer = create(&disk, IoMode::Buffered, 1024 * MIB, writing());
+    let mut random = Random(9);
+    let mut places = Vec::new();
+    for _ in 0..500 {
+        let grain = random.below(262_144);
+        layer.write(grain * GRAIN, &[&stamped(1, 1)]).unwrap();
+        let extents = map_all(&layer, grain * GRAIN, GRAIN).unwrap();
+        if let Content::Data { offset, .. } = extents[0].content {
+            places.push(offset);
+        }
+    }
+    places.sort_unstable();
+    places.dedup();
+    assert_eq!(places.last().unwrap() - places[0], (places.len() as u64 - 1) * GRAIN);
+}
+
+#[test]
+fn a_stream_is_one_extent_and_mapped_as_one() {
+    let disk = simulated(5);
+    let layer = create(&disk, IoMode::Buffered, 1024 * MIB, writing());
+    for part in 0..96 {
+        layer.write(part * MIB / 2, &[&stamped(128, part + 1)]).unwrap();
+    }
+    let mut out = Vec::new();
+    layer.map(0..48 * MIB, 100, &mut out).unwrap();
+    assert_eq!(out.len(), 1, "{out:?}");
+    let mut out = Vec::new();
+    layer.map(512..1024 * MIB, 2, &mut out).unwrap();
+    assert_eq!((out.len(), out[0].length, out[1].length), (2, 48 * MIB - 512, 976 * MIB));
+}
+
+#[test]
+fn freed_places_wait_for_readers() {
+    let disk = simulated(6);
+    let layer = create(&disk, IoMode::Buffered, 16 * MIB, writing());
+    layer.write(0, &[&stamped(4096, 1)]).unwrap();
+    let epoch = layer.epoch();
+    let mut seen = Vec::new();
+    layer.map(0..GRAIN, 1, &mut seen).unwrap();
+    layer.zero(0..64 * GRAIN, false).unwrap();
+    layer.flush().unwrap();
+    layer.flush().unwrap();
+    assert_eq!(layer.usage().unwrap().mapped, (4096 - 64) * GRAIN);
+    // The disk is full: every other grain is live, and these wait for the reader.
+    let (layer, layer_ref) = (&layer, &layer);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(move || layer_ref.write(0, &[&stamped(64, 2)]));
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        let Content::Data { offset, .. } = seen[0].content else { panic!("{seen:?}") };
+        let mut buffer = Buffer::zeroed(1);
+        layer.file(0).unwrap().read_at(&mut buffer, offset).unwrap();
+        assert_eq!(buffer[..8], 1u64.to_le_bytes());
+        assert!(!writer.is_finished());
+        drop(epoch);
+        writer.join().unwrap().unwrap();
+    });
+    assert_eq!(stamps(layer, 0, 64 * GRAIN).unwrap(), [2; 512]);
+}
+
+/// The writer itself must not keep what was just freed from becoming free.
+#[test]
+fn a_full_image_takes_what_was_just_discarded() {
+    let disk = simulated(6);
+    let layer = create(&disk, IoMode::Buffered, 16 * MIB, writing());
+    layer.write(0, &[&stamped(4096, 1)]).unwrap();
+    for round in 2..40 {
+        let at = round * 7 * GRAIN;
+        layer.zero(at..at + 3 * GRAIN, false).unwrap();
+        layer.write(at, &[&stamped(3, round)]).unwrap();
+        assert_eq!(stamps(&layer, at, 3 * GRAIN).unwrap(), [round; 24]);
+    }
+    assert_clean(&layer);
+}
+
+#[test]
+fn a_full_file_system_fails_writes_and_nothing_else() {
+    for seed in 0..40 {
+        let mut random = Random(seed);
+        let disk = simulated(seed);
+        let layer = create(&disk, IoMode::Buffered, 1024 * MIB, writing());
+        let mut model = Model::default();
+        disk.set_capacity(MIB + random.below(MIB));
+        let mut refused = 0;
+        for _ in 0..400 {
+            let slots: Vec<u64> = (0..16).collect();
+            let operation = Operation::draw(&mut random, &slots, 100);
+            match operation.apply(&layer) {
+                Ok(()) => model.set(operation.first, operation.count, operation.stamp),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+                    refused += 1;
+                    // Any part of it may have happened.
+                    for grain in operation.first..operation.first + operation.count {
+                        model.grains.remove(&grain);
+                    }
+                }
+            }
+            if random.one_in(20) {
+                layer.flush().unwrap();
+            }
+        }
+        assert!(refused > 0);
+        model.compare(&layer);
+        disk.set_capacity(1 << 40);
+        layer.write(0, &[&stamped(1000, 7)]).unwrap();
+        layer.flush().unwrap();
+        assert_clean(&layer);
+    }
+}
+
+#[test]
+fn a_failed_flush_stops_all_writes() {
+    let disk = simulated(7);
+    let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+    layer.write(0, &[&stamped(4, 1)]).unwrap();
+    disk.fail_syncs(1);
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(layer.write(0, &[&stamped(4, 2)]).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; 8]);
+}

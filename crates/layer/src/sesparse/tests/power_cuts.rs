@@ -1,0 +1,121 @@
+//! Power cuts at any operation of writes, discards, flushes, wipe, shrink and close: what was flushed is there, the
+//! rest is old or new by sector, bitmap and backmap are right, and nothing is lost after opening for writing.
+
+use super::*;
+
+fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
+    let mut random = Random(seed);
+    let mut disk = simulated(seed);
+    let mode = if seed.is_multiple_of(2) { IoMode::Buffered } else { IoMode::Direct };
+    let punch = [None, Some(GRAIN)][random.below(2) as usize];
+    let options = Options { punch, cache: 0, ..writing() };
+    let mut layer = create(&disk, mode, capacity, options);
+    let mut model = Model::default();
+    for round in 0..4 {
+        disk.cut_after(disk.operations() + random.below(60 + round * 40));
+        for _ in 0..1000 {
+            if disk.is_off() || !step(&mut random, &layer, &mut model, slots) {
+                break;
+            }
+        }
+        drop(layer);
+        disk = disk.crash();
+        let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
+        assert!(reader.replayed().is_none());
+        let mut seen = model.clone();
+        seen.settle(&reader);
+        let report = reader.check(false, full_pace()).unwrap();
+        let wrong = report.unallocated + report.misowned + report.uncounted_tables;
+        assert!(!report.is_damaged() && wrong == 0, "seed {seed}: {report:?}");
+        drop(reader);
+        layer = open(&*disk.directory(), mode, options).unwrap();
+        model.settle(&layer);
+        assert_clean(&layer);
+    }
+}
+
+/// One step; false when the layer was closed by it.
+fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64]) -> bool {
+    match random.below(40) {
+        0..28 => {
+            let operation = Operation::draw(random, slots, 200);
+            // Also when it fails: then it may have happened in part.
+            model.set(operation.first, operation.count, operation.stamp);
+            let _ = operation.apply(layer);
+        }
+        28..35 if layer.flush().is_ok() => model.flushed(),
+        35 => {
+            let _ = layer.wipe(true, full_pace());
+        }
+        36 => {
+            let _ = layer.wipe(false, full_pace());
+        }
+        37..39 => {
+            let _ = layer.shrink(full_pace());
+        }
+        _ if random.one_in(8) => {
+            if layer.close().is_ok() {
+                model.flushed();
+            }
+            return false;
+        }
+        _ => {}
+    }
+    true
+}
+
+#[test]
+fn nothing_flushed_is_lost() {
+    for seed in 0..700 {
+        cuts(seed, 100 * MIB, &[0, 2, 6]);
+    }
+}
+
+#[test]
+fn nothing_flushed_is_lost_under_pressure() {
+    let slots: Vec<u64> = (0..128).collect();
+    for seed in 1000..1060 {
+        cuts(seed, 2048 * MIB, &slots);
+    }
+}
+
+/// Shrink and wipe of a disk that lost half its grains, cut at every operation.
+#[test]
+fn shrink_and_wipe_survive_a_cut_anywhere() {
+    let build = |seed: u64| {
+        let disk = simulated(seed);
+        let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
+        let mut model = Model::default();
+        let mut random = Random(seed);
+        for part in 0..40 {
+            layer.write(part * 20 * GRAIN, &[&stamped(20, part + 1)]).unwrap();
+            model.set(part * 20, 20, part + 1);
+        }
+        for _ in 0..200 {
+            let grain = random.below(800);
+            layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
+            model.set(grain, 1, 0);
+        }
+        layer.flush().unwrap();
+        model.flushed();
+        (disk, layer, model)
+    };
+    for cut in 0.. {
+        let (disk, layer, mut model) = build(cut % 3);
+        disk.cut_after(disk.operations() + cut);
+        let done = layer.wipe(true, full_pace()).is_ok() && layer.shrink(full_pace()).is_ok();
+        drop(layer);
+        let disk = disk.crash();
+        let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+        model.settle(&layer);
+        assert_clean(&layer);
+        layer.wipe(false, full_pace()).unwrap();
+        layer.shrink(full_pace()).unwrap();
+        model.settle(&layer);
+        assert_clean(&layer);
+        assert_eq!(layer.usage().unwrap().dead, 0);
+        if done {
+            return;
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Readers, writers, wipe, shrink and flushes at once, on a real file.
+
+use super::*;
+use crate::ErrorKind;
+use backend::local::{LocalDirectory, LocalQueues};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const WRITERS: u64 = 3;
+/// Grains of each writer, spread over two tables.
+const GRAINS: u64 = 1500;
+
+fn place(writer: u64, grain: u64) -> u64 {
+    (grain % 2 * 4096 + grain / 2 * WRITERS + writer) * GRAIN
+}
+
+/// Random changes of a writer's own grains, each read back at once.
+fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
+    let mut random = Random(writer);
+    let mut model = vec![ABSENT; GRAINS as usize];
+    while Instant::now() < end {
+        let grain = random.below(GRAINS);
+        let at = place(writer, grain);
+        let stamp = if random.one_in(3) { 0 } else { random.next() | 1 };
+        match stamp {
+            0 => layer.zero(at..at + GRAIN, random.one_in(4)).unwrap(),
+            // Stamps of zeros in a grain of its own are for wipe to find.
+            _ if random.one_in(8) => {
+                layer.write(at, &[&stamped(1, 0)]).unwrap();
+                model[grain as usize] = 0;
+                continue;
+            }
+            _ => layer.write(at, &[&stamped(1, stamp)]).unwrap(),
+        }
+        model[grain as usize] = stamp;
+        let other = random.below(GRAINS);
+        assert_eq!(stamps(layer, place(writer, other), GRAIN).unwrap(), [model[other as usize]; 8], "grain {other}");
+        if random.one_in(300) {
+            layer.flush().unwrap();
+        }
+    }
+    model
+}
+
+/// Reads everything all the time: every grain is whole, whoever writes or moves it.
+fn read(layer: &SeSparse, stop: &AtomicBool) {
+    let mut random = Random(99);
+    while !stop.load(Ordering::Relaxed) {
+        let epoch = layer.epoch();
+        let start = random.below(2 * 4096 - 64) * GRAIN;
+        let extents = map_all(layer, start, 64 * GRAIN).unwrap();
+        if random.one_in(20) {
+            std::thread::sleep(Duration::from_millis(3));
+        }
+        for extent in extents {
+            if let Content::Data { file, offset } = extent.content {
+                let mut buffer = Buffer::with_bytes(extent.length as usize);
+                layer.file(file).unwrap().read_at(&mut buffer, offset).unwrap();
+            }
+        }
+        drop(epoch);
+    }
+}
+
+fn run(mode: IoMode, punch: Option<u64>) {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let file = directory.create(NAME, mode).unwrap();
+    let options = Options { punch, cache: 0, ..writing() };
+    let layer = SeSparse::create(file, NAME, 200 * MIB, options).unwrap();
+    let end = Instant::now() + Duration::from_millis(1500);
+    let stop = AtomicBool::new(false);
+    let (mut rounds, mut moved) = (0, 0);
+    let models: Vec<Vec<u64>> = std::thread::scope(|scope| {
+        let layer = &layer;
+        let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(layer, writer, end))).collect();
+        scope.spawn(|| read(layer, &stop));
+        while Instant::now() < end {
+            layer.wipe(true, full_pace()).unwrap();
+            moved += layer.shrink(full_pace()).unwrap().moved;
+            rounds += 1;
+            assert_eq!(layer.check(false, full_pace()).unwrap().findings, Vec::<String>::new());
+        }
+        let models = writers.into_iter().map(|writer| writer.join().unwrap()).collect();
+        stop.store(true, Ordering::Relaxed);
+        models
+    });
+    assert!(rounds > 0 && moved > 0, "{rounds} rounds, {moved} moved");
+    let compare = |layer: &SeSparse| {
+        for (writer, model) in models.iter().enumerate() {
+            for (grain, stamp) in model.iter().enumerate() {
+                let found = stamps(layer, place(writer as u64, grain as u64), GRAIN).unwrap();
+                assert_eq!(found, [*stamp; 8], "writer {writer}, grain {grain}");
+            }
+        }
+    };
+    layer.wipe(true, full_pace()).unwrap();
+    layer.shrink(full_pace()).unwrap();
+    compare(&layer);
+    assert_clean(&layer);
+    let live = models.iter().flatten().filter(|stamp| !matches!(**stamp, 0 | ABSENT)).count() as u64;
+    assert_eq!(layer.usage().unwrap().mapped, live * GRAIN);
+    layer.close().unwrap();
+    compare(&open(&directory, mode, Options::default()).unwrap());
+}
+
+#[test]
+fn everything_at_once() {
+    run(IoMode::Buffered, None);
+    run(IoMode::Buffered, Some(GRAIN));
+    run(IoMode::Direct, None);
+}
+
+#[test]
+fn closing_ends_long_work() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let file = directory.create(NAME, IoMode::Buffered).unwrap();
+    let layer = SeSparse::create(file, NAME, 1 << 40, writing()).unwrap();
+    layer.write(0, &[&stamped(100, 1)]).unwrap();
+    std::thread::scope(|scope| {
+        let wipe = scope.spawn(|| {
+            loop {
+                if let Err(error) = layer.wipe(true, full_pace()) {
+                    return error;
+                }
+            }
+        });
+        std::thread::sleep(Duration::from_millis(30));
+        layer.close().unwrap();
+        let kind = wipe.join().unwrap().kind();
+        assert!(matches!(kind, ErrorKind::Interrupted | ErrorKind::ReadOnly), "{kind:?}");
+    });
+}

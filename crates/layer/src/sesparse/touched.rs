@@ -1,0 +1,94 @@
+//! The mark of an open image: which regions of the grain area may hold grains that nothing names.
+//!
+//! A crash leaves grains that are allocated in the bitmap and named by no table: allocated for a write that was not
+//! flushed, or given up by a table already and not yet freed. To find them without looking at everything, a region's
+//! bit is durable before the first bitmap page of it changes, and before the first table that gives up a grain of it.
+//! Opening for writing recounts what is marked; closing takes the marks away.
+//!
+//! The mark stands where ESXi leaves uninitialised memory and no reader looks: behind the known part of the journal
+//! header, the bits in the sector after it. It counts only while the sequence number of the journal is the one it was
+//! made with: whoever else changes the image writes transactions, and what the bitmap then means is his to know. So the
+//! mark also says that every bit of the bitmap is kept by us, and free grains may be taken from it.
+//!
+//! | byte of the file | what |
+//! |---:|---|
+//! | 1056 | magic number |
+//! | 1064 | journal sequence number that it goes with |
+//! | 1072 | grains of a region, as a power of two |
+//! | 1536 | 4,096 bits, least significant first |
+
+use super::header::{PAGE_BITS, Words, put};
+use crate::SECTOR;
+
+/// "lamina" and a version.
+const MAGIC: u64 = u64::from_le_bytes(*b"lamina\x01\0");
+const AT: usize = 1056;
+const BITS_AT: usize = 1536;
+/// Regions of an image.
+const REGIONS: u64 = SECTOR * 8;
+
+/// Marked regions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Touched {
+    /// Grains of a region, as a power of two.
+    shift: u32,
+    bits: [u64; (REGIONS / 64) as usize],
+}
+
+impl Touched {
+    /// No marks, for a grain area of at most `grains`.
+    pub(super) fn new(grains: u64) -> Self {
+        let region = grains.div_ceil(REGIONS).next_power_of_two().max(PAGE_BITS);
+        Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize] }
+    }
+
+    /// Reads the mark from the first block; `None` when there is none that counts.
+    pub(super) fn decode(block: &[u8], grains: u64, sequence: u64) -> Option<Self> {
+        let words = Words(block);
+        let mut touched = Self::new(grains);
+        if words.get(AT) != MAGIC || words.get(AT + 8) != sequence || words.get(AT + 16) != u64::from(touched.shift) {
+            return None;
+        }
+        for (index, word) in touched.bits.iter_mut().enumerate() {
+            *word = words.get(BITS_AT + index * 8);
+        }
+        Some(touched)
+    }
+
+    /// Writes the mark into the first block.
+    pub(super) fn encode(&self, block: &mut [u8], sequence: u64) {
+        put(block, AT, MAGIC);
+        put(block, AT + 8, sequence);
+        put(block, AT + 16, u64::from(self.shift));
+        for (index, word) in self.bits.iter().enumerate() {
+            put(block, BITS_AT + index * 8, *word);
+        }
+    }
+
+    /// Marks the region of a grain; whether it was not marked before.
+    pub(super) fn insert(&mut self, grain: u64) -> bool {
+        let region = (grain >> self.shift).min(REGIONS - 1);
+        let word = &mut self.bits[(region / 64) as usize];
+        let before = *word;
+        *word |= 1 << (region % 64);
+        *word != before
+    }
+
+    /// Takes the mark of a region away.
+    pub(super) fn remove(&mut self, region: u64) {
+        if let Some(word) = self.bits.get_mut((region / 64) as usize) {
+            *word &= !(1 << (region % 64));
+        }
+    }
+
+    /// Marked regions in order.
+    pub(super) fn regions(&self) -> impl Iterator<Item = u64> {
+        (0..REGIONS).filter(|region| self.bits[(region / 64) as usize] >> (region % 64) & 1 == 1)
+    }
+
+    /// Pages of the bitmap that a region covers.
+    pub(super) fn pages(&self, region: u64) -> std::ops::Range<u64> {
+        let pages = (1 << self.shift) / PAGE_BITS;
+        region * pages..(region + 1) * pages
+    }
+}

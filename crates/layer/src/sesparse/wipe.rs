@@ -1,0 +1,354 @@
+//! Wiping: finding grains that no table names, or that hold only zeros, and freeing them.
+//!
+//! What a table names can only be told by going through all tables, and guests go on meanwhile. So the bitmap is
+//! compared with a [`Census`] that errs on one side only: it counts what the tables name as the walk comes by, and
+//! everything that was handed out, entered or given up since it began. What was given up before and is not free yet is
+//! counted at its start, after a wait for those who had taken grains and not entered them. An allocated grain that is
+//! not in the census then is nobody's.
+//!
+//! The census covers a window of the grain area at a time, so that its memory does not depend on the disk.
+//!
+//! In an image that others wrote last, the bitmap is not believed until a wipe has been through: new grains come from
+//! the end of the file only. From then on the mark says that it is ours.
+
+use super::SeSparse;
+use super::cache::{Kind, PageBytes, PageKey};
+use super::entry::{Entry, GRAIN, Grain, Owner, Run, Table};
+use super::header::{PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES};
+use super::maintain::{Maintenance, Work};
+use super::relocate::{Held, names};
+use super::state::{State, Step, backmap_page, bitmap_page, table_page};
+use super::touched::Touched;
+use crate::{IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer};
+use std::ops::Range;
+
+/// Grains of a window: 512 GiB, 32 MiB of memory.
+const WINDOW: u64 = 1 << 27;
+/// Tables looked at in one step.
+const TABLES_PER_STEP: u64 = 16;
+
+/// What a wipe did, in grains.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct WipeReport {
+    /// Grains freed that no table named.
+    pub unnamed: u64,
+    /// Grains freed that held only zeros.
+    pub zeros: u64,
+    /// Grains named by a table that the bitmap had as free.
+    pub repaired: u64,
+}
+
+/// A set of grains of a window.
+pub(super) struct GrainSet {
+    window: Range<u64>,
+    words: Vec<u64>,
+}
+
+impl GrainSet {
+    pub(super) fn new(window: Range<u64>) -> Self {
+        let words = vec![0; (window.end - window.start).div_ceil(64) as usize];
+        Self { window, words }
+    }
+
+    /// Which grains it can hold.
+    pub(super) fn window(&self) -> Range<u64> {
+        self.window.clone()
+    }
+
+    /// Adds a grain; whether it was in the window and there already.
+    pub(super) fn insert(&mut self, grain: u64) -> bool {
+        if !self.window.contains(&grain) {
+            return false;
+        }
+        let bit = grain - self.window.start;
+        let word = &mut self.words[(bit / 64) as usize];
+        let before = *word >> (bit % 64) & 1 == 1;
+        *word |= 1 << (bit % 64);
+        before
+    }
+
+    /// 64 grains from `first` on, which is a multiple of 64.
+    pub(super) fn word(&self, first: u64) -> u64 {
+        let bit = first.wrapping_sub(self.window.start);
+        self.words.get((bit / 64) as usize).copied().unwrap_or(0)
+    }
+}
+
+/// What is known of the grains of a window.
+pub(super) struct Census {
+    named: GrainSet,
+    accounted: GrainSet,
+}
+
+impl Census {
+    /// Grains that are somebody's business, named or not.
+    pub(super) fn account(&mut self, run: Run) {
+        for grain in run.start..run.end() {
+            self.accounted.insert(grain);
+        }
+    }
+}
+
+/// Where the file has something: tables in holes need not be read.
+#[derive(Default)]
+pub(super) struct Holes {
+    /// Up to the end of it, what is not in it is a hole.
+    known: Option<Range<u64>>,
+    searched: Range<u64>,
+}
+
+impl Holes {
+    /// Whether a range of the file is a hole.
+    pub(super) fn contain(&mut self, file: &dyn backend::File, range: Range<u64>) -> std::io::Result<bool> {
+        if range.start < self.searched.start || range.end > self.searched.end {
+            self.known = file.next_allocated(range.start)?;
+            let end = self.known.as_ref().map_or(u64::MAX, |known| known.end);
+            self.searched = range.start..end.max(range.end);
+            if end < range.end {
+                // More may follow within the range: not worth asking.
+                return Ok(false);
+            }
+        }
+        Ok(self.known.as_ref().is_none_or(|known| range.end <= known.start))
+    }
+}
+
+impl SeSparse {
+    /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
+    /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
+    pub fn wipe(&self, zeros: bool, plan: Maintenance) -> Result<WipeReport> {
+        let mut work = self.begin_work(plan, "wiping")?;
+        self.check_changeable()?;
+        let mut report = WipeReport::default();
+        let windows = self.state.lock().space.fresh.div_ceil(WINDOW);
+        work.progress.total = self.layout.slots() * (windows + u64::from(zeros));
+        if zeros {
+            self.wipe_zeros(&mut work, &mut report)?;
+        }
+        let mut window = 0..WINDOW;
+        while window.start < self.state.lock().space.fresh {
+            let counted = self.wipe_window(window.clone(), &mut work, &mut report);
+            self.state.lock().census = None;
+            counted?;
+            window = window.end..window.end + WINDOW;
+        }
+        // One commit writes what was found and frees what the tables gave up, the next writes that. The mark, which
+        // promises that bitmap and backmap are right, must not be there before they are.
+        self.commit_at_once()?;
+        {
+            let mut state = self.state.lock();
+            if state.touched.is_none() {
+                state.touched = Some(Touched::new(self.layout.grains_max()));
+                state.mark_dirty = true;
+            }
+            state.suspect = None;
+            state.space.search_again();
+        }
+        self.commit_at_once()?;
+        Ok(report)
+    }
+
+    fn wipe_window(&self, window: Range<u64>, work: &mut Work, report: &mut WipeReport) -> Result<()> {
+        let others_wrote = {
+            // Nothing is on its way from waiting to free while commits are held off.
+            let _no_commit = self.committed.lock();
+            let mut state = self.state.lock();
+            let end = window.end.min(state.readable.max(window.start));
+            let window = window.start..end.next_multiple_of(64);
+            let mut census = Census { named: GrainSet::new(window.clone()), accounted: GrainSet::new(window) };
+            for run in state.retirement.waiting() {
+                census.account(run);
+            }
+            state.census = Some(census);
+            state.touched.is_none()
+        };
+        // From here on everything new is counted; what was taken before will have been entered.
+        drop(self.announce(&[], work)?);
+        let mut holes = Holes::default();
+        for first in (0..self.layout.slots()).step_by(TABLES_PER_STEP as usize) {
+            let last = (first + TABLES_PER_STEP).min(self.layout.slots());
+            for slot in first..last {
+                if let Some((table, content)) = self.read_table(slot, &mut holes)? {
+                    self.count_named(slot, &content, others_wrote)?;
+                    if others_wrote {
+                        self.adopt(table, &content)?;
+                    }
+                }
+            }
+            work.step(last - first)?;
+        }
+        let end = self.state.lock().readable.min(self.layout.grains_max()).min(window.end);
+        for page in window.start / PAGE_BITS..end.div_ceil(PAGE_BITS) {
+            self.settle(|state| {
+                let Some(census) = state.census.take() else { return Ok(()) };
+                let swept = sweep(state, &census, page, report);
+                state.census = Some(census);
+                swept
+            })?;
+            work.step(0)?;
+        }
+        Ok(())
+    }
+
+    /// The table of a slot and its content: what is in memory, else what the file has. `None` without a table, or with
+    /// one that is a hole of the file.
+    pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
+        let Some(table) = self.settle(|state| state.table_of(slot))? else { return Ok(None) };
+        // First what is in memory: what is not there is current in the file from then on until it is loaded.
+        let cached: Vec<Option<PageBytes>> = {
+            let state = self.state.lock();
+            let keys = (0..TABLE_PAGES).map(|page| table_page(table, page * PAGE_ENTRIES));
+            keys.map(|key| state.cache.peek(key).cloned()).collect()
+        };
+        let offset = self.page_offset(table_page(table, 0));
+        let mut buffer = Buffer::zeroed(TABLE_PAGES as usize);
+        if cached.iter().any(Option::is_none) {
+            let range = offset..offset + buffer.len() as u64;
+            let hole = holes.contain(&*self.file, range);
+            if !hole.during(|| format!("looking for holes in {}", self.name))? || !self.overlay.is_empty() {
+                self.read_metadata(&mut buffer, offset)?;
+            } else if cached.iter().all(Option::is_none) {
+                return Ok(None);
+            }
+        }
+        let read = buffer.chunks_exact(BLOCK_SIZE);
+        let pages = cached.into_iter().zip(read);
+        Ok(Some((
+            table,
+            pages.map(|(cached, read)| cached.unwrap_or_else(|| PageBytes::new(Buffer::copy_of(read)))).collect(),
+        )))
+    }
+
+    fn count_named(&self, slot: u64, content: &[PageBytes], others_wrote: bool) -> Result<()> {
+        self.settle(|state| {
+            let mut census = state.census.take();
+            let mut counted = Ok(());
+            if let Some(census) = &mut census {
+                counted = count(state, census, slot, content, others_wrote);
+            }
+            state.census = census;
+            counted
+        })
+    }
+
+    /// Makes the backmap say what a table says: what others wrote there may mean something else.
+    fn adopt(&self, table: Table, content: &[PageBytes]) -> Result<()> {
+        for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
+            let Some(Entry::Data(grain)) = Entry::decode(raw) else { continue };
+            let owner = Owner { table, entry };
+            self.settle(|state| {
+                state.need_no_commit()?;
+                if names(state, owner, grain)? && state.owner(grain.0)? != Some(owner) {
+                    state.need_backed(backmap_page(grain.0))?;
+                    state.set_owner(grain.0, Some(owner));
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Frees grains that hold only zeros.
+    fn wipe_zeros(&self, work: &mut Work, report: &mut WipeReport) -> Result<()> {
+        for slot in 0..self.layout.slots() {
+            for page in 0..TABLE_PAGES {
+                let held = self.settle(|state| held_by_page(state, slot, page))?;
+                if held.is_empty() {
+                    continue;
+                }
+                let zeros = self.holding_zeros(&held)?;
+                if !zeros.is_empty() {
+                    let _announced = self.announce(&zeros, work)?;
+                    // Somebody may have written to them before they were announced.
+                    for held in self.holding_zeros(&zeros)? {
+                        report.zeros += u64::from(self.repoint(held, Entry::Zero)?);
+                    }
+                }
+                work.step(0)?;
+            }
+            work.step(1)?;
+        }
+        Ok(())
+    }
+
+    /// Those of some grains that hold only zeros.
+    fn holding_zeros(&self, held: &[Held]) -> Result<Vec<Held>> {
+        let content = self.read_grains(held)?;
+        let is_zero = |grain: &[u8]| grain.as_chunks::<64>().0.iter().all(|part| *part == [0; 64]);
+        let grains = held.iter().zip(content.chunks_exact(GRAIN as usize));
+        Ok(grains.filter(|(_, grain)| is_zero(grain)).map(|(held, _)| *held).collect())
+    }
+}
+
+/// Grains that a page of a table names, in the order of the disk.
+fn held_by_page(state: &mut State, slot: u64, page: u64) -> Step<Vec<Held>> {
+    let Some(table) = state.table_of(slot)? else { return Ok(Vec::new()) };
+    let first = page * PAGE_ENTRIES;
+    let words = state.page(table_page(table, first))?;
+    let mut held = Vec::new();
+    for (entry, raw) in (first..).zip(words.words()) {
+        if let Entry::Data(grain) = state.decode(raw)? {
+            held.push(Held { grain, owner: Owner { table, entry: entry as u16 } });
+        }
+    }
+    Ok(held)
+}
+
+fn count(state: &State, census: &mut Census, slot: u64, content: &[PageBytes], others_wrote: bool) -> Step<()> {
+    for raw in content.iter().flat_map(PageBytes::words) {
+        if let Entry::Data(Grain(grain)) = state.decode(raw)?
+            && census.named.insert(grain)
+            && others_wrote
+        {
+            return Err(state.corrupt(&format!("grain {grain} is named twice, once by table slot {slot}")));
+        }
+    }
+    Ok(())
+}
+
+/// Frees what is allocated in a page of the bitmap and not in the census.
+fn sweep(state: &mut State, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
+    state.need_no_commit()?;
+    let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
+    let end = state.layout.grains_max().min(census.named.window.end);
+    let mut dead: Vec<Run> = Vec::new();
+    let mut unmarked: Vec<u64> = Vec::new();
+    for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
+        let named = census.named.word(first);
+        let mut lost = bits & !(named | census.accounted.word(first));
+        // What was accounted for may be free by now; only what a table names and nobody touched must be allocated.
+        let mut missing = named & !bits & !census.accounted.word(first);
+        while lost != 0 {
+            let grain = first + u64::from(lost.trailing_zeros());
+            lost &= lost - 1;
+            match dead.last_mut() {
+                Some(run) if run.end() == grain => run.count += 1,
+                _ => dead.push(Run { start: grain, count: 1 }),
+            }
+        }
+        while missing != 0 {
+            unmarked.push(first + u64::from(missing.trailing_zeros()));
+            missing &= missing - 1;
+        }
+    }
+    for run in &dead {
+        for index in backmap_page(run.start).index()..=backmap_page(run.end() - 1).index() {
+            state.need(PageKey::new(Kind::Backmap, index))?;
+        }
+    }
+    if !unmarked.is_empty() {
+        state.need_backed(bitmap_page(page * PAGE_BITS))?;
+    }
+    for run in dead {
+        state.release(run)?;
+        report.unnamed += run.count;
+    }
+    for grain in unmarked {
+        state.set_bits(Run { start: grain, count: 1 }, true)?;
+        report.repaired += 1;
+    }
+    Ok(())
+}
+
+const _: () = assert!(WINDOW.is_multiple_of(PAGE_BITS));

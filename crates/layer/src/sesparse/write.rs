@@ -1,0 +1,318 @@
+//! Writing and zeroing grains.
+//!
+//! A step covers what one page of a table maps. It asks the map where its grains are and takes new ones for those that
+//! have none, next to each other; writes them without a lock, adjoining grains by one call; then enters the new ones
+//! into the table. Grains that have a place are overwritten there.
+//!
+//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. Whoever
+//! zeroes a grain while another overwrites it in place wins likewise, and the place waits for the token that the
+//! writer holds: each step takes the current one before it looks for places.
+
+use super::SeSparse;
+use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_SPAN, Table};
+use super::read::PAGE_SPAN;
+use super::state::{Need, State, Step, page_index, table_page};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer, IoMode};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// How long a write waits for a reader to let go of the last grains.
+const FULL_PAUSE: Duration = Duration::from_millis(1);
+const FULL_PAUSES_MAX: usize = 5_000;
+/// Bytes of zeros written at a time where space is to be kept.
+const ZEROS: usize = 256 << 10;
+
+/// Adjoining grains of a step with adjoining places.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    /// First entry, counted from the first of the step.
+    first: u64,
+    place: Run,
+    new: bool,
+}
+
+struct Plan {
+    table: Table,
+    pieces: Vec<Piece>,
+}
+
+impl SeSparse {
+    pub(super) fn write_range(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        let end = start + slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
+        if start < end && start / PAGE_SPAN == (end - 1) / PAGE_SPAN {
+            return self.write_step(start, end - start, slices);
+        }
+        let mut source = Source::new(slices);
+        let mut at = start;
+        while at < end {
+            let part = ((at / PAGE_SPAN + 1) * PAGE_SPAN).min(end) - at;
+            self.write_step(at, part, &source.take(part as usize))?;
+            at += part;
+        }
+        Ok(())
+    }
+
+    fn write_step(&self, at: u64, length: u64, slices: &[&[u8]]) -> Result<()> {
+        // The last grain of a disk may be cut, and direct I/O wants whole blocks: then what is written is a copy.
+        let fits = |slice: &&[u8]| aligned(slice.len()) && aligned(slice.as_ptr().addr());
+        if !length.is_multiple_of(GRAIN) || (self.file.mode() == IoMode::Direct && !slices.iter().all(fits)) {
+            let mut whole = Buffer::zeroed(length.div_ceil(GRAIN) as usize);
+            let mut rest: &mut [u8] = &mut whole;
+            for slice in slices {
+                let (part, behind) = rest.split_at_mut(slice.len());
+                part.copy_from_slice(slice);
+                rest = behind;
+            }
+            return self.write_grains(at, &[&whole]);
+        }
+        self.write_grains(at, slices)
+    }
+
+    /// Writes whole grains within one page of a table.
+    fn write_grains(&self, at: u64, slices: &[&[u8]]) -> Result<()> {
+        let length = slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
+        let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
+        let mut pauses = 0;
+        let (plan, _token) = loop {
+            // Taken before any grain is: a wipe waits for whoever has grains and has not entered them.
+            let token = Arc::clone(&self.token.lock());
+            let mut claimed = Vec::new();
+            let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
+                Err(Need::Full) => Ok(None),
+                plan => plan.map(Some),
+            });
+            match planned {
+                Ok(Some(plan)) => break (plan, token),
+                // What is freed meanwhile may wait for this very token.
+                Ok(None) => {
+                    self.give_back(&claimed);
+                    drop(token);
+                    self.wait_for_grains(&mut pauses)?;
+                }
+                Err(error) => {
+                    self.give_back(&claimed);
+                    return Err(error);
+                }
+            }
+        };
+        if let Err(error) = self.write_pieces(&plan.pieces, slices) {
+            let new: Vec<Run> = plan.pieces.iter().filter(|piece| piece.new).map(|piece| piece.place).collect();
+            self.give_back(&new);
+            return Err(error);
+        }
+        self.unsynced.store(true, Ordering::Release);
+        if plan.pieces.iter().any(|piece| piece.new) {
+            self.settle(|state| enter(state, &plan, entries.start))?;
+        }
+        Ok(())
+    }
+
+    fn write_pieces(&self, pieces: &[Piece], slices: &[&[u8]]) -> Result<()> {
+        if let [piece] = pieces {
+            return self.write_places(piece.place, slices);
+        }
+        let mut source = Source::new(slices);
+        pieces.iter().try_for_each(|piece| {
+            let part = source.take((piece.place.count * GRAIN) as usize);
+            self.write_places(piece.place, &part)
+        })
+    }
+
+    /// Waits for grains to become free, when all are taken: the first time by a commit, then for readers.
+    fn wait_for_grains(&self, pauses: &mut usize) -> Result<()> {
+        let hopeless = *pauses > 1 && self.state.lock().retirement.waiting().next().is_none();
+        if hopeless || *pauses == FULL_PAUSES_MAX {
+            let text = format!("{}: every grain is taken, and none becomes free; wipe it", self.name);
+            return Err(Error::new(ErrorKind::NoSpace, text));
+        }
+        if *pauses > 0 {
+            std::thread::sleep(FULL_PAUSE);
+        }
+        *pauses += 1;
+        self.commit_at_once()
+    }
+
+    /// Finds the places of grains, and takes new ones where there are none. `claimed` outlives tries that lack
+    /// something.
+    fn plan(state: &mut State, slot: u64, entries: &Range<u64>, claimed: &mut Vec<Run>) -> Step<Plan> {
+        state.need_no_commit()?;
+        let table = state.table_for_change(slot)?;
+        state.need_backed(table_page(table, entries.start))?;
+        let page = state.page(table_page(table, entries.start))?;
+        let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
+        let mut missing = 0;
+        for raw in words.clone() {
+            missing += u64::from(!matches!(state.decode(raw)?, Entry::Data(_)));
+        }
+        let mut taken: u64 = claimed.iter().map(|run| run.count).sum();
+        while taken < missing {
+            let run = state.claim(missing - taken)?;
+            taken += run.count;
+            claimed.push(run);
+        }
+        // Another writer may have entered some since they were claimed.
+        let mut surplus = taken - missing;
+        while surplus > 0
+            && let Some(last) = claimed.last().copied()
+        {
+            let count = last.count.min(surplus);
+            state.give_back(Run { start: last.end() - count, count })?;
+            surplus -= count;
+            claimed.pop();
+            if last.count > count {
+                claimed.push(Run { count: last.count - count, ..last });
+            }
+        }
+        let mut fresh = claimed.iter().flat_map(|run| run.start..run.end());
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (first, raw) in (0..).zip(words) {
+            let (place, new) = match Entry::decode(raw) {
+                Some(Entry::Data(grain)) => (Some(grain.0), false),
+                _ => (fresh.next(), true),
+            };
+            let Some(place) = place else { return Err(state.corrupt("fewer grains were claimed than counted")) };
+            match pieces.last_mut() {
+                Some(last) if last.new == new && last.place.end() == place => last.place.count += 1,
+                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new }),
+            }
+        }
+        announce(state, &pieces);
+        claimed.clear();
+        Ok(Plan { table, pieces })
+    }
+
+    /// Writes adjoining grains by one call.
+    pub(super) fn write_places(&self, place: Run, slices: &[&[u8]]) -> Result<()> {
+        let offset = self.grain_offset(Grain(place.start))?;
+        let written = self.file.write_at(slices, offset, false);
+        written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
+    }
+
+    /// Gives up grains that were taken and not entered. If that fails they stay allocated, for wipe to find.
+    pub(super) fn give_back(&self, runs: &[Run]) {
+        for run in runs.iter().rev() {
+            for part in super::state::by_bitmap_page(*run) {
+                if let Err(error) = self.settle(|state| state.give_back(part)) {
+                    tracing::warn!(image = %self.name, %error, "grains that were not written stay allocated");
+                    return;
+                }
+            }
+        }
+    }
+
+    pub(super) fn zero_range(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let _token = Arc::clone(&self.token.lock());
+            let end = ((at / PAGE_SPAN + 1) * PAGE_SPAN).min(range.end);
+            let first = at % TABLE_SPAN / GRAIN;
+            let entries = first..first + (end - at).div_ceil(GRAIN);
+            let kept = self.settle(|state| Self::zero_entries(state, at / TABLE_SPAN, &entries, keep))?;
+            for piece in &kept {
+                self.write_zeros(piece.place)?;
+                self.unsynced.store(true, Ordering::Release);
+            }
+            at = end;
+        }
+        Ok(())
+    }
+
+    /// Makes entries of one page say zero; with `keep`, leaves those that have places and returns them.
+    fn zero_entries(state: &mut State, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<Piece>> {
+        state.need_no_commit()?;
+        let table = state.table_for_change(slot)?;
+        state.need_backed(table_page(table, entries.start))?;
+        let page = state.page(table_page(table, entries.start))?;
+        let mut pieces: Vec<Piece> = Vec::new();
+        for (entry, raw) in entries.clone().zip(page.words_from(page_index(entries.start))) {
+            match Entry::decode(raw) {
+                Some(Entry::Zero) => {}
+                Some(Entry::Data(grain)) if keep && grain.0 < state.readable => match pieces.last_mut() {
+                    Some(last) if last.place.end() == grain.0 => last.place.count += 1,
+                    _ => pieces.push(Piece { first: 0, place: Run { start: grain.0, count: 1 }, new: false }),
+                },
+                _ => state.set_entry(Owner { table, entry: entry as u16 }, Entry::Zero)?,
+            }
+        }
+        announce(state, &pieces);
+        Ok(pieces)
+    }
+
+    fn write_zeros(&self, place: Run) -> Result<()> {
+        let zeros = Buffer::with_bytes(ZEROS);
+        let step = (ZEROS / BLOCK_SIZE) as u64;
+        for start in (place.start..place.end()).step_by(step as usize) {
+            let count = step.min(place.end() - start);
+            self.write_places(Run { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
+        }
+        Ok(())
+    }
+}
+
+/// Tells whoever moves one of these grains that it is being written.
+fn announce(state: &mut State, pieces: &[Piece]) {
+    if state.moving.is_empty() {
+        return;
+    }
+    for piece in pieces.iter().filter(|piece| !piece.new) {
+        for grain in piece.place.start..piece.place.end() {
+            if let Some(disturbed) = state.moving.get_mut(&Grain(grain)) {
+                *disturbed = true;
+            }
+        }
+    }
+}
+
+/// Enters the new places of a plan into the table.
+fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
+    state.need(table_page(plan.table, first))?;
+    for piece in plan.pieces.iter().filter(|piece| piece.new) {
+        state.need_backmap(piece.place)?;
+    }
+    for piece in plan.pieces.iter().filter(|piece| piece.new) {
+        for (entry, grain) in (first + piece.first..).zip(piece.place.start..piece.place.end()) {
+            state.set_entry(Owner { table: plan.table, entry: entry as u16 }, Entry::Data(Grain(grain)))?;
+        }
+    }
+    Ok(())
+}
+
+fn aligned(number: usize) -> bool {
+    number.is_multiple_of(BLOCK_SIZE)
+}
+
+/// Bytes to be taken from the front of slices.
+struct Source<'a, 's> {
+    slices: &'s [&'a [u8]],
+    index: usize,
+    within: usize,
+}
+
+impl<'a, 's> Source<'a, 's> {
+    fn new(slices: &'s [&'a [u8]]) -> Self {
+        Self { slices, index: 0, within: 0 }
+    }
+
+    /// The next `length` bytes, or what is left.
+    fn take(&mut self, mut length: usize) -> Vec<&'a [u8]> {
+        let mut parts = Vec::new();
+        while length > 0
+            && let Some(slice) = self.slices.get(self.index)
+        {
+            let part = length.min(slice.len() - self.within);
+            if part > 0 {
+                parts.push(&slice[self.within..self.within + part]);
+            }
+            self.within += part;
+            length -= part;
+            if self.within == slice.len() {
+                self.index += 1;
+                self.within = 0;
+            }
+        }
+        parts
+    }
+}

@@ -1,0 +1,192 @@
+//! Where the grains of a stream lie: by the directory that header or footer name, or by walking the markers.
+
+use super::marker::{GRAIN_MARKER_SIZE, Kind, Marker};
+use crate::hosted::directory::{Directories, ENTRY_ABSENT, Warnings};
+use crate::hosted::header::{DIRECTORY_AT_END, FLAG_MARKERS, HEADER_SIZE, Header};
+use crate::hosted::tables::Tables;
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::File;
+
+/// Bytes read at a time while markers are walked.
+const WALK_BYTES: usize = 64 << 10;
+
+/// The index of a stream.
+pub(super) enum Index {
+    /// Tables in the file.
+    Tables(Box<TableIndex>),
+    /// Grain and sector of each marker found, by grain. Takes 8 bytes for at least 512 of the file.
+    Walked(Vec<(u32, u32)>),
+}
+
+/// Grain tables that the directory names.
+pub(super) struct TableIndex {
+    tables: Tables,
+    /// Entries of each.
+    per_table: u64,
+    /// For each table whether there is one.
+    present: Vec<bool>,
+}
+
+impl Index {
+    /// Finds the index; the header returned is the one that counts.
+    pub(super) fn open(file: &dyn File, header: Header, image: &str, warnings: &Warnings) -> Result<(Header, Self)> {
+        let found = match header.directory_offset == DIRECTORY_AT_END {
+            true => read_footer(file, &header),
+            false => Ok(header.clone()),
+        };
+        let found = found.and_then(|header| Ok((Directories::read(file, &header, image, warnings)?, header)));
+        match found {
+            Ok((directories, header)) => {
+                let present = (0..directories.len()).map(|index| directories.named(index) != [0, 0]).collect();
+                let tables = Tables::new(image, directories, header.table_entries);
+                let per_table = u64::from(header.table_entries);
+                Ok((header, Self::Tables(Box::new(TableIndex { tables, per_table, present }))))
+            }
+            Err(error) if header.has(FLAG_MARKERS) && error.kind() == ErrorKind::Corrupt => {
+                warnings.add(image, format!("{error}; what is there was found by walking the stream"));
+                let walked = walk(file, &header, image, warnings)?;
+                Ok((header, Self::Walked(walked)))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The entry of a grain, as in a grain table.
+    pub(super) fn entry(&self, file: &dyn File, grain: u64, warnings: &Warnings) -> Result<u32> {
+        match self {
+            Self::Tables(index) => {
+                let table = index.tables.get(file, (grain / index.per_table) as usize, warnings)?;
+                Ok(table.map_or(ENTRY_ABSENT, |table| table.entry((grain % index.per_table) as usize)))
+            }
+            Self::Walked(grains) => {
+                let at = grains.binary_search_by_key(&grain, |(grain, _)| u64::from(*grain));
+                Ok(at.map_or(ENTRY_ABSENT, |at| grains[at].1))
+            }
+        }
+    }
+
+    /// How many grains from `grain` on are certainly absent, as far as is seen without reading; 0 when it may be there.
+    pub(super) fn absent_from(&self, grain: u64) -> u64 {
+        match self {
+            Self::Tables(index) => match index.present.get((grain / index.per_table) as usize) {
+                Some(true) => 0,
+                _ => index.per_table - grain % index.per_table,
+            },
+            Self::Walked(grains) => {
+                let next = grains.partition_point(|(at, _)| u64::from(*at) < grain);
+                grains.get(next).map_or(u64::MAX, |(at, _)| u64::from(*at) - grain)
+            }
+        }
+    }
+
+    /// Grains that are in the file.
+    pub(super) fn mapped(&self, file: &dyn File, warnings: &Warnings) -> Result<u64> {
+        match self {
+            Self::Tables(index) => {
+                let TableIndex { tables, present, .. } = index.as_ref();
+                let directories = tables.directories();
+                let mut count = 0;
+                for index in (0..present.len()).filter(|index| present[*index]) {
+                    if let Some(table) = tables.peek(file, &directories, index, warnings)? {
+                        count += (0..table.len()).filter(|at| table.entry(*at) > 1).count() as u64;
+                    }
+                }
+                Ok(count)
+            }
+            Self::Walked(grains) => Ok(grains.len() as u64),
+        }
+    }
+}
+
+/// The footer: the header once more, with the directory's place, before the last sector.
+fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
+    let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the stream has no end: {what}"));
+    let length = file.len().during(|| "cannot find out the length".to_owned())?;
+    let tail = 3 * HEADER_SIZE as u64;
+    // Bytes behind the last whole sector are no part of it.
+    let end = length / SECTOR * SECTOR;
+    let start = end.checked_sub(tail).ok_or_else(|| corrupt("it is shorter than a footer"))?;
+    let mut bytes = [[0; HEADER_SIZE]; 3];
+    for (at, sector) in bytes.iter_mut().enumerate() {
+        file.read_at(sector, start + at as u64 * SECTOR).during(|| "cannot read the footer".to_owned())?;
+    }
+    let marker = |sector: &[u8; HEADER_SIZE]| Marker::decode(sector[..16].try_into().unwrap_or(&[0; 16]));
+    if marker(&bytes[0]) != Some(Marker::Metadata { kind: Kind::Footer, sectors: 1 }) {
+        return Err(corrupt("its footer is missing"));
+    }
+    let footer = Header::decode(&bytes[1]).map_err(|error| corrupt(&error.to_string()))?;
+    if marker(&bytes[2]) != Some(Marker::End) {
+        return Err(corrupt("its last sector is missing"));
+    }
+    let same = footer.capacity == head.capacity && footer.grain == head.grain && footer.flags == head.flags;
+    if !same || footer.directory_offset == DIRECTORY_AT_END || footer.table_entries != head.table_entries {
+        return Err(corrupt("its footer contradicts its header"));
+    }
+    Ok(footer)
+}
+
+/// Goes from marker to marker to the end, or as far as the file goes.
+fn walk(file: &dyn File, header: &Header, image: &str, warnings: &Warnings) -> Result<Vec<(u32, u32)>> {
+    let length = file.len().during(|| "cannot find out the length".to_owned())?;
+    let mut reader = Window { file, start: 0, bytes: Vec::new() };
+    let mut grains = Vec::new();
+    let mut sector = header.overhead.max(1);
+    let stopped = loop {
+        let start = sector.saturating_mul(SECTOR);
+        if start.saturating_add(SECTOR) > length {
+            break Some("the file ends");
+        }
+        let Some(marker) = Marker::decode(&reader.marker(start)?) else { break Some("there is no marker") };
+        let next = match marker {
+            Marker::End => break None,
+            Marker::Metadata { sectors, .. } => sectors.saturating_add(1),
+            Marker::Grain { sector: first, size } => {
+                let bytes = GRAIN_MARKER_SIZE as u64 + u64::from(size);
+                if first >= header.capacity || !first.is_multiple_of(header.grain) {
+                    break Some("a marker names no grain");
+                }
+                if start + bytes > length {
+                    break Some("the last grain is not whole");
+                }
+                match (u32::try_from(first / header.grain), u32::try_from(sector)) {
+                    (Ok(grain), Ok(sector)) => grains.push((grain, sector)),
+                    _ => break Some("the places exceed 32 bits"),
+                }
+                bytes.div_ceil(SECTOR)
+            }
+        };
+        sector = sector.saturating_add(next);
+    };
+    if let Some(why) = stopped {
+        warnings.add(image, format!("the stream was followed up to sector {sector}: {why}"));
+    }
+    // Should a grain be there twice, the later one counts, as it would in a table.
+    grains.sort_by_key(|(grain, _)| *grain);
+    grains.reverse();
+    grains.dedup_by_key(|(grain, _)| *grain);
+    grains.reverse();
+    Ok(grains)
+}
+
+/// A part of the file in memory, so that small grains do not cost a read each.
+struct Window<'a> {
+    file: &'a dyn File,
+    start: u64,
+    bytes: Vec<u8>,
+}
+
+impl Window<'_> {
+    fn marker(&mut self, start: u64) -> Result<[u8; 16]> {
+        let inside = |window: &Self| {
+            let at = usize::try_from(start.checked_sub(window.start)?).ok()?;
+            window.bytes.get(at..at.checked_add(16)?)?.try_into().ok()
+        };
+        if let Some(marker) = inside(self) {
+            return Ok(marker);
+        }
+        self.bytes.resize(WALK_BYTES, 0);
+        self.start = start;
+        self.file.read_at(&mut self.bytes, start).during(|| format!("cannot read a marker at {start}"))?;
+        Ok(inside(self).unwrap_or_default())
+    }
+}

@@ -1,0 +1,147 @@
+//! Reading one compressed grain: never more input than two grains, never more output than one.
+
+use super::marker::{GRAIN_MARKER_SIZE, Marker};
+use crate::hosted::header::{FLAG_MARKERS, Header};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::File;
+use flate2::{Decompress, FlushDecompress, Status};
+use parking_lot::Mutex;
+
+/// Bytes read first: most grains that compress well are whole in them.
+const FIRST_READ: usize = 16 << 10;
+
+/// Inflaters kept for the next grain; each has a window of 32 KiB and its tables.
+const KEPT_MAX: usize = 8;
+
+/// How the grains of a stream are read.
+pub(super) struct Grains {
+    image: String,
+    sectors: u64,
+    capacity: u64,
+    markers: bool,
+    inflaters: Inflaters,
+}
+
+impl Grains {
+    pub(super) fn new(image: &str, header: &Header) -> Self {
+        let markers = header.has(FLAG_MARKERS);
+        let inflaters = Inflaters::new(true);
+        Self { image: image.to_owned(), sectors: header.grain, capacity: header.capacity, markers, inflaters }
+    }
+
+    /// Bytes of a grain.
+    pub(super) fn size(&self) -> u64 {
+        self.sectors * SECTOR
+    }
+
+    fn corrupt(&self, grain: u64, what: &str) -> Error {
+        Error::new(ErrorKind::Corrupt, format!("{}: grain {grain} is damaged: {what}", self.image))
+    }
+
+    /// Inflates grain `grain`, whose marker is at `sector`, into `out`, which is one grain long.
+    pub(super) fn read(&self, file: &dyn File, sector: u64, grain: u64, out: &mut [u8]) -> Result<()> {
+        let context = || format!("{}: cannot read grain {grain}", self.image);
+        let start = sector * SECTOR;
+        let length = file.len().during(context)?.saturating_sub(start);
+        let most = (2 * self.size()).saturating_add(SECTOR).min(length) as usize;
+        let mut input = vec![0; most.min(FIRST_READ)];
+        file.read_at(&mut input, start).during(context)?;
+        let (skip, size) = self.locate(&input, grain, most)?;
+        if skip + size > input.len() {
+            let have = input.len();
+            input.resize(skip + size, 0);
+            file.read_at(&mut input[have..], start + have as u64).during(context)?;
+        }
+        let written = self.inflaters.inflate(&input[skip..skip + size], out);
+        let written = match (written, self.markers) {
+            // Without markers some write the size before the data: what looked like bare data was that size.
+            (Err(_), false) => match sized(&input) {
+                Some(data) => self.inflaters.inflate(data, out),
+                None => written,
+            },
+            (written, _) => written,
+        };
+        let written = written.map_err(|what| self.corrupt(grain, what))?;
+        let valid = (self.capacity - grain * self.sectors).min(self.sectors) * SECTOR;
+        if (written as u64) < valid {
+            return Err(self.corrupt(grain, "it inflates to less than a grain"));
+        }
+        out[written..].fill(0);
+        Ok(())
+    }
+
+    /// Where the compressed data lie in `input`: offset and length, which may go beyond it but not beyond `most`.
+    fn locate(&self, input: &[u8], grain: u64, most: usize) -> Result<(usize, usize)> {
+        if !self.markers {
+            // Its length is nowhere: the data end where they say so themselves.
+            return Ok((0, most));
+        }
+        let head = input.get(..16).and_then(|head| head.try_into().ok());
+        match head.and_then(Marker::decode) {
+            Some(Marker::Grain { sector, size }) => {
+                if sector != grain * self.sectors {
+                    return Err(self.corrupt(grain, "its marker names another"));
+                }
+                match usize::try_from(size) {
+                    Ok(size) if size as u64 <= 2 * self.size() && GRAIN_MARKER_SIZE + size <= most => {
+                        Ok((GRAIN_MARKER_SIZE, size))
+                    }
+                    _ => Err(self.corrupt(grain, "its compressed size cannot be, or the file was cut")),
+                }
+            }
+            _ => Err(self.corrupt(grain, "it has no marker")),
+        }
+    }
+}
+
+/// Data with their size before them.
+fn sized(input: &[u8]) -> Option<&[u8]> {
+    let size = u32::from_le_bytes(input.get(..4)?.try_into().ok()?);
+    input.get(4..)?.get(..usize::try_from(size).ok()?)
+}
+
+/// Inflaters of one image, kept because making one costs as much as inflating some KiB.
+pub(crate) struct Inflaters {
+    zlib: bool,
+    kept: Mutex<Vec<Decompress>>,
+}
+
+impl Inflaters {
+    /// Inflaters of zlib streams, or of bare deflate.
+    pub(crate) fn new(zlib: bool) -> Self {
+        Self { zlib, kept: Mutex::new(Vec::new()) }
+    }
+
+    /// Inflates into `out` and says how much it was; what is longer than `out`, or has no end, is an error.
+    pub(crate) fn inflate(&self, input: &[u8], out: &mut [u8]) -> std::result::Result<usize, &'static str> {
+        let kept = self.kept.lock().pop();
+        let mut inflater = kept.unwrap_or_else(|| Decompress::new(self.zlib));
+        inflater.reset(self.zlib);
+        let written = inflate(&mut inflater, input, out);
+        let mut kept = self.kept.lock();
+        if kept.len() < KEPT_MAX {
+            kept.push(inflater);
+        }
+        written
+    }
+}
+
+fn inflate(inflater: &mut Decompress, input: &[u8], out: &mut [u8]) -> std::result::Result<usize, &'static str> {
+    // Takes the first byte too many, and lets the inflater see the end where there is none.
+    let mut probe = [0; 1];
+    loop {
+        let (read, written) = (inflater.total_in() as usize, inflater.total_out() as usize);
+        let input = input.get(read..).unwrap_or_default();
+        let full = written >= out.len();
+        let target = if full { &mut probe[..] } else { &mut out[written..] };
+        let status = inflater.decompress(input, target, FlushDecompress::Finish);
+        let progress = inflater.total_in() as usize > read || inflater.total_out() as usize > written;
+        match status {
+            Ok(_) if inflater.total_out() as usize > out.len() => return Err("it inflates to more than a grain"),
+            Ok(Status::StreamEnd) => return Ok(inflater.total_out() as usize),
+            Ok(_) if progress => {}
+            Ok(_) => return Err("its compressed data have no end"),
+            Err(_) => return Err("its compressed data are wrong"),
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Streams cut anywhere give what is whole; mutated ones give an error or an answer.
+
+use super::*;
+use crate::proving::{mutate, peak_memory};
+
+#[test]
+fn a_stream_cut_anywhere_gives_what_is_whole() {
+    let model = content(11, 40 << 20);
+    let bytes = written(&model, 6, 2);
+    let mut random = Random::new(1);
+    // Table, directory and footer with their markers, and the end.
+    let tail = bytes.len() as u64 - 10 * 512;
+    for round in 0..300 {
+        let end = if round % 3 == 0 { tail + random.below(10 * 512) } else { 65_536 + random.below(tail - 65_536) };
+        let layer = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
+        assert!(!layer.warnings().is_empty(), "cut at {end}");
+        let found = read_all(&layer, None);
+        // Grains stand in ascending order: all of them up to some place, none behind it.
+        let mut lost = false;
+        for (number, (found, model)) in found.chunks(GRAIN).zip(model.chunks(GRAIN)).enumerate() {
+            if model.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let here = found == model;
+            assert!(here || found.iter().all(|byte| *byte == 0), "cut at {end}: grain {number} is neither");
+            assert!(!(here && lost), "cut at {end}: grain {number} is there and one before it is not");
+            lost |= !here;
+        }
+        if end >= tail {
+            assert!(!lost, "cut at {end}: only the end is missing");
+        }
+    }
+}
+
+#[test]
+fn mutations_end_in_an_error_or_an_answer() {
+    let mut model = vec![0; 36 << 20];
+    model[..GRAIN].copy_from_slice(&compressible(1, GRAIN));
+    model[5 * GRAIN..6 * GRAIN].fill(7);
+    model[34 << 20..(34 << 20) + 1000].fill(9);
+    let image = written(&model, 6, 1);
+    let tail = image.len() - 10 * 512..image.len();
+    let weak = [0..80, 128 * 512..image.len(), 128 * 512..128 * 512 + 64, tail.clone(), tail];
+    let start = std::time::Instant::now();
+    let memory = peak_memory();
+    for seed in 0..100_000 {
+        let mut random = Random::new(seed);
+        let mut bytes = image.clone();
+        mutate(&mut random, &mut bytes, &weak);
+        let Ok(layer) = Stream::open(memory_file(&bytes), "disk.vmdk") else { continue };
+        let capacity = layer.capacity();
+        let _ = layer.map(0..capacity, 64, &mut Vec::new());
+        for at in [0, 5 * GRAIN as u64, 34 << 20] {
+            let _ = read(&layer, at.min(capacity)..(at + 4096).min(capacity), None);
+        }
+        let _ = layer.usage();
+        let _ = layer.descriptor();
+    }
+    assert!(peak_memory() - memory < 1 << 30, "{} bytes more", peak_memory() - memory);
+    assert!(start.elapsed().as_secs() < 600, "{:?}", start.elapsed());
+}

@@ -1,0 +1,297 @@
+//! Opening for writing, commits, closing: the order in which things become durable.
+//!
+//! ```text
+//! begin    what may be unflushed is flushed, the end of the file is found; the unclean mark        flush
+//! commit   payload is in the file already; new tables                                               flush
+//!          entries in old tables, directory entries of new ones                                      flush
+//! end      a commit; the file is cut to what is used, the header says where it ends                 flush
+//!          the unclean mark goes                                                                     flush
+//! ```
+//!
+//! A commit takes the tables as they are when it begins. What is entered later waits for the next one, so no entry
+//! reaches the medium before its payload.
+
+use super::VmfsSparse;
+use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SECTORS};
+use super::space::{ALIGNMENT, Space};
+use super::tables::PARTS_ALL;
+use crate::runs::cache::Captured;
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR, read_only};
+use parking_lot::{Condvar, Mutex, RwLock};
+use rustc_hash::FxHashMap;
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Tables that may wait to be written; beyond it a write commits. Each takes a few hundred bytes as a rule, and 32 KiB
+/// if it was written sector by sector at random.
+const CHANGED_TABLES_MAX: usize = 2048;
+
+/// Tables read to find the end of a file that was not closed properly: 8 GiB of fully written guest data, or more where
+/// tables are not full. A file with more of them is taken to be in use to its end.
+const SURVEYED_TABLES_MAX: u64 = 4096;
+
+/// What an extent has when it is open for writing.
+pub(super) struct Writer {
+    /// True while it is open.
+    pub(super) gate: RwLock<bool>,
+    stopped: AtomicBool,
+    /// Commits begun, and the last one that has ended: whoever waits for one that began after his call is done with it.
+    begun: AtomicU64,
+    ended: AtomicU64,
+    pub(super) commit: Mutex<()>,
+    pub(super) space: Mutex<Space>,
+    /// Tables that are not written at their place yet, with what the file's directory says of them.
+    pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
+    header: Mutex<Header>,
+    pub(super) epochs: Epochs,
+    pub(super) parent: bool,
+    pub(super) shrinking: Mutex<()>,
+}
+
+impl VmfsSparse {
+    pub(super) fn begin_writing(&mut self, parent: bool) -> Result<()> {
+        let context = |what: &str| format!("{}: cannot {what}", self.image);
+        if self.header.grain() > u64::from(GRAIN_SECTORS_WRITTEN_MAX) {
+            let what = format!("{}: grains of {} bytes are only read", self.image, self.grain_bytes());
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let tables = self.check_table_places()?;
+        let length = self.file.file().len().during(|| context("find out its length"))?;
+        // A file that ends where its header says was closed so by whoever wrote it. QEMU appends and leaves the header.
+        let closed = !self.header.unclean() && self.header.free_sector() * SECTOR == length;
+        let mut free = self.tables.limit();
+        if !closed {
+            self.file.file().sync().during(|| context("flush"))?;
+            if tables <= SURVEYED_TABLES_MAX {
+                let survey = self.survey()?;
+                self.refuse_damage(&survey)?;
+                free = survey.end.max(self.tables.data_start());
+            }
+        }
+        let mut header = self.header.clone();
+        header.set_unclean(true);
+        // The mark is in the header's last sector.
+        let place = (HEADER_SECTORS - 1) * SECTOR;
+        let mark = &header.bytes()[place as usize..];
+        self.file.write_at(&[mark], place, true).during(|| context("mark it as open"))?;
+        self.writer = Some(Writer {
+            gate: RwLock::new(true),
+            stopped: AtomicBool::new(false),
+            begun: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            commit: Mutex::new(()),
+            space: Mutex::new(Space::new(free, self.file.is_direct())),
+            unnamed: Mutex::new(FxHashMap::default()),
+            header: Mutex::new(header),
+            epochs: Epochs::new(),
+            parent,
+            shrinking: Mutex::new(()),
+        });
+        Ok(())
+    }
+
+    pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
+        if writer.stopped.load(Ordering::Acquire) {
+            let what = format!("{}: an earlier failure of the medium stopped all changes", self.image);
+            return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
+        }
+        match open {
+            true => Ok(()),
+            false => Err(read_only("closed vmfssparse").context(&self.image)),
+        }
+    }
+
+    pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {
+        let _gate = writer.gate.read();
+        self.commit(writer)
+    }
+
+    /// Commits when many tables wait for it; the caller holds the gate.
+    pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
+        let changed = self.tables.cache.changed();
+        if changed <= CHANGED_TABLES_MAX {
+            return Ok(());
+        }
+        // While one thread commits the others go on, within twice the bound.
+        match writer.commit.try_lock() {
+            Some(commit) => self.commit_alone(writer, &commit),
+            None if changed <= 2 * CHANGED_TABLES_MAX => Ok(()),
+            None => self.commit(writer),
+        }
+    }
+
+    /// Makes everything written before durable; the caller holds the gate.
+    pub(super) fn commit(&self, writer: &Writer) -> Result<()> {
+        let begun = writer.begun.load(Ordering::SeqCst);
+        let commit = writer.commit.lock();
+        if writer.ended.load(Ordering::SeqCst) > begun {
+            return self.check_open(writer, true);
+        }
+        self.commit_alone(writer, &commit)
+    }
+
+    fn commit_alone(&self, writer: &Writer, _: &parking_lot::MutexGuard<'_, ()>) -> Result<()> {
+        self.check_open(writer, true)?;
+        let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let mut captured = self.tables.cache.capture();
+        let result = self.write_tables(writer, &mut captured);
+        match &result {
+            Ok(()) => {
+                self.tables.cache.release(&captured);
+                writer.ended.store(number, Ordering::SeqCst);
+            }
+            // Nothing is lost: what could not be written is written again by the next commit.
+            Err((error, false)) if error.kind() == ErrorKind::NoSpace => self.tables.cache.restore(&captured),
+            Err(_) => writer.stopped.store(true, Ordering::Release),
+        }
+        result.map_err(|(error, _)| error)
+    }
+
+    /// An error says as well whether it was a flush that failed.
+    fn write_tables(&self, writer: &Writer, captured: &mut [Captured]) -> std::result::Result<(), (Error, bool)> {
+        let flush = || {
+            let context = || format!("{}: cannot flush", self.image);
+            self.file.file().sync().during(context).map_err(|error| (error, true))
+        };
+        let write = |bytes: &[u8], sector: u64| {
+            let context = || format!("{}: cannot write grain tables", self.image);
+            self.file.write_at(&[bytes], sector * SECTOR, false).during(context).map_err(|error| (error, false))
+        };
+        captured.sort_unstable_by_key(|table| self.tables.place(table.index));
+        let (new, old): (Vec<&Captured>, Vec<&Captured>) = {
+            let unnamed = writer.unnamed.lock();
+            captured.iter().partition(|table| unnamed.contains_key(&table.index))
+        };
+        for table in &new {
+            write(&self.tables.encode(&table.list, 0..TABLE_SECTORS as u32), self.tables.place(table.index))?;
+        }
+        flush()?;
+        if captured.is_empty() {
+            return Ok(());
+        }
+        for table in old {
+            let place = self.tables.place(table.index);
+            for parts in runs_of_parts(table.parts, place) {
+                write(&self.tables.encode(&table.list, parts.clone()), place + u64::from(parts.start))?;
+            }
+        }
+        let mut sectors: Vec<u64> = new.iter().map(|table| self.tables.directory_sector(table.index)).collect();
+        sectors.sort_unstable();
+        sectors.dedup();
+        let mut named: Vec<u32> = new.iter().map(|table| table.index).collect();
+        named.sort_unstable();
+        let mut unnamed = writer.unnamed.lock().clone();
+        unnamed.retain(|index, _| named.binary_search(index).is_err());
+        for run in sectors.chunk_by(|a, b| a + 1 == *b) {
+            write(&self.tables.encode_directory(run[0]..run[0] + run.len() as u64, &unnamed), run[0])?;
+        }
+        flush()?;
+        let mut unnamed = writer.unnamed.lock();
+        unnamed.retain(|index, _| named.binary_search(index).is_err());
+        Ok(())
+    }
+
+    /// Writes the mark of where the file ends; not flushed.
+    pub(super) fn write_end(&self, writer: &Writer, sector: u64) -> Result<()> {
+        let mut header = writer.header.lock();
+        header.set_free_sector(sector);
+        let first = &header.bytes()[..SECTOR as usize];
+        self.file.write_at(&[first], 0, false).during(|| format!("{}: cannot write the header", self.image))
+    }
+
+    pub(super) fn end_writing(&self, writer: &Writer) -> Result<()> {
+        let mut open = writer.gate.write();
+        if !*open {
+            return Ok(());
+        }
+        *open = false;
+        self.commit(writer)?;
+        let closed = self.mark_closed(writer);
+        closed.inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+    }
+
+    fn mark_closed(&self, writer: &Writer) -> Result<()> {
+        let context = || format!("{}: cannot close it", self.image);
+        let free = writer.space.lock().free();
+        self.file.file().set_len(free * SECTOR).during(context)?;
+        self.write_end(writer, free)?;
+        self.file.file().sync().during(context)?;
+        let mut header = writer.header.lock();
+        header.set_unclean(false);
+        // The flags are in the first sector, the mark in the last; each says what is true.
+        let (first, rest) = header.bytes().split_at(SECTOR as usize);
+        self.file.write_at(&[first, rest], 0, false).during(context)?;
+        self.file.file().sync().during(context)
+    }
+}
+
+/// The parts of a table as runs to be written, in whole pages where the table lies on page borders: a page written
+/// whole need not be read before.
+fn runs_of_parts(parts: u64, place: u64) -> Vec<Range<u32>> {
+    let page = match place.is_multiple_of(ALIGNMENT) {
+        true => ALIGNMENT as u32,
+        false => 1,
+    };
+    let mut runs: Vec<Range<u32>> = Vec::new();
+    for first in (0..TABLE_SECTORS as u32).step_by(page as usize) {
+        let mask = ((1 << page) - 1) << first;
+        if parts & PARTS_ALL & mask == 0 {
+            continue;
+        }
+        match runs.last_mut() {
+            Some(run) if run.end == first => run.end = first + page,
+            _ => runs.push(first..first + page),
+        }
+    }
+    runs
+}
+
+/// Who was told of places: places that are named no more are cut off when the last of them has gone.
+pub(super) struct Epochs {
+    current: Mutex<Arc<Epoch>>,
+}
+
+#[derive(Default)]
+struct Over {
+    is: Mutex<bool>,
+    changed: Condvar,
+}
+
+struct Epoch {
+    over: Arc<Over>,
+}
+
+impl Drop for Epoch {
+    fn drop(&mut self) {
+        *self.over.is.lock() = true;
+        self.over.changed.notify_all();
+    }
+}
+
+impl Epochs {
+    fn new() -> Self {
+        Self { current: Mutex::new(Arc::new(Epoch { over: Arc::default() })) }
+    }
+
+    /// Held by whoever uses places that the map told him.
+    pub(super) fn enter(&self) -> Arc<dyn Any + Send + Sync> {
+        Arc::clone(&*self.current.lock()) as Arc<dyn Any + Send + Sync>
+    }
+
+    /// Begins a new epoch, and waits until everybody has left the one before; false when that takes too long.
+    pub(super) fn leave_behind(&self, patience: Duration) -> bool {
+        let before = std::mem::replace(&mut *self.current.lock(), Arc::new(Epoch { over: Arc::default() }));
+        let over = Arc::clone(&before.over);
+        drop(before);
+        let mut is = over.is.lock();
+        while !*is {
+            if over.changed.wait_for(&mut is, patience).timed_out() {
+                return *is;
+            }
+        }
+        true
+    }
+}

@@ -1,0 +1,240 @@
+//! VMFSsparse (`COWD`): the redo logs of ESX, one file per snapshot, in grains of 512 bytes.
+//!
+//! ```text
+//! header (4 sectors) | grain directory | grains and grain tables, as they were first written
+//! ```
+//!
+//! The directory names tables, a table 4,096 grains. The bytes are on the format's page: docs/format/vmfssparse.md.
+//! What must hold:
+//!
+//! 1. Payload goes to the file at once; only tables are held back. A commit makes the payload and new tables durable
+//!    first, then writes the entries that name them: a crash leaves at worst grains and tables without a name. The
+//!    mark of where the file ends comes last, and is not believed after a crash.
+//! 2. The unclean mark is durable before the first change, and goes after the last.
+//! 3. A grain keeps its place: writing again goes there. Only shrinking moves grains, and a place that was named is
+//!    cut off when all that were told of it are gone ([`Layer::epoch`]).
+//! 4. The format has no entry for zeros. Zeros over a parent are grains like others, with a hole of the file under them
+//!    where they are many; the value 1, which some readers take for zeros and others do not, is read as zeros and not
+//!    written.
+//! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
+//!    again.
+//!
+//! Locks, outermost first: `shrinking`, the gate (shared by changes, alone by closing and by the steps of shrinking),
+//! `commit`, `unnamed`, `space`, the cache's own. None but the gate is held while payload is read or written.
+
+mod check;
+mod commit;
+mod create;
+pub mod header;
+mod shrink;
+mod space;
+mod tables;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use check::Check;
+pub use create::{CreateOptions, create};
+pub use shrink::Shrunk;
+
+use crate::aligned::AlignedFile;
+use crate::extents::{Answer, check_range};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use backend::File;
+use commit::Writer;
+use header::{HEADER_SIZE, Header};
+use std::any::Any;
+use std::ops::Range;
+use std::sync::Arc;
+use tables::{DATA, Tables, ZERO};
+
+/// Memory for grain tables of one extent, unless told otherwise: 8 MiB are a million fragments.
+pub const CACHE_BYTES: usize = 8 << 20;
+
+/// How an extent is opened.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// What messages call the image.
+    pub image: String,
+    /// Open it for writing.
+    pub writable: bool,
+    /// A parent shows through where the extent has nothing. Without one, zeros need no grain.
+    pub parent: bool,
+    /// Bytes of memory for grain tables that can be read again.
+    pub cache_bytes: usize,
+}
+
+impl OpenOptions {
+    /// For reading an image over a parent.
+    pub fn reading(image: impl Into<String>) -> Self {
+        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
+    }
+
+    /// For writing an image over a parent.
+    pub fn writing(image: impl Into<String>) -> Self {
+        Self { writable: true, ..Self::reading(image) }
+    }
+}
+
+/// An open redo log.
+pub struct VmfsSparse {
+    image: String,
+    file: AlignedFile,
+    header: Header,
+    tables: Tables,
+    writer: Option<Writer>,
+}
+
+impl VmfsSparse {
+    /// Opens an extent.
+    pub fn open(file: Arc<dyn File>, options: &OpenOptions) -> Result<Self> {
+        let image = options.image.clone();
+        let file = AlignedFile::new(file);
+        let mut bytes = [0; HEADER_SIZE];
+        file.read_at(&mut bytes, 0).during(|| format!("{image}: cannot read the header"))?;
+        let header = Header::decode(&bytes).map_err(|error| error.context(&image))?;
+        let tables = Tables::open(&file, &header, &image, options.cache_bytes)?;
+        let mut layer = Self { image, file, header, tables, writer: None };
+        if options.writable {
+            layer.begin_writing(options.parent)?;
+        }
+        Ok(layer)
+    }
+
+    /// The header as it was when the extent was opened.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// What a person should know about the image: damage that could be read around.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        if self.header.unclean() {
+            warnings.push(format!("{}: it was not closed properly; what was flushed is there", self.image));
+        }
+        warnings
+    }
+
+    fn grain_bytes(&self) -> u64 {
+        self.header.grain() * SECTOR
+    }
+
+    /// The grains that a range of bytes touches.
+    fn grains(&self, range: &Range<u64>) -> Range<u64> {
+        range.start / self.grain_bytes()..range.end.div_ceil(self.grain_bytes())
+    }
+
+    fn damaged_entry(&self, grain: u64) -> Error {
+        let what = format!("{}: the place of grain {grain} lies outside the file", self.image);
+        Error::new(ErrorKind::Corrupt, format!("{what}: it was cut, or its tables are damaged"))
+    }
+
+    fn writer(&self) -> Result<&Writer> {
+        self.writer.as_ref().ok_or_else(|| read_only(self.format()).context(&self.image))
+    }
+}
+
+impl Layer for VmfsSparse {
+    fn capacity(&self) -> u64 {
+        self.header.capacity() * SECTOR
+    }
+
+    fn grain(&self) -> u64 {
+        self.grain_bytes()
+    }
+
+    fn format(&self) -> &'static str {
+        "vmfssparse"
+    }
+
+    fn writable(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        check_range(&self.image, &range, self.capacity(), SECTOR)?;
+        let size = self.grain_bytes();
+        let mut answer = Answer::new(out, most);
+        for (index, entries) in self.tables.split(self.grains(&range)) {
+            let base = self.tables.first_grain(index);
+            let clip = |first: u64, count: u64| {
+                let start = (first * size).max(range.start);
+                (start, ((first + count) * size).min(range.end) - start)
+            };
+            if self.tables.place(index) == 0 {
+                let (start, length) = clip(base + u64::from(entries.start), entries.len() as u64);
+                if !answer.say(start, length, Content::Absent) {
+                    return Ok(());
+                }
+                continue;
+            }
+            let load = || self.tables.load(&self.file, index);
+            let told = self.tables.cache.read(index, load, |table| {
+                for piece in table.pieces(entries) {
+                    let first = base + u64::from(piece.first);
+                    let (start, length) = clip(first, u64::from(piece.count));
+                    let content = match piece.what {
+                        None => Content::Absent,
+                        Some((ZERO, _)) => Content::Zero,
+                        Some((DATA, place)) => {
+                            Content::Data { file: 0, offset: place * SECTOR + (start - first * size) }
+                        }
+                        // What could be told stays said; the damage is met when it is asked for itself.
+                        Some(_) if !answer.is_empty() => return Ok(false),
+                        Some(_) => return Err(self.damaged_entry(first)),
+                    };
+                    if !answer.say(start, length, content) {
+                        return Ok(false);
+                    }
+                }
+                Ok(true)
+            });
+            match told {
+                Ok(Ok(true)) => {}
+                Ok(Ok(false)) => return Ok(()),
+                Ok(Err(error)) | Err(error) if answer.is_empty() => return Err(error),
+                Ok(Err(_)) | Err(_) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        match index {
+            0 => Ok(self.file.file()),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
+        }
+    }
+
+    fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.writer.as_ref().map(|writer| writer.epochs.enter())
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        self.write_range(self.writer()?, start, slices)
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        self.zero_range(self.writer()?, range, keep)
+    }
+
+    fn flush(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.flush_writes(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn close(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.end_writing(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let survey = self.survey()?;
+        let allocated = self.file.file().allocated().during(|| format!("{}: cannot find out its size", self.image))?;
+        Ok(Usage { allocated, mapped: survey.grains * self.grain_bytes(), dead: survey.dead * SECTOR })
+    }
+}

@@ -1,0 +1,272 @@
+//! Shrinking: dead space is found, live grains are moved from the end of the file into it, and the end is cut off. The
+//! extent stays in use; reads go on, writes wait for one step at a time, of a mebibyte at the most.
+//!
+//! A round goes like this, with `target` where the file would end if nothing in it were dead:
+//!
+//! ```text
+//! commit, and wait for everybody who was told of places before: now what no table names is nobody's
+//! find the holes below the target; from here on new grains are put there too
+//! step by step: copy grains and tables from beyond the target into holes, enter the new places
+//! commit: copies are durable before the entries that name them
+//! wait for everybody who was told of the old places, and cut the file
+//! ```
+//!
+//! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the
+//! end of the file meanwhile is the next round's. So is what did not fit, because holes are too small for a grain or a
+//! table: the next round aims higher by so much.
+
+use super::VmfsSparse;
+use super::commit::Writer;
+use super::header::TABLE_SECTORS;
+use super::space::{ALIGNMENT, Place};
+use super::tables::{DATA, PARTS_ALL, parts_of};
+use crate::runs::Run;
+use crate::runs::marks::{Marks, WINDOW};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use std::time::Duration;
+
+/// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
+const STEP_SECTORS: u64 = 2048;
+
+/// Most rounds: each moves only what the one before had no room for, or what was put at the end of the file since.
+const ROUNDS_MAX: usize = 8;
+
+/// How long a read may use what it was told before shrinking gives up.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What shrinking did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Shrunk {
+    /// Length of the file before, in bytes.
+    pub before: u64,
+    /// Its length afterwards.
+    pub after: u64,
+    /// Bytes that were moved.
+    pub moved: u64,
+}
+
+/// One round.
+struct Round<'a> {
+    writer: &'a Writer,
+    /// Where the file shall end.
+    target: u64,
+    /// End of what could not be moved.
+    left: u64,
+    /// How much that was.
+    unmoved: u64,
+    moved: u64,
+}
+
+impl VmfsSparse {
+    /// Gives dead space back to the file system. `go_on` is told from time to time how many bytes were moved, and stops
+    /// the work by saying false ([`ErrorKind::Interrupted`]); what was done until then stays done.
+    pub fn shrink(&self, go_on: &dyn Fn(u64) -> bool) -> Result<Shrunk> {
+        let writer = self.writer()?;
+        let Some(_shrinking) = writer.shrinking.try_lock() else {
+            return Err(Error::new(ErrorKind::Busy, format!("{}: it is being shrunk already", self.image)));
+        };
+        let length = || self.file.file().len().during(|| format!("{}: cannot find out its length", self.image));
+        let mut shrunk = Shrunk { before: length()?, ..Shrunk::default() };
+        let mut slack = 0;
+        for _ in 0..ROUNDS_MAX {
+            let (more, unmoved) = self.shrink_once(writer, slack, &mut shrunk.moved, go_on)?;
+            if !more && unmoved == 0 {
+                break;
+            }
+            slack += 2 * unmoved;
+        }
+        shrunk.after = length()?;
+        Ok(shrunk)
+    }
+
+    /// One round. Says whether more was put at the end of the file meanwhile, and how many sectors had no room.
+    fn shrink_once(
+        &self,
+        writer: &Writer,
+        slack: u64,
+        moved: &mut u64,
+        go_on: &dyn Fn(u64) -> bool,
+    ) -> Result<(bool, u64)> {
+        self.settle(writer)?;
+        // Alone, so that no place is taken and not entered yet: it would look dead.
+        let end = {
+            let open = writer.gate.write();
+            self.check_open(writer, *open)?;
+            let mut space = writer.space.lock();
+            space.forget_holes();
+            space.free()
+        };
+        let target = self.target(end)? + slack;
+        if target >= end {
+            return Ok((self.cut(writer, end, end)?, 0));
+        }
+        let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
+        let result = self.move_all(&mut round, *moved, go_on);
+        *moved += round.moved * SECTOR;
+        // Also when it was stopped: what was moved stays so.
+        self.settle(writer)?;
+        result?;
+        Ok((self.cut(writer, end, round.left)?, round.unmoved))
+    }
+
+    /// Where a file used up to sector `end` would end if nothing in it were dead.
+    fn target(&self, end: u64) -> Result<u64> {
+        let mut used = self.tables.data_start();
+        for index in 0..self.tables.count() {
+            let Some(table) = self.tables.survey(&self.file, index)? else { continue };
+            if self.tables.place(index) < end {
+                used += TABLE_SECTORS;
+            }
+            let runs = table.runs().filter(|run| run.kind == DATA && run.place < end);
+            used += runs.map(|run| u64::from(run.count) * self.header.grain()).sum::<u64>();
+        }
+        Ok(used.next_multiple_of(ALIGNMENT).min(end))
+    }
+
+    /// Makes all changes durable, and waits for everybody who may use places that are named no more.
+    fn settle(&self, writer: &Writer) -> Result<()> {
+        self.flush_writes(writer)?;
+        match writer.epochs.leave_behind(PATIENCE) {
+            true => Ok(()),
+            false => {
+                let what = format!("{}: reads have been under way for {} s", self.image, PATIENCE.as_secs());
+                Err(Error::new(ErrorKind::Busy, format!("{what}: shrink it later")))
+            }
+        }
+    }
+
+    fn move_all(&self, round: &mut Round<'_>, moved: u64, go_on: &dyn Fn(u64) -> bool) -> Result<()> {
+        let mut start = self.tables.data_start();
+        while start < round.target {
+            let mut marks = Marks::new(start..round.target.min(start + WINDOW));
+            self.mark(&mut marks)?;
+            {
+                let mut space = round.writer.space.lock();
+                for hole in marks.unmarked() {
+                    if space.is_full() {
+                        break;
+                    }
+                    space.give_back(Place { start: hole.start, sectors: hole.end - hole.start });
+                }
+            }
+            start = marks.window.end;
+            drop(marks);
+            round.left = round.target;
+            round.unmoved = 0;
+            for index in 0..self.tables.count() {
+                while self.move_step(round, index)? {
+                    if !go_on(moved + round.moved * SECTOR) {
+                        let what = format!("{}: shrinking was stopped", self.image);
+                        return Err(Error::new(ErrorKind::Interrupted, what));
+                    }
+                }
+            }
+            if round.unmoved == 0 {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves something of table `index`; false when there is nothing more to move, or no room for it.
+    fn move_step(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
+        let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
+        let grain = self.header.grain();
+        let target = round.target;
+        let beyond = |run: &Run| run.kind == DATA && run.place + u64::from(run.count) * grain > target;
+        let table_beyond = self.tables.place(index) + TABLE_SECTORS > round.target;
+        if !table_beyond && !table.runs().any(|run| beyond(&run)) {
+            return Ok(false);
+        }
+        drop(table);
+        // From here on nobody writes and nobody commits; reads may go on.
+        let open = round.writer.gate.write();
+        self.check_open(round.writer, *open)?;
+        let _commit = round.writer.commit.lock();
+        if table_beyond && self.move_table(round, index)? {
+            round.moved += TABLE_SECTORS;
+            return Ok(true);
+        }
+        let load = || self.tables.load(&self.file, index);
+        let runs: Vec<Run> = self.tables.cache.read(index, load, |table| table.runs().filter(beyond).collect())?;
+        let before = round.moved;
+        let mut unmoved = if table_beyond { TABLE_SECTORS } else { 0 };
+        for run in runs {
+            // A grain that begins below the target stays.
+            let stays = round.target.saturating_sub(run.place).div_ceil(grain).min(u64::from(run.count)) as u32;
+            let mut at = stays;
+            while at < run.count && round.moved - before < STEP_SECTORS {
+                let place = run.place + u64::from(at) * grain;
+                let wanted = u64::from(run.count - at) * grain;
+                let taken = round.writer.space.lock().take_part(wanted.min(STEP_SECTORS.max(grain)), grain);
+                let Some(taken) = taken else { break };
+                self.copy(place, taken)?;
+                let count = (taken.sectors / grain) as u32;
+                let entries = run.first + at..run.first + at + count;
+                let load = || self.tables.load(&self.file, index);
+                self.tables.cache.change(index, load, |table| {
+                    table.set(entries.clone(), DATA, taken.start);
+                    ((), parts_of(&entries))
+                })?;
+                at += count;
+                round.moved += taken.sectors;
+            }
+            let end_of = |count: u32| run.place + u64::from(count) * grain;
+            if at < run.count && round.moved - before < STEP_SECTORS {
+                round.left = round.left.max(end_of(run.count));
+                unmoved += u64::from(run.count - at) * grain;
+            } else if stays > 0 {
+                round.left = round.left.max(end_of(stays));
+            }
+        }
+        if round.moved == before {
+            round.unmoved += unmoved;
+        }
+        Ok(round.moved > before)
+    }
+
+    /// Moves a table into a hole, if there is one for it.
+    fn move_table(&self, round: &mut Round<'_>, index: u32) -> Result<bool> {
+        let mut unnamed = round.writer.unnamed.lock();
+        let old = self.tables.place(index);
+        let Some(place) = round.writer.space.lock().take_hole(TABLE_SECTORS, 0) else {
+            round.left = round.left.max(old + TABLE_SECTORS);
+            return Ok(false);
+        };
+        // The next commit writes the whole table to its new place, then the directory.
+        let load = || self.tables.load(&self.file, index);
+        self.tables.cache.change(index, load, |_| ((), PARTS_ALL))?;
+        unnamed.entry(index).or_insert(old as u32);
+        self.tables.set_place(index, place);
+        Ok(true)
+    }
+
+    fn copy(&self, from: u64, to: Place) -> Result<()> {
+        let mut bytes = vec![0; (to.sectors * SECTOR) as usize];
+        let context = || format!("{}: cannot move sector {from} to {}", self.image, to.start);
+        self.file.read_at(&mut bytes, from * SECTOR).during(context)?;
+        self.file.write_at(&[&bytes], to.start * SECTOR, false).during(context)
+    }
+
+    /// Cuts the file, of which nothing between `left` and `end` is in use; true when more came behind `end` meanwhile.
+    fn cut(&self, writer: &Writer, end: u64, left: u64) -> Result<bool> {
+        let open = writer.gate.write();
+        self.check_open(writer, *open)?;
+        let context = || format!("{}: cannot cut it", self.image);
+        // What came behind `end` and could not be moved is no reason to keep what lies before it.
+        let left = left.min(end);
+        let mut space = writer.space.lock();
+        if space.free() > end {
+            drop(space);
+            self.file.punch(left * SECTOR, (end - left) * SECTOR).during(context)?;
+            return Ok(true);
+        }
+        self.file.file().set_len(left * SECTOR).during(context)?;
+        space.cut(left);
+        self.tables.set_limit(left);
+        drop(space);
+        self.write_end(writer, left)?;
+        self.file.file().sync().during(context)?;
+        Ok(false)
+    }
+}

@@ -1,0 +1,146 @@
+//! Where new grains and tables go.
+//!
+//! 1. New places are taken from the end, so that what is written together lies together. Where grains allow it, a place
+//!    is as far from a 4 KiB border of the file as its grain is from one of the disk: aligned blocks of the guest stay
+//!    aligned, and cost one page of memory or medium each when they are read or written again.
+//! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and nobody can have been
+//!    told of: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
+//! 3. With direct I/O the file grows ahead of its use, since each write that makes a file longer waits for all others.
+
+use super::header::SECTORS_END;
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use backend::File;
+use std::collections::BTreeMap;
+
+/// Sectors of a page.
+pub(super) const ALIGNMENT: u64 = 8;
+
+/// Sectors by which a file in direct mode grows at a time: 16 MiB.
+const GROWTH: u64 = 32 << 10;
+
+/// Most holes remembered; more stay dead until the extent is shrunk.
+const HOLES_MAX: usize = 1 << 18;
+
+/// Holes looked at before a new place is taken from the end.
+const PROBES_MAX: usize = 32;
+
+/// Consecutive sectors of the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) start: u64,
+    pub(super) sectors: u64,
+}
+
+/// The space of one file.
+pub(super) struct Space {
+    /// First sector never used.
+    free: u64,
+    /// First sector that the file does not have yet, where it grows ahead.
+    grown: u64,
+    grows_ahead: bool,
+    holes: BTreeMap<u64, u64>,
+}
+
+impl Space {
+    /// The space of a file that is used up to sector `free`.
+    pub(super) fn new(free: u64, grows_ahead: bool) -> Self {
+        Self { free, grown: free, grows_ahead, holes: BTreeMap::new() }
+    }
+
+    /// First sector never used.
+    pub(super) fn free(&self) -> u64 {
+        self.free
+    }
+
+    /// Takes `sectors` sectors in one piece for what stands at sector `lba` of the disk.
+    pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
+        let skip = lba.wrapping_sub(self.free) % ALIGNMENT;
+        if !self.holes.is_empty()
+            && (sectors >= ALIGNMENT || skip != 0)
+            && let Some(place) = self.take_hole(sectors, lba)
+        {
+            return Ok(place);
+        }
+        // Less than a page is not worth its alignment.
+        let skip = if sectors < ALIGNMENT { 0 } else { skip };
+        let start = self.free + skip;
+        let end = start + sectors;
+        if end > SECTORS_END {
+            let what = "the redo log has reached 2 TiB, where its format ends: consolidate it, or convert to SEsparse";
+            return Err(Error::new(ErrorKind::NoSpace, what));
+        }
+        if self.grows_ahead && end > self.grown {
+            self.grow(file, end)?;
+        }
+        self.give_back(Place { start: self.free, sectors: skip });
+        self.free = end;
+        Ok(start)
+    }
+
+    fn grow(&mut self, file: &dyn File, end: u64) -> Result<()> {
+        let context = || "cannot make the redo log longer".to_owned();
+        let far = (end + GROWTH).next_multiple_of(GROWTH);
+        let reserve = |to: u64| file.reserve(self.grown * SECTOR, (to - self.grown) * SECTOR);
+        self.grown = match reserve(far) {
+            Ok(()) => far,
+            // Near the end of the room there is, what is needed may still fit.
+            Err(error) if error.kind() == std::io::ErrorKind::StorageFull => {
+                reserve(end).during(context)?;
+                end
+            }
+            Err(error) => return Err(Error::io(context(), error)),
+        };
+        Ok(())
+    }
+
+    /// Takes `sectors` sectors out of a hole, if one of the lowest has room for them.
+    pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
+        let fitting = self.holes.iter().take(PROBES_MAX).find_map(|(&start, &length)| {
+            let skip = if sectors < ALIGNMENT { 0 } else { lba.wrapping_sub(start) % ALIGNMENT };
+            (length >= skip + sectors).then_some((start, length, skip))
+        });
+        let (start, length, skip) = fitting?;
+        self.holes.remove(&start);
+        self.give_back(Place { start, sectors: skip });
+        self.give_back(Place { start: start + skip + sectors, sectors: length - skip - sectors });
+        Some(start + skip)
+    }
+
+    /// Takes the lowest hole, or as much of it as is asked for: at least `unit` sectors, a multiple of it.
+    pub(super) fn take_part(&mut self, sectors: u64, unit: u64) -> Option<Place> {
+        let (start, length) = loop {
+            // Holes too small for one grain are of no use to anybody who asks here.
+            let (start, length) = self.holes.pop_first()?;
+            if length >= unit {
+                break (start, length);
+            }
+        };
+        let taken = sectors.min(length) / unit * unit;
+        self.give_back(Place { start: start + taken, sectors: length - taken });
+        Some(Place { start, sectors: taken })
+    }
+
+    /// A place that nobody was told of is a hole from now on.
+    pub(super) fn give_back(&mut self, place: Place) {
+        if place.sectors > 0 && self.holes.len() < HOLES_MAX {
+            self.holes.insert(place.start, place.sectors);
+        }
+    }
+
+    /// True when no further hole is remembered.
+    pub(super) fn is_full(&self) -> bool {
+        self.holes.len() >= HOLES_MAX
+    }
+
+    /// Forgets all holes.
+    pub(super) fn forget_holes(&mut self) {
+        self.holes.clear();
+    }
+
+    /// The file was cut to `sectors`.
+    pub(super) fn cut(&mut self, sectors: u64) {
+        self.free = sectors;
+        self.grown = sectors;
+        self.holes.split_off(&sectors);
+    }
+}

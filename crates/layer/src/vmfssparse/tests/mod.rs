@@ -1,0 +1,99 @@
+//! Redo logs: the trials that every format passes, and the setting for what is special about them.
+
+use super::*;
+use crate::model::{Subject, Trial, run_threads};
+use backend::IoMode;
+
+mod bytes;
+mod damage;
+mod outside;
+mod shrinking;
+mod speed;
+
+struct Cowd {
+    capacity: u64,
+    grain: u32,
+    cache_bytes: usize,
+}
+
+impl Subject for Cowd {
+    type Layer = VmfsSparse;
+
+    fn create(&self, file: Arc<dyn File>) -> Result<()> {
+        let options = CreateOptions { capacity: self.capacity * SECTOR, grain_sectors: self.grain };
+        create(file, "image", &options)
+    }
+
+    fn open(&self, file: Arc<dyn File>, writable: bool) -> Result<VmfsSparse> {
+        let options = OpenOptions { writable, cache_bytes: self.cache_bytes, ..OpenOptions::reading("image") };
+        VmfsSparse::open(file, &options)
+    }
+
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn maintain(&self, layer: &VmfsSparse, number: u64) -> Result<()> {
+        // Space that a crash would have left without a name, now and then in front of tables yet to come.
+        if !number.is_multiple_of(3) {
+            let mut space = layer.writer()?.space.lock();
+            space.take(layer.file.file().as_ref(), number / 3 % 300, 0)?;
+            layer.tables.raise_limit(space.free());
+        }
+        if number.is_multiple_of(4) {
+            layer.shrink(&|_| true)?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, layer: &VmfsSparse) {
+        let check = layer.check().unwrap();
+        assert_eq!(check.problems, Vec::<String>::new());
+        assert_eq!(check.zero_entries, 0, "no reader agrees with QEMU on them");
+    }
+}
+
+const SUBJECTS: [Cowd; 5] = [
+    Cowd { capacity: 3 * 4096 + 12, grain: 1, cache_bytes: CACHE_BYTES },
+    Cowd { capacity: 5 * 4096 + 1, grain: 1, cache_bytes: 0 },
+    Cowd { capacity: 8195, grain: 1, cache_bytes: CACHE_BYTES },
+    Cowd { capacity: 4096 * 8 + 813, grain: 8, cache_bytes: 0 },
+    Cowd { capacity: 4096 * 3 + 100, grain: 3, cache_bytes: CACHE_BYTES },
+];
+
+fn mode(seed: u64) -> IoMode {
+    if seed.is_multiple_of(3) { IoMode::Direct } else { IoMode::Buffered }
+}
+
+#[test]
+fn it_is_what_memory_is() {
+    for seed in 0..60u64 {
+        let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
+        Trial::new(subject, seed, mode(seed)).run(400);
+    }
+}
+
+const MANY_TABLES: Cowd = Cowd { capacity: 400 * 4096, grain: 1, cache_bytes: 0 };
+
+#[test]
+fn tables_made_during_a_commit_wait_for_the_next() {
+    for seed in 0..12u64 {
+        run_threads(&MANY_TABLES, seed * 2, IoMode::Buffered, 400);
+    }
+}
+
+#[test]
+fn threads_do_not_lose_each_others_writes() {
+    for seed in 0..60u64 {
+        let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
+        run_threads(subject, seed, mode(seed / 2), 300);
+    }
+}
+
+#[test]
+fn power_cuts_lose_nothing_that_was_flushed() {
+    for seed in 0..600u64 {
+        let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
+        Trial::new(subject, seed, mode(seed)).run_with_cuts(60, 3);
+    }
+}

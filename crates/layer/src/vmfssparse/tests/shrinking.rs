@@ -1,0 +1,154 @@
+//! Dead space is found and returned, whoever reads or writes meanwhile.
+
+use super::*;
+use crate::model::{Random, sector_bytes, stamps};
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+const CAPACITY: u64 = 20 * 4096;
+
+fn image(grain: u32) -> (SimulatedDisk, VmfsSparse) {
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions { capacity: CAPACITY * SECTOR, grain_sectors: grain }).unwrap();
+    (disk, VmfsSparse::open(file, &OpenOptions::writing("image")).unwrap())
+}
+
+fn write(layer: &VmfsSparse, lba: u64, count: u64, stamp: u64) {
+    let bytes: Vec<u8> = (lba..lba + count).flat_map(|lba| sector_bytes(lba, stamp)).collect();
+    layer.write(lba * SECTOR, &[&bytes]).unwrap();
+}
+
+/// Takes space that nothing will name.
+fn waste(layer: &VmfsSparse, sectors: u64) {
+    let mut space = layer.writer().unwrap().space.lock();
+    space.take(layer.file.file().as_ref(), sectors, 0).unwrap();
+    layer.tables.raise_limit(space.free());
+}
+
+fn expect(layer: &VmfsSparse, model: &[u64]) {
+    assert!(stamps(layer, 0..model.len() as u64).unwrap() == model);
+}
+
+/// Blocks all over the disk, with dead space before, between and behind them.
+fn scattered(layer: &VmfsSparse, grain: u64) -> Vec<u64> {
+    let mut random = Random::new(9);
+    let mut model = vec![0; CAPACITY as usize];
+    for stamp in 2..600 {
+        let lba = random.below(CAPACITY / 24) * 24;
+        let count = grain.max(8).min(CAPACITY - lba) / grain * grain;
+        waste(layer, 8 * random.below(12));
+        write(layer, lba, count, stamp);
+        model[lba as usize..(lba + count) as usize].fill(stamp);
+    }
+    model
+}
+
+#[test]
+fn all_dead_space_is_returned() {
+    for grain in [1, 8, 3] {
+        let (disk, layer) = image(grain);
+        let model = scattered(&layer, u64::from(grain));
+        let before = layer.usage().unwrap();
+        assert!(before.dead > before.mapped);
+        let shrunk = layer.shrink(&|_| true).unwrap();
+        let after = layer.usage().unwrap();
+        assert_eq!(after.mapped, before.mapped);
+        assert_eq!(shrunk.after, layer.writer().unwrap().space.lock().free() * SECTOR);
+        assert!(after.dead * 100 <= before.dead, "{} of {} dead bytes are left", after.dead, before.dead);
+        assert!(layer.check().unwrap().problems.is_empty());
+        expect(&layer, &model);
+        let shrunk = layer.shrink(&|_| true).unwrap();
+        assert_eq!(shrunk.moved, 0, "nothing is left to do");
+        layer.close().unwrap();
+        let file = disk.directory().open("image", IoMode::Buffered).unwrap();
+        assert_eq!(file.len().unwrap(), shrunk.after);
+        let layer = VmfsSparse::open(file, &OpenOptions::reading("image")).unwrap();
+        expect(&layer, &model);
+    }
+}
+
+#[test]
+fn it_stops_when_told_and_keeps_what_was_done() {
+    let (_disk, layer) = image(1);
+    let model = scattered(&layer, 1);
+    let error = layer.shrink(&|moved| moved < 64 << 10).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted);
+    expect(&layer, &model);
+    assert!(layer.check().unwrap().problems.is_empty());
+    layer.shrink(&|_| true).unwrap();
+    expect(&layer, &model);
+}
+
+#[test]
+fn places_outlive_whoever_was_told_of_them() {
+    let (_disk, layer) = image(1);
+    let model = scattered(&layer, 1);
+    let before = layer.file.file().len().unwrap();
+    let epoch = layer.epoch();
+    let mut extents = Vec::new();
+    layer.map(0..CAPACITY * SECTOR, usize::MAX, &mut extents).unwrap();
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let shrinking = scope.spawn(|| {
+            let shrunk = layer.shrink(&|_| true).unwrap();
+            done.store(true, Ordering::SeqCst);
+            shrunk
+        });
+        std::thread::sleep(Duration::from_millis(100));
+        // Writes go on, and must not touch what the old answer names either.
+        for stamp in 1000..1100u64 {
+            let lba = (stamp * 7919 % (CAPACITY / 24)) * 24 + 8;
+            write(&layer, lba, 8, stamp);
+        }
+        assert!(!done.load(Ordering::SeqCst));
+        assert!(layer.file.file().len().unwrap() >= before);
+        for extent in &extents {
+            let Content::Data { offset, .. } = extent.content else { continue };
+            let mut bytes = vec![0; extent.length as usize];
+            layer.file.read_at(&mut bytes, offset).unwrap();
+            for (lba, sector) in (extent.start / SECTOR..).zip(bytes.chunks(512)) {
+                assert!(sector == sector_bytes(lba, model[lba as usize]), "sector {lba}");
+            }
+        }
+        drop(epoch);
+        assert!(shrinking.join().unwrap().after < before);
+    });
+    assert!(layer.check().unwrap().problems.is_empty());
+}
+
+#[test]
+fn it_shrinks_under_writes() {
+    let (_disk, layer) = image(1);
+    let mut model = scattered(&layer, 1);
+    let before = layer.usage().unwrap();
+    let over = AtomicBool::new(false);
+    let layer_shared = &layer;
+    let (model, shrunk) = std::thread::scope(|scope| {
+        let writing = scope.spawn(|| {
+            let mut random = Random::new(5);
+            let mut stamp = 10_000;
+            while !over.load(Ordering::SeqCst) {
+                stamp += 1;
+                let lba = random.below(CAPACITY / 8) * 8;
+                write(layer_shared, lba, 8, stamp);
+                model[lba as usize..lba as usize + 8].fill(stamp);
+                if stamp % 50 == 0 {
+                    layer_shared.flush().unwrap();
+                }
+                std::thread::yield_now();
+            }
+            model
+        });
+        let shrunk = layer.shrink(&|_| true).unwrap();
+        over.store(true, Ordering::SeqCst);
+        (writing.join().unwrap(), shrunk)
+    });
+    expect(&layer, &model);
+    assert!(layer.check().unwrap().problems.is_empty());
+    let again = layer.shrink(&|_| true).unwrap();
+    expect(&layer, &model);
+    assert!(shrunk.moved > 0 && again.after <= shrunk.before.max(again.before));
+    assert!(layer.usage().unwrap().dead * 100 <= before.dead);
+}

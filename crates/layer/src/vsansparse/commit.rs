@@ -1,0 +1,280 @@
+//! Commits and checkpoints: the order in which things become durable.
+//!
+//! ```text
+//! begin       the header: open, of the next incarnation; what was replayed is checkpointed
+//! commit      payload is in the file already                                       flush
+//!             the changes of the map, into the log                                 durable write
+//! checkpoint  a commit of everything that the captured pages hold
+//!             pages over their older copies                                        flush
+//!             root blocks over theirs, if any changed                              flush
+//!             the header: the log is needed from here on                           durable write
+//! end         a checkpoint; the header, both copies: closed                        durable writes
+//! ```
+//!
+//! What a commit logs and what a checkpoint writes is taken in one moment, with `order` held alone: no change is in
+//! the one and not in the other. The log goes on while a checkpoint writes.
+
+use super::VsanSparse;
+use super::header::Header;
+use super::layout::{BLOCK, LOG_BLOCKS, UNIT_BLOCKS};
+use super::log::{Log, Pending, blocks_of};
+use super::map::CapturedRoot;
+use super::page::{self, Kind};
+use crate::aligned::AlignedFile;
+use crate::runs::cache::Captured;
+use crate::{Error, ErrorKind, IoContext, Result, read_only};
+use parking_lot::{Mutex, MutexGuard, RwLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Changes that may wait to be logged; beyond it a write commits.
+const PENDING_MAX: usize = 4096;
+
+/// Map pages that may wait for a checkpoint: 4 MiB to be written, and what recovery has to read.
+const CHANGED_PAGES_MAX: usize = 1024;
+
+/// Blocks of the log from which on a checkpoint is due.
+const LOG_DUE: u64 = LOG_BLOCKS / 2;
+
+/// Blocks of the log that commits leave to the checkpoint that makes room.
+const LOG_KEPT: u64 = LOG_BLOCKS / 4;
+
+/// What an object has when it is open for writing.
+pub(super) struct Writer {
+    /// True while it is open.
+    pub(super) gate: RwLock<bool>,
+    stopped: AtomicBool,
+    /// Commits begun, and the last one that has ended: whoever waits for one that began after his call is done with it.
+    begun: AtomicU64,
+    ended: AtomicU64,
+    checkpoint: Mutex<Checkpoint>,
+    log: Mutex<Log>,
+    pub(super) order: RwLock<()>,
+    pub(super) pending: Mutex<Pending>,
+    pub(super) space: Mutex<Space>,
+    pub(super) parent: bool,
+}
+
+/// The header as it was written last, and how many checkpoints this incarnation made.
+struct Checkpoint {
+    header: Header,
+    count: u64,
+}
+
+/// What a checkpoint writes.
+struct Job<'a> {
+    checkpoint: MutexGuard<'a, Checkpoint>,
+    pages: Vec<Captured>,
+    root: Vec<CapturedRoot>,
+    next: u64,
+}
+
+/// Where new grains go: one behind the other, in units that are taken from the file system when they are begun.
+pub(super) struct Space {
+    /// First block that was not handed out.
+    next: u64,
+    /// First block of the next unit.
+    reserved: u64,
+}
+
+impl Space {
+    /// Takes units so that `blocks` more blocks have room.
+    pub(super) fn prepare(&mut self, file: &AlignedFile, blocks: u64) -> Result<()> {
+        let end = self.next + blocks;
+        if end > self.reserved {
+            let end = end.next_multiple_of(UNIT_BLOCKS);
+            let reserved = file.file().reserve(self.reserved * BLOCK, (end - self.reserved) * BLOCK);
+            reserved.during(|| "cannot take a unit of 4 MiB".to_owned())?;
+            self.reserved = end;
+        }
+        Ok(())
+    }
+
+    /// Hands out blocks that follow each other.
+    pub(super) fn take(&mut self, blocks: u64) -> u64 {
+        self.next += blocks;
+        self.next - blocks
+    }
+
+    /// First block that was not handed out.
+    pub(super) fn next(&self) -> u64 {
+        self.next
+    }
+}
+
+impl VsanSparse {
+    pub(super) fn begin_writing(&mut self, mut log: Log, parent: bool) -> Result<()> {
+        let mut header = self.header.clone();
+        header.incarnation += 1;
+        header.clean = false;
+        log.incarnation = header.incarnation;
+        // Both copies: either of them may be the one that is left.
+        for _ in 0..2 {
+            header.write(&self.file).map_err(|error| error.context(&self.image))?;
+        }
+        let next = header.next;
+        // Units begin on multiples of their size; the last one may have been begun.
+        let reserved = next.next_multiple_of(UNIT_BLOCKS).min(self.map.limit()).max(next);
+        let changed = self.map.pages.changed() > 0 || log.used() > 0;
+        self.writer = Some(Writer {
+            gate: RwLock::new(true),
+            stopped: AtomicBool::new(false),
+            begun: AtomicU64::new(0),
+            ended: AtomicU64::new(0),
+            checkpoint: Mutex::new(Checkpoint { header, count: 0 }),
+            log: Mutex::new(log),
+            order: RwLock::new(()),
+            pending: Mutex::new(Pending::default()),
+            space: Mutex::new(Space { next, reserved }),
+            parent,
+        });
+        match (&self.writer, changed) {
+            (Some(writer), true) => self.commit(writer, true),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
+        if writer.stopped.load(Ordering::Acquire) {
+            let what = format!("{}: an earlier failure of the medium stopped all changes", self.image);
+            return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
+        }
+        match open {
+            true => Ok(()),
+            false => Err(read_only("closed vsansparse").context(&self.image)),
+        }
+    }
+
+    pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {
+        let _gate = writer.gate.read();
+        self.commit(writer, false)
+    }
+
+    /// Writes what has changed back by itself, so that the next flush is quick and recovery too. For whoever has time.
+    pub fn checkpoint(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => {
+                let _gate = writer.gate.read();
+                self.commit(writer, true)
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Commits when much waits for it; the caller holds the gate.
+    pub(super) fn commit_if_many(&self, writer: &Writer) -> Result<()> {
+        let pending = writer.pending.lock().len();
+        let changed = self.map.pages.changed();
+        match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
+            // Twice as much means that whoever writes it back does not keep up.
+            true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes everything written before durable; the caller holds the gate. With `full`, the log is emptied as well.
+    pub(super) fn commit(&self, writer: &Writer, mut full: bool) -> Result<()> {
+        let begun = writer.begun.load(Ordering::SeqCst);
+        loop {
+            let held = full.then(|| writer.checkpoint.lock());
+            let log = writer.log.lock();
+            self.check_open(writer, true)?;
+            if !full && writer.ended.load(Ordering::SeqCst) > begun {
+                return Ok(());
+            }
+            let needed = blocks_of(writer.pending.lock().len()) + 1;
+            if !full && log.used() + needed > LOG_BLOCKS - LOG_KEPT {
+                full = true;
+                continue;
+            }
+            let is_due = log.used() + needed > LOG_DUE || self.map.pages.changed() > CHANGED_PAGES_MAX;
+            let held = match held {
+                None if is_due => writer.checkpoint.try_lock(),
+                held => held,
+            };
+            let done = self.commit_captured(writer, log, held);
+            return done.inspect_err(|_| writer.stopped.store(true, Ordering::Release));
+        }
+    }
+
+    fn commit_captured(
+        &self,
+        writer: &Writer,
+        mut log: MutexGuard<'_, Log>,
+        held: Option<MutexGuard<'_, Checkpoint>>,
+    ) -> Result<()> {
+        let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        let (records, job) = {
+            let _order = writer.order.write();
+            let records = writer.pending.lock().take();
+            let job = held.map(|checkpoint| Job {
+                checkpoint,
+                pages: self.map.pages.capture(),
+                root: self.map.capture_root(),
+                next: writer.space.lock().next(),
+            });
+            (records, job)
+        };
+        self.sync()?;
+        log.append(&self.file, &records).map_err(|error| error.context(&self.image))?;
+        writer.ended.store(number, Ordering::SeqCst);
+        let end = *log;
+        drop(log);
+        match job {
+            Some(job) => self.write_checkpoint(writer, job, end),
+            None => Ok(()),
+        }
+    }
+
+    fn sync(&self) -> Result<()> {
+        self.file.file().sync().during(|| format!("{}: cannot flush", self.image))
+    }
+
+    /// Writes what was captured when the log ended at `end`.
+    fn write_checkpoint(&self, writer: &Writer, mut job: Job<'_>, end: Log) -> Result<()> {
+        job.checkpoint.count += 1;
+        let sequence = job.checkpoint.header.incarnation << 32 | job.checkpoint.count;
+        job.pages.sort_unstable_by_key(|page| page.index);
+        let mut copies = Vec::with_capacity(job.pages.len());
+        for captured in &job.pages {
+            let identity = self.map.identity(Kind::Page, captured.index);
+            let body = page::encode_entries(&captured.list);
+            copies.push(self.map.write_copy(&self.file, identity, sequence, captured.list.note, &body)?);
+        }
+        if !job.pages.is_empty() {
+            self.sync()?;
+        }
+        for (captured, copy) in job.pages.iter().zip(copies) {
+            self.map.change(&self.file, captured.index, |list| (list.note = copy, 0))?;
+        }
+        for root in &job.root {
+            self.map.write_root(&self.file, root, sequence)?;
+        }
+        if !job.root.is_empty() {
+            self.sync()?;
+        }
+        let header = &mut job.checkpoint.header;
+        header.tail = end.head;
+        header.tail_number = end.number;
+        header.next = job.next;
+        header.write(&self.file).map_err(|error| error.context(&self.image))?;
+        self.map.pages.release(&job.pages);
+        writer.log.lock().tail = end.head;
+        Ok(())
+    }
+
+    pub(super) fn end_writing(&self, writer: &Writer) -> Result<()> {
+        let mut open = writer.gate.write();
+        if !*open {
+            return Ok(());
+        }
+        *open = false;
+        self.commit(writer, true)?;
+        let mut checkpoint = writer.checkpoint.lock();
+        checkpoint.header.clean = true;
+        for _ in 0..2 {
+            let written = checkpoint.header.write(&self.file);
+            written.inspect_err(|_| writer.stopped.store(true, Ordering::Release))?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,45 @@
+//! Making an empty object: areas first, a flush, then the header. A crash before that leaves no object.
+
+use super::header::Header;
+use super::layout::{BLOCK, LOG_BLOCKS, LOG_START, Layout};
+use crate::aligned::AlignedFile;
+use crate::{IoContext, Result};
+use backend::{Buffer, File};
+use std::sync::Arc;
+
+/// What an object is made like.
+#[derive(Clone, Debug)]
+pub struct CreateOptions {
+    /// Capacity in bytes: a multiple of 512, 64 TiB at the most.
+    pub capacity: u64,
+    /// A number that no other object has.
+    pub id: [u8; 16],
+}
+
+/// Makes an object in an empty file; it is durable when this returns.
+pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Result<()> {
+    let layout = Layout::new(options.capacity).map_err(|error| error.context(image))?;
+    let context = || format!("{image}: cannot be made");
+    let file = AlignedFile::new(file);
+    file.file().set_len(layout.data * BLOCK).during(context)?;
+    // The log is a hole nowhere: appending to it changes nothing but its own blocks. The root has its space as well.
+    let zeros = Buffer::zeroed(LOG_BLOCKS as usize);
+    file.write_at(&[&zeros], LOG_START * BLOCK, false).during(context)?;
+    let root = layout.root_copies(0)..layout.root_copies(layout.root_blocks);
+    file.file().reserve(root.start * BLOCK, (root.end - root.start) * BLOCK).during(context)?;
+    file.file().sync().during(context)?;
+    let mut header = Header {
+        id: options.id,
+        sequence: 0,
+        capacity: options.capacity,
+        incarnation: 0,
+        tail: 0,
+        tail_number: 1,
+        next: layout.data,
+        clean: true,
+    };
+    for _ in 0..2 {
+        header.write(&file).map_err(|error| error.context(image))?;
+    }
+    Ok(())
+}

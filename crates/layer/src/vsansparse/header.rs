@@ -1,0 +1,144 @@
+//! The header: what opening needs before anything else. Two copies of one block each; a new one is written over the
+//! older of the two, with one durable write, so that a torn write leaves the other.
+
+use super::layout::{BLOCK, COPIES, Layout};
+use crate::aligned::AlignedFile;
+use crate::{Error, ErrorKind, IoContext, Result};
+
+/// What a file begins with.
+pub const MAGIC: [u8; 8] = *b"LMVSANSP";
+
+const VERSION: u32 = 1;
+const SIZE: usize = BLOCK as usize;
+const OFFSET_CHECKSUM: usize = 12;
+
+/// A header that is in order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// Tells this object from every other.
+    pub id: [u8; 16],
+    /// Which of two copies is newer.
+    pub sequence: u64,
+    /// Bytes of the disk.
+    pub capacity: u64,
+    /// How often it was opened for writing.
+    pub incarnation: u64,
+    /// Position of the oldest batch of the log that is needed, in blocks.
+    pub tail: u64,
+    /// The number of that batch.
+    pub tail_number: u64,
+    /// First block that no unit has handed out.
+    pub next: u64,
+    /// Closed properly: nothing to replay.
+    pub clean: bool,
+}
+
+impl Header {
+    /// The header as a block.
+    pub(super) fn encode(&self) -> [u8; SIZE] {
+        let mut bytes = [0; SIZE];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.id);
+        let numbers =
+            [self.sequence, self.capacity, self.incarnation, self.tail, self.tail_number, self.next, self.clean.into()];
+        for (field, number) in bytes[32..].chunks_exact_mut(8).zip(numbers) {
+            field.copy_from_slice(&number.to_le_bytes());
+        }
+        seal(&mut bytes, OFFSET_CHECKSUM);
+        bytes
+    }
+
+    /// Reads a copy; `None` where there is none that is whole.
+    fn decode(bytes: &[u8; SIZE]) -> Result<Option<Self>> {
+        if bytes[..8] != MAGIC || !is_sealed(bytes, OFFSET_CHECKSUM) {
+            return Ok(None);
+        }
+        let mut field = [0; 4];
+        field.copy_from_slice(&bytes[8..12]);
+        if u32::from_le_bytes(field) != VERSION {
+            let what = format!("version {} of the format is not known, only {VERSION} is", u32::from_le_bytes(field));
+            return Err(Error::new(ErrorKind::Unsupported, what));
+        }
+        let mut id = [0; 16];
+        id.copy_from_slice(&bytes[16..32]);
+        let number = |index: usize| u64_at(bytes, 32 + index * 8);
+        let header = Self {
+            id,
+            sequence: number(0),
+            capacity: number(1),
+            incarnation: number(2),
+            tail: number(3),
+            tail_number: number(4),
+            next: number(5),
+            clean: number(6) == 1,
+        };
+        header.check()?;
+        Ok(Some(header))
+    }
+
+    fn check(&self) -> Result<()> {
+        let layout = Layout::new(self.capacity)?;
+        // Numbers that only grow, and will never be as large: sums of them cannot overflow.
+        let counters = [self.sequence, self.tail, self.tail_number];
+        let reached = counters.iter().any(|counter| *counter > 1 << 60) || self.incarnation > 1 << 30;
+        // Every grain has one place at the most, and what a crash loses is little.
+        let most = layout.data + 2 * layout.grains + (1 << 30);
+        if reached || self.next < layout.data || self.next > most {
+            return Err(Error::new(ErrorKind::Corrupt, "its header holds numbers that cannot be"));
+        }
+        Ok(())
+    }
+
+    /// Reads the newer of the copies that are whole.
+    pub(super) fn read(file: &AlignedFile) -> Result<Self> {
+        let mut bytes = vec![0; SIZE * COPIES as usize];
+        file.read_at(&mut bytes, 0).during(|| "cannot read the header".to_owned())?;
+        let mut newest: Option<Self> = None;
+        for copy in bytes.chunks_exact(SIZE) {
+            let mut block = [0; SIZE];
+            block.copy_from_slice(copy);
+            if let Some(header) = Self::decode(&block)?
+                && newest.as_ref().is_none_or(|newest| newest.sequence < header.sequence)
+            {
+                newest = Some(header);
+            }
+        }
+        let what = "this is no vsanSparse object: neither copy of its header is whole";
+        newest.ok_or_else(|| Error::new(ErrorKind::Invalid, what))
+    }
+
+    /// Writes the next header over the older copy; durable on return.
+    pub(super) fn write(&mut self, file: &AlignedFile) -> Result<()> {
+        self.sequence += 1;
+        let offset = self.sequence % COPIES * BLOCK;
+        file.write_at(&[&self.encode()], offset, true).during(|| "cannot write the header".to_owned())
+    }
+}
+
+/// The checksum of a structure, in which its own field counts as zero.
+fn checksum(bytes: &[u8], field: usize) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    digest.update(&bytes[..field]);
+    digest.update(&[0; 4]);
+    digest.update(&bytes[field + 4..]);
+    digest.finalize() as u32
+}
+
+/// Puts the checksum into its field.
+pub(super) fn seal(bytes: &mut [u8], field: usize) {
+    let sum = checksum(bytes, field);
+    bytes[field..field + 4].copy_from_slice(&sum.to_le_bytes());
+}
+
+/// Whether the checksum is right.
+pub(super) fn is_sealed(bytes: &[u8], field: usize) -> bool {
+    bytes[field..field + 4] == checksum(bytes, field).to_le_bytes()
+}
+
+/// A number in a structure.
+pub(super) fn u64_at(bytes: &[u8], offset: usize) -> u64 {
+    let mut field = [0; 8];
+    field.copy_from_slice(&bytes[offset..offset + 8]);
+    u64::from_le_bytes(field)
+}

@@ -1,0 +1,283 @@
+//! The map in memory: the root, which says of each page whether there is one, and the pages, read on demand.
+//!
+//! 1. The root is in memory whole, as far as anything is there: a quarter of a byte for 2 MiB of the disk. It is read
+//!    without a lock.
+//! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as
+//!    changed, before the root says that it is stored, and written before the root's block is.
+//! 3. Pages are changed under their lock in the cache. Whoever logs the change does so under the same lock: the order
+//!    in the log is that in memory.
+
+use super::header::Header;
+use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};
+use super::page::{self, Identity, Kind, ZERO};
+use crate::aligned::AlignedFile;
+use crate::runs::RunList;
+use crate::runs::cache::RunCache;
+use crate::{Error, ErrorKind, IoContext, Result};
+use parking_lot::Mutex;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+
+const WORDS: usize = ROOT_PAGES as usize * 2 / 64;
+
+/// What the root says of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum State {
+    /// All of it is absent.
+    Absent = 0,
+    /// There is a page.
+    Stored = 1,
+    /// All of it is zeros that hide the parent, and has no place.
+    Zero = 2,
+}
+
+/// Part of the root.
+struct RootBlock {
+    words: [AtomicU64; WORDS],
+    changed: AtomicBool,
+    /// Which copy is the current one, counted from 1; 0 for none.
+    copy: AtomicU32,
+}
+
+impl Default for RootBlock {
+    fn default() -> Self {
+        Self { words: [const { AtomicU64::new(0) }; WORDS], changed: AtomicBool::new(false), copy: AtomicU32::new(0) }
+    }
+}
+
+/// A root block as it was captured.
+pub(super) struct CapturedRoot {
+    pub(super) index: u32,
+    pub(super) body: Vec<u8>,
+    copy: u32,
+}
+
+/// The map of an object.
+pub(super) struct Map {
+    pub(super) layout: Layout,
+    pub(super) pages: RunCache,
+    image: String,
+    id: [u8; 16],
+    root: Box<[OnceLock<Box<RootBlock>>]>,
+    /// Places end here.
+    limit: AtomicU64,
+    /// Held while the root's word on a page changes.
+    births: Mutex<()>,
+    /// While the log is replayed, a torn copy is what an interrupted checkpoint has left.
+    replaying: AtomicBool,
+}
+
+impl Map {
+    /// Reads the root.
+    pub(super) fn open(file: &AlignedFile, header: &Header, image: &str, cache_bytes: usize) -> Result<Self> {
+        let layout = Layout::new(header.capacity)?;
+        let length = file.file().len().during(|| format!("{image}: cannot find out its length"))?;
+        if length < layout.data * BLOCK {
+            let what = format!("{image}: it has {length} bytes, its map alone takes {}", layout.data * BLOCK);
+            return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
+        }
+        let root = (0..layout.root_blocks).map(|_| OnceLock::new()).collect();
+        let map = Self {
+            pages: RunCache::new(cache_bytes),
+            image: image.to_owned(),
+            id: header.id,
+            root,
+            limit: AtomicU64::new(length.div_ceil(BLOCK)),
+            births: Mutex::new(()),
+            replaying: AtomicBool::new(!header.clean),
+            layout,
+        };
+        for index in 0..map.layout.root_blocks {
+            map.read_root(file, index)?;
+        }
+        Ok(map)
+    }
+
+    fn read_root(&self, file: &AlignedFile, index: u32) -> Result<()> {
+        let mut copies = [0; (BLOCK * COPIES) as usize];
+        let context = || format!("{}: cannot read root block {index}", self.image);
+        file.read_at(&mut copies, self.layout.root_copies(index) * BLOCK).during(context)?;
+        let current = page::choose(self.identity(Kind::Root, index), &copies);
+        self.check_copies(&current, Kind::Root, index)?;
+        if current.copy.is_none() && !current.broken {
+            return Ok(());
+        }
+        let block = RootBlock::default();
+        for (word, bytes) in block.words.iter().zip(current.body.chunks_exact(8)) {
+            let mut field = [0; 8];
+            field.copy_from_slice(bytes);
+            let value = u64::from_le_bytes(field);
+            // 3 is no state.
+            if value & (value >> 1) & 0x5555_5555_5555_5555 != 0 {
+                return Err(self.corrupt(format!("root block {index} holds what cannot be")));
+            }
+            word.store(value, Ordering::Relaxed);
+        }
+        block.copy.store(current.copy.map_or(0, |copy| copy as u32 + 1), Ordering::Relaxed);
+        // A torn copy is written over before the next crash can happen.
+        block.changed.store(current.broken, Ordering::Relaxed);
+        let _ = self.root[index as usize].set(Box::new(block));
+        Ok(())
+    }
+
+    fn check_copies(&self, current: &page::Current<'_>, kind: Kind, index: u32) -> Result<()> {
+        match current.broken && !self.replaying.load(Ordering::Relaxed) {
+            true => Err(self.corrupt(format!("a copy of {kind:?} {index} of the map fails its checksum"))),
+            false => Ok(()),
+        }
+    }
+
+    pub(super) fn corrupt(&self, what: String) -> Error {
+        Error::new(ErrorKind::Corrupt, format!("{}: {what}", self.image))
+    }
+
+    pub(super) fn identity(&self, kind: Kind, index: u32) -> Identity {
+        Identity { id: self.id, kind, index }
+    }
+
+    /// Replaying is over.
+    pub(super) fn replayed(&self) {
+        self.replaying.store(false, Ordering::Relaxed);
+    }
+
+    /// Places end here.
+    pub(super) fn limit(&self) -> u64 {
+        self.limit.load(Ordering::Acquire)
+    }
+
+    /// Blocks before `block` are in use.
+    pub(super) fn raise_limit(&self, block: u64) {
+        self.limit.fetch_max(block, Ordering::AcqRel);
+    }
+
+    /// What the root says of page `index`.
+    pub(super) fn state(&self, index: u32) -> State {
+        let Some(block) = self.root.get((index / ROOT_PAGES) as usize).and_then(OnceLock::get) else {
+            return State::Absent;
+        };
+        let at = index % ROOT_PAGES;
+        match block.words[at as usize / 32].load(Ordering::Acquire) >> (at % 32 * 2) & 3 {
+            1 => State::Stored,
+            2 => State::Zero,
+            _ => State::Absent,
+        }
+    }
+
+    /// The caller holds `births`.
+    fn set_state(&self, index: u32, state: State) {
+        let block = self.root[(index / ROOT_PAGES) as usize].get_or_init(Box::default);
+        let at = index % ROOT_PAGES;
+        let word = &block.words[at as usize / 32];
+        let value = word.load(Ordering::Relaxed) & !(3 << (at % 32 * 2)) | (state as u64) << (at % 32 * 2);
+        word.store(value, Ordering::Release);
+        block.changed.store(true, Ordering::Relaxed);
+    }
+
+    /// Makes a page that has nothing be zeros; `log` is called if that changes it. False when there is a page.
+    pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
+        let _births = self.births.lock();
+        match self.state(index) {
+            State::Stored => return false,
+            State::Zero => {}
+            State::Absent => {
+                self.set_state(index, State::Zero);
+                log();
+            }
+        }
+        true
+    }
+
+    /// Page `index` as the file has it.
+    pub(super) fn load(&self, file: &AlignedFile, index: u32) -> Result<RunList> {
+        let mut copies = [0; (BLOCK * COPIES) as usize];
+        let context = || format!("{}: cannot read page {index} of the map", self.image);
+        file.read_at(&mut copies, self.layout.page_copies(index) * BLOCK).during(context)?;
+        let current = page::choose(self.identity(Kind::Page, index), &copies);
+        self.check_copies(&current, Kind::Page, index)?;
+        let Some(copy) = current.copy else {
+            return Err(self.corrupt(format!("page {index} of the map is not there")));
+        };
+        let valid = self.layout.data..self.limit();
+        let list = page::decode_entries(current.body, self.layout.page_grains(index), &valid);
+        let mut list = list.ok_or_else(|| self.corrupt(format!("page {index} of the map holds what cannot be")))?;
+        list.note = copy as u32 + 1;
+        Ok(list)
+    }
+
+    /// Changes page `index`, which is made if there is none. Captures must be kept out.
+    pub(super) fn change<R>(
+        &self,
+        file: &AlignedFile,
+        index: u32,
+        change: impl FnOnce(&mut RunList) -> (R, u64),
+    ) -> Result<R> {
+        if self.state(index) != State::Stored {
+            let _births = self.births.lock();
+            let mut list = RunList::new(1);
+            let state = self.state(index);
+            if state == State::Zero {
+                list.set(0..self.layout.page_grains(index), ZERO, 0);
+            }
+            if state != State::Stored {
+                self.pages.insert_new(index, list, 1);
+                self.set_state(index, State::Stored);
+            }
+        }
+        self.pages.change(index, || self.load(file, index), change)
+    }
+
+    /// Takes all root blocks that changed. One capture at a time.
+    pub(super) fn capture_root(&self) -> Vec<CapturedRoot> {
+        let blocks = (0..).zip(self.root.iter()).filter_map(|(index, block)| Some((index, block.get()?)));
+        let changed = blocks.filter(|(_, block)| block.changed.swap(false, Ordering::Relaxed));
+        let captured = changed.map(|(index, block)| CapturedRoot {
+            index,
+            body: block.words.iter().flat_map(|word| word.load(Ordering::Relaxed).to_le_bytes()).collect(),
+            copy: block.copy.load(Ordering::Relaxed),
+        });
+        captured.collect()
+    }
+
+    /// Writes a page or root block over its older copy; says which copy that is.
+    pub(super) fn write_copy(
+        &self,
+        file: &AlignedFile,
+        identity: Identity,
+        sequence: u64,
+        current: u32,
+        body: &[u8],
+    ) -> Result<u32> {
+        let copy = if current == 1 { 1 } else { 0 };
+        let first = match identity.kind {
+            Kind::Page => self.layout.page_copies(identity.index),
+            Kind::Root => self.layout.root_copies(identity.index),
+        };
+        let block = page::encode(identity, sequence, body);
+        let context = || format!("{}: cannot write the map", self.image);
+        file.write_at(&[&block], (first + copy) * BLOCK, false).during(context)?;
+        Ok(copy as u32 + 1)
+    }
+
+    /// Writes a captured root block.
+    pub(super) fn write_root(&self, file: &AlignedFile, root: &CapturedRoot, sequence: u64) -> Result<()> {
+        let identity = self.identity(Kind::Root, root.index);
+        let copy = self.write_copy(file, identity, sequence, root.copy, &root.body)?;
+        if let Some(block) = self.root[root.index as usize].get() {
+            block.copy.store(copy, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Page `index` for a look at all of them, past the cache; `None` where there is none.
+    pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<std::sync::Arc<RunList>>> {
+        if self.state(index) != State::Stored {
+            return Ok(None);
+        }
+        match self.pages.peek(index) {
+            Some(list) => Ok(Some(list)),
+            None => Ok(Some(std::sync::Arc::new(self.load(file, index)?))),
+        }
+    }
+}
+
+const _: () = assert!(PAGE_GRAINS <= crate::runs::ENTRIES_MAX as u64);

@@ -1,0 +1,219 @@
+//! vsanSparse: a delta object with an extent map of its own, in which space is taken in units of 4 MiB.
+//!
+//! ```text
+//! header, twice | log (1 MiB) | root | map pages | units of 4 MiB, filled one after another as grains are first
+//! written
+//! ```
+//!
+//! vSAN keeps its deltas as objects of its store, and no file format of theirs exists. This one is lamina's, with their
+//! behaviour; its bytes are on its page: docs/format/vsansparse.md. What must hold:
+//!
+//! 1. A grain (4 KiB) that has been given a place keeps it. Writing again goes there, discarding punches a hole there,
+//!    and writing after that goes there too. So places are never freed, nothing that was told of one has to be waited
+//!    for, and the file is never longer than the disk and its map.
+//! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A
+//!    flush is one flush of the file, and one append to the log if the map changed.
+//! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
+//!    the header that lets go of the log up to there. Whenever the power goes, the log or a whole copy has it.
+//! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
+//! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
+//!    opened again. What read with a failed checksum is an error, never data.
+//!
+//! Locks, outermost first: the gate (shared by changes, alone by closing), `checkpoint`, `log`, `order` (shared by
+//! changes of the map, alone by captures), `births` and the cache's own, `pending`, `space`. None but the gate is held
+//! while payload is read or written.
+
+mod check;
+mod commit;
+mod create;
+pub mod header;
+mod layout;
+mod log;
+mod map;
+mod page;
+mod recover;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use check::Check;
+pub use create::{CreateOptions, create};
+pub use layout::{BLOCK, UNIT};
+
+use crate::aligned::AlignedFile;
+use crate::extents::{Answer, check_range};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use backend::File;
+use commit::Writer;
+use header::Header;
+use map::{Map, State};
+use page::{DATA, ZERO, ZERO_RESERVED};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Memory for map pages of one object, unless told otherwise: 8 MiB are a million fragments.
+pub const CACHE_BYTES: usize = 8 << 20;
+
+/// How an object is opened.
+#[derive(Clone, Debug)]
+pub struct OpenOptions {
+    /// What messages call the image.
+    pub image: String,
+    /// Open it for writing.
+    pub writable: bool,
+    /// A parent shows through where the object has nothing. Without one, zeros need no entry.
+    pub parent: bool,
+    /// Bytes of memory for map pages that can be read again.
+    pub cache_bytes: usize,
+}
+
+impl OpenOptions {
+    /// For reading an image over a parent.
+    pub fn reading(image: impl Into<String>) -> Self {
+        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
+    }
+
+    /// For writing an image over a parent.
+    pub fn writing(image: impl Into<String>) -> Self {
+        Self { writable: true, ..Self::reading(image) }
+    }
+}
+
+/// An open delta object.
+pub struct VsanSparse {
+    image: String,
+    file: AlignedFile,
+    header: Header,
+    map: Map,
+    writer: Option<Writer>,
+}
+
+impl VsanSparse {
+    /// Opens an object. What a crash has left is replayed, in memory only where it is opened for reading.
+    pub fn open(file: Arc<dyn File>, options: &OpenOptions) -> Result<Self> {
+        let image = options.image.clone();
+        let file = AlignedFile::new(file);
+        let header = Header::read(&file).map_err(|error| error.context(&image))?;
+        let map = Map::open(&file, &header, &image, options.cache_bytes)?;
+        let mut layer = Self { image, file, header, map, writer: None };
+        let log = layer.recover()?;
+        if options.writable {
+            layer.begin_writing(log, options.parent)?;
+        }
+        Ok(layer)
+    }
+
+    /// The header as it was when the object was opened.
+    pub fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The grains that a range of bytes touches.
+    fn grains(range: &Range<u64>) -> Range<u64> {
+        range.start / BLOCK..range.end.div_ceil(BLOCK)
+    }
+
+    fn writer(&self) -> Result<&Writer> {
+        self.writer.as_ref().ok_or_else(|| read_only(self.format()).context(&self.image))
+    }
+}
+
+impl Layer for VsanSparse {
+    fn capacity(&self) -> u64 {
+        self.header.capacity
+    }
+
+    fn grain(&self) -> u64 {
+        BLOCK
+    }
+
+    fn format(&self) -> &'static str {
+        "vsansparse"
+    }
+
+    fn writable(&self) -> bool {
+        self.writer.is_some()
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        check_range(&self.image, &range, self.capacity(), SECTOR)?;
+        let mut answer = Answer::new(out, most);
+        for (index, entries) in self.map.layout.split(Self::grains(&range)) {
+            let base = u64::from(index) * layout::PAGE_GRAINS;
+            let clip = |first: u64, count: u64| {
+                let start = (first * BLOCK).max(range.start);
+                (start, ((first + count) * BLOCK).min(range.end) - start)
+            };
+            let whole = match self.map.state(index) {
+                State::Absent => Some(Content::Absent),
+                State::Zero => Some(Content::Zero),
+                State::Stored => None,
+            };
+            if let Some(content) = whole {
+                let (start, length) = clip(base + u64::from(entries.start), entries.len() as u64);
+                if !answer.say(start, length, content) {
+                    return Ok(());
+                }
+                continue;
+            }
+            let load = || self.map.load(&self.file, index);
+            let told = self.map.pages.read(index, load, |page| {
+                page.pieces(entries).all(|piece| {
+                    let first = base + u64::from(piece.first);
+                    let (start, length) = clip(first, u64::from(piece.count));
+                    let content = match piece.what {
+                        Some((DATA, place)) => {
+                            Content::Data { file: 0, offset: place * BLOCK + (start - first * BLOCK) }
+                        }
+                        Some((ZERO | ZERO_RESERVED, _)) => Content::Zero,
+                        _ => Content::Absent,
+                    };
+                    answer.say(start, length, content)
+                })
+            });
+            match told {
+                Ok(true) => {}
+                Ok(false) => return Ok(()),
+                Err(error) if answer.is_empty() => return Err(error),
+                // What could be told stays said; the damage is met when it is asked for itself.
+                Err(_) => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        match index {
+            0 => Ok(self.file.file()),
+            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
+        }
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        self.write_range(self.writer()?, start, slices)
+    }
+
+    fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
+        self.zero_range(self.writer()?, range, keep)
+    }
+
+    fn flush(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.flush_writes(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn close(&self) -> Result<()> {
+        match &self.writer {
+            Some(writer) => self.end_writing(writer),
+            None => Ok(()),
+        }
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let survey = self.survey()?;
+        let allocated = self.file.file().allocated().during(|| format!("{}: cannot find out its size", self.image))?;
+        Ok(Usage { allocated, mapped: survey.grains * BLOCK, dead: survey.dead * BLOCK })
+    }
+}

@@ -1,0 +1,164 @@
+//! Map pages and root blocks as bytes: one block each, in two copies that are written in turn.
+//!
+//! A copy is whole when its checksum holds, and it is this object's and in its place. Of two whole ones the one with
+//! the greater sequence counts. A copy that is all zeros was never written. A copy that is neither is a torn write,
+//! which only the pages and root blocks of an interrupted checkpoint can have; those are replayed from the log and
+//! written again before anything else happens, so that at any other time it is damage and not to be read around.
+
+use super::header::{is_sealed, seal, u64_at};
+use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};
+use crate::runs::{Run, RunList};
+use std::ops::Range;
+
+const SIZE: usize = BLOCK as usize;
+const MAGIC: [u8; 4] = *b"LVSM";
+const OFFSET_CHECKSUM: usize = 4;
+/// First byte behind the head.
+const BODY: usize = 64;
+
+/// Bytes of an entry: 38 bits of block, 8 of zero, 2 of state.
+const ENTRY_SIZE: usize = 6;
+const PLACE_MASK: u64 = (1 << 38) - 1;
+const STATE_SHIFT: u32 = 46;
+
+/// Entry or run: a place is kept for the grain, which is absent still. Only in memory.
+pub(super) const RESERVED: u8 = 0;
+/// Entry or run: the grain's bytes are at its place.
+pub(super) const DATA: u8 = 1;
+/// Entry or run: zeros; a place may be kept.
+pub(super) const ZERO: u8 = 2;
+/// Run: zeros; the place that is kept is not in the log yet. Only in memory.
+pub(super) const ZERO_RESERVED: u8 = 3;
+
+/// What a block of the map is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Page = 1,
+    Root = 2,
+}
+
+/// Which block of which object.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Identity {
+    pub(super) id: [u8; 16],
+    pub(super) kind: Kind,
+    pub(super) index: u32,
+}
+
+/// A copy as it was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Found {
+    /// Whole.
+    Whole {
+        /// Greater in the newer of two.
+        sequence: u64,
+    },
+    /// Never written.
+    Empty,
+    /// Torn, or damaged.
+    Broken,
+}
+
+/// The head of a block, but for its checksum.
+fn head(identity: Identity, sequence: u64) -> [u8; 40] {
+    let mut bytes = [0; 40];
+    bytes[..4].copy_from_slice(&MAGIC);
+    bytes[8..24].copy_from_slice(&identity.id);
+    bytes[24..28].copy_from_slice(&identity.index.to_le_bytes());
+    bytes[28..32].copy_from_slice(&(identity.kind as u32).to_le_bytes());
+    bytes[32..].copy_from_slice(&sequence.to_le_bytes());
+    bytes
+}
+
+/// The block of a body.
+pub(super) fn encode(identity: Identity, sequence: u64, body: &[u8]) -> [u8; SIZE] {
+    let mut bytes = [0; SIZE];
+    bytes[..40].copy_from_slice(&head(identity, sequence));
+    bytes[BODY..BODY + body.len()].copy_from_slice(body);
+    seal(&mut bytes, OFFSET_CHECKSUM);
+    bytes
+}
+
+fn inspect(identity: Identity, bytes: &[u8]) -> Found {
+    if bytes.iter().all(|byte| *byte == 0) {
+        return Found::Empty;
+    }
+    let expected = head(identity, u64_at(bytes, 32));
+    match bytes[..4] == expected[..4] && bytes[8..40] == expected[8..] && is_sealed(bytes, OFFSET_CHECKSUM) {
+        true => Found::Whole { sequence: u64_at(bytes, 32) },
+        false => Found::Broken,
+    }
+}
+
+/// The current one of two copies.
+pub(super) struct Current<'a> {
+    /// Which of the two; `None` when neither is whole.
+    pub(super) copy: Option<usize>,
+    /// Its body; empty when there is none.
+    pub(super) body: &'a [u8],
+    /// One of the copies is torn or damaged.
+    pub(super) broken: bool,
+}
+
+/// Chooses between the copies.
+pub(super) fn choose(identity: Identity, copies: &[u8]) -> Current<'_> {
+    let mut current = Current { copy: None, body: &[], broken: false };
+    let mut newest = 0;
+    for (index, bytes) in copies.chunks_exact(SIZE).take(COPIES as usize).enumerate() {
+        match inspect(identity, bytes) {
+            Found::Whole { sequence } if current.copy.is_none() || sequence > newest => {
+                newest = sequence;
+                current.copy = Some(index);
+                current.body = &bytes[BODY..];
+            }
+            Found::Broken => current.broken = true,
+            _ => {}
+        }
+    }
+    current
+}
+
+/// The body of a map page.
+pub(super) fn encode_entries(list: &RunList) -> Vec<u8> {
+    let mut body = vec![0; PAGE_GRAINS as usize * ENTRY_SIZE];
+    for run in list.runs() {
+        let (state, place) = match run.kind {
+            DATA => (DATA, run.place),
+            ZERO => (ZERO, run.place),
+            // A place that the log does not know may be handed out again after a crash.
+            ZERO_RESERVED => (ZERO, 0),
+            _ => continue,
+        };
+        let entries = body[run.first as usize * ENTRY_SIZE..].chunks_exact_mut(ENTRY_SIZE);
+        for (at, entry) in (0..u64::from(run.count)).zip(entries) {
+            let place = if place == 0 { 0 } else { place + at };
+            let value = u64::from(state) << STATE_SHIFT | place;
+            entry.copy_from_slice(&value.to_le_bytes()[..ENTRY_SIZE]);
+        }
+    }
+    body
+}
+
+/// Reads the body of a map page of `grains` entries, whose places lie in `valid`; `None` when it holds what cannot be.
+pub(super) fn decode_entries(body: &[u8], grains: u32, valid: &Range<u64>) -> Option<RunList> {
+    let mut list = RunList::new(1);
+    for (first, entry) in (0..grains).zip(body.chunks_exact(ENTRY_SIZE)) {
+        let mut field = [0; 8];
+        field[..ENTRY_SIZE].copy_from_slice(entry);
+        let value = u64::from_le_bytes(field);
+        let (kind, place) = ((value >> STATE_SHIFT) as u8, value & PLACE_MASK);
+        match kind {
+            _ if value == 0 => continue,
+            DATA if valid.contains(&place) => {}
+            ZERO if place == 0 || valid.contains(&place) => {}
+            _ => return None,
+        }
+        list.push(Run { first, count: 1, kind, place });
+    }
+    list.shrink_to_fit();
+    Some(list)
+}
+
+const _: () = assert!(BODY + PAGE_GRAINS as usize * ENTRY_SIZE <= SIZE);
+const _: () = assert!(BODY + ROOT_PAGES as usize / 4 <= SIZE);
+const _: () = assert!(PLACE_MASK == crate::runs::PLACE_MAX);

@@ -1,0 +1,107 @@
+//! What happens after a crash: the log is read from its tail on, and each change is made again, in order.
+//!
+//! A page may be newer in the file than the log's tail: a checkpoint was interrupted. Making old changes and then the
+//! newer ones again ends where it was, since each change says what the entries are and not how they differ; and
+//! nothing is in a page that is not in the log or before its tail.
+
+use super::VsanSparse;
+use super::layout::PAGE_GRAINS;
+use super::log::{Log, Record};
+use super::page::{DATA, RESERVED, ZERO, ZERO_RESERVED};
+use crate::Result;
+use crate::runs::RunList;
+use std::ops::Range;
+
+/// Most pages that a log changes; a writer makes a checkpoint long before.
+const CHANGED_PAGES_MAX: usize = 1 << 16;
+
+/// Pages that a log may touch again and again, beside four times those of the disk: what bounds the time of a replay.
+const VISITS_MAX: u64 = 1 << 26;
+
+/// What became of entries that were made zeros.
+pub(super) struct Zeroed {
+    /// Those that were something else before.
+    pub(super) changed: Vec<Range<u32>>,
+    /// Places that hold nothing any more: first block and count.
+    pub(super) places: Vec<(u64, u64)>,
+}
+
+/// Makes entries zeros, and keeps the places they have. Those that are absent only if a parent shows through there.
+pub(super) fn zero_entries(list: &mut RunList, entries: Range<u32>, parent: bool) -> Zeroed {
+    let mut zeroed = Zeroed { changed: Vec::new(), places: Vec::new() };
+    let pieces: Vec<_> = list.pieces(entries).collect();
+    for piece in pieces {
+        let range = piece.first..piece.first + piece.count;
+        match piece.what {
+            Some((DATA, place)) => {
+                list.set(range.clone(), ZERO, place);
+                zeroed.places.push((place, u64::from(piece.count)));
+            }
+            Some((RESERVED, place)) if parent => list.set(range.clone(), ZERO_RESERVED, place),
+            None if parent => list.set(range.clone(), ZERO, 0),
+            _ => continue,
+        }
+        match zeroed.changed.last_mut() {
+            Some(last) if last.end == range.start => last.end = range.end,
+            _ => zeroed.changed.push(range),
+        }
+    }
+    zeroed
+}
+
+impl VsanSparse {
+    /// Replays the log if the object was not closed properly. Afterwards the header says what is used.
+    pub(super) fn recover(&mut self) -> Result<Log> {
+        let header = &self.header;
+        let mut log = Log {
+            id: header.id,
+            incarnation: header.incarnation,
+            tail: header.tail,
+            head: header.tail,
+            number: header.tail_number,
+        };
+        let mut next = header.next;
+        if !header.clean {
+            let mut visits = VISITS_MAX + 4 * u64::from(self.map.layout.pages);
+            log.replay(&self.file, |record| {
+                next = next.max(record.place.map_or(0, |place| place.saturating_add(record.count)));
+                self.apply(record, &mut visits)
+            })
+            .map_err(|error| error.context(&self.image))?;
+        }
+        self.map.replayed();
+        self.header.next = next;
+        Ok(log)
+    }
+
+    fn apply(&self, record: Record, visits: &mut u64) -> Result<()> {
+        let end = record.grain + record.count;
+        let valid = self.map.layout.data..self.map.limit();
+        let fits = |place: u64| place >= valid.start && place.saturating_add(record.count) <= valid.end;
+        if record.count == 0 || end > self.map.layout.grains || !record.place.is_none_or(fits) {
+            return Err(self.map.corrupt("the log names what lies outside the object".to_owned()));
+        }
+        for (index, entries) in self.map.layout.split(record.grain..end) {
+            *visits = visits.saturating_sub(1);
+            if *visits == 0 || self.map.pages.changed() > CHANGED_PAGES_MAX {
+                return Err(self.map.corrupt("the log changes more than any log of its size does".to_owned()));
+            }
+            let whole = entries.len() as u32 == self.map.layout.page_grains(index);
+            let first = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
+            match record.place {
+                Some(place) => {
+                    let place = place + (first - record.grain);
+                    self.map.change(&self.file, index, |page| (page.set(entries, DATA, place), 1))?;
+                }
+                None if whole && self.map.zero_whole(index, || ()) => {}
+                None => {
+                    self.map.change(&self.file, index, |page| {
+                        zero_entries(page, entries, true);
+                        ((), 1)
+                    })?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

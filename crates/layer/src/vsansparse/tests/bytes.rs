@@ -1,0 +1,202 @@
+//! The bytes are those of the format's page, and space is taken and given back as it says.
+
+use super::*;
+use crate::vsansparse::header::is_sealed;
+
+fn dump(file: &Arc<dyn File>, block: u64, blocks: u64) -> Vec<u8> {
+    let mut bytes = vec![0; (blocks * BLOCK) as usize];
+    file.read_at(&mut bytes, block * BLOCK).unwrap();
+    bytes
+}
+
+fn u64s(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).map(|field| u64::from_le_bytes(field.try_into().unwrap())).collect()
+}
+
+/// The example of docs/format/vsansparse.md: 10 MiB, a block, two blocks, zeros, closed.
+#[test]
+fn the_example_of_the_page() {
+    let (_disk, file, layer) = object(10 << 20);
+    layer.write(0x5000, &[&[0x11; 4096]]).unwrap();
+    layer.write(3 << 20, &[&[0x22; 8192]]).unwrap();
+    layer.zero(0x5000..0x7000, false).unwrap();
+    layer.zero(4 << 20..6 << 20, false).unwrap();
+    layer.flush().unwrap();
+
+    // One batch: the data, then the zeros.
+    let log = dump(&file, 2, 1);
+    assert_eq!(&log[..4], b"LVSL");
+    assert!(is_sealed(&log, 4));
+    assert_eq!(log[8..24], ID);
+    assert_eq!(u64s(&log[24..56]), [1, 1, 0, 4]);
+    let record = |grain: u64, count: u64, kind: u64, place: u64| [grain | count << 40, kind << 56 | place];
+    let records = [record(5, 1, 1, 1024), record(768, 2, 1, 1025), record(5, 2, 2, 0), record(1024, 512, 2, 0)];
+    assert_eq!(u64s(&log[64..128]), records.concat());
+    assert!(log[128..].iter().all(|byte| *byte == 0));
+
+    layer.close().unwrap();
+    let header = dump(&file, 0, 1);
+    assert_eq!(&header[..8], b"LMVSANSP");
+    assert_eq!(u32::from_le_bytes(header[8..12].try_into().unwrap()), 1);
+    assert!(is_sealed(&header, 12));
+    assert_eq!(header[16..32], ID);
+    assert_eq!(u64s(&header[32..88]), [6, 10 << 20, 1, 1, 2, 1027, 1]);
+    assert!(header[88..].iter().all(|byte| *byte == 0));
+
+    // Root: pages 0 and 1 are stored, page 2 is zeros, page 3 absent.
+    let root = dump(&file, 258, 2);
+    assert_eq!(&root[..4], b"LVSM");
+    assert_eq!((u64s(&root[24..40]), root[64], root[65]), (vec![2 << 32, 1 << 32 | 1], 0b10_0101, 0));
+    assert!(root[4096..].iter().all(|byte| *byte == 0), "the other copy was never written");
+    // Pages: six bytes an entry.
+    let page = dump(&file, 260, 1);
+    assert_eq!(u64s(&page[24..40]), [1 << 32, 1 << 32 | 1]);
+    let entry = |page: &[u8], at: usize| {
+        let mut field = [0; 8];
+        field[..6].copy_from_slice(&page[64 + at * 6..70 + at * 6]);
+        u64::from_le_bytes(field)
+    };
+    assert_eq!([4, 5, 6, 7].map(|at| entry(&page, at)), [0, 2 << 46 | 1024, 2 << 46, 0]);
+    let page = dump(&file, 262, 1);
+    assert_eq!([255, 256, 257, 258].map(|at| entry(&page, at)), [0, 1 << 46 | 1025, 1 << 46 | 1026, 0]);
+    assert_eq!(dump(&file, 1025, 2), vec![0x22; 8192]);
+    assert_eq!(file.len().unwrap(), 8 << 20, "the map, and one unit");
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let (disk, file, layer) = object(10 << 20);
+    for capacity in [0, 1000, (64 << 40) + 512] {
+        let file = disk.directory().create(&format!("{capacity}"), IoMode::Buffered).unwrap();
+        let refused = create(file, "image", &CreateOptions { capacity, id: ID }).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Invalid);
+    }
+    for (start, length) in [(10 << 20, 4096), (512, 4096), (0, 512), (u64::MAX - 4095, 4096)] {
+        assert_eq!(layer.write(start, &[&vec![0; length]]).unwrap_err().kind(), ErrorKind::Invalid);
+        let end = start.saturating_add(length as u64);
+        assert_eq!(layer.zero(start..end, false).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    let reader = VsanSparse::open(file, &OpenOptions::reading("image")).unwrap();
+    assert_eq!(reader.write(0, &[&[0; 4096]]).unwrap_err().kind(), ErrorKind::ReadOnly);
+    assert_eq!(reader.zero(0..4096, false).unwrap_err().kind(), ErrorKind::ReadOnly);
+}
+
+/// The largest disk: what it costs follows from what is written.
+#[test]
+fn a_disk_of_64_tebibytes() {
+    let (disk, file, layer) = object(64 << 40);
+    let capacity = layer.capacity();
+    layer.zero(0..capacity, false).unwrap();
+    layer.write(capacity - BLOCK, &[&[7; 4096]]).unwrap();
+    layer.write(1 << 45, &[&[8; 4096]]).unwrap();
+    layer.flush().unwrap();
+    // One answer may stop early; the next goes on.
+    let mut extents: Vec<Extent> = Vec::new();
+    let mut at = 0;
+    while at < capacity {
+        let mut part = Vec::new();
+        layer.map(at..capacity, 16, &mut part).unwrap();
+        for extent in part {
+            at = extent.start + extent.length;
+            match extents.last_mut() {
+                Some(last) if last.content == extent.content && extent.content == Content::Zero => {
+                    last.length += extent.length;
+                }
+                _ => extents.push(extent),
+            }
+        }
+    }
+    let lengths: Vec<u64> = extents.iter().map(|extent| extent.length).collect();
+    assert_eq!(lengths, [1 << 45, 4096, (1 << 45) - 8192, 4096]);
+    assert!(file.allocated().unwrap() < 64 << 20, "{} bytes", file.allocated().unwrap());
+    drop(layer);
+    let layer = after_cut(&disk, false).unwrap();
+    assert_eq!(read(&layer, capacity - BLOCK), Some([7; 4096]));
+    assert_eq!(content(&layer, 1 << 44), Content::Zero);
+}
+
+/// Space comes in units; discarding gives it back, and the place stays the grain's own.
+#[test]
+fn units_and_discards() {
+    let (_disk, file, layer) = object(1 << 30);
+    let empty = file.allocated().unwrap();
+    layer.write(512 << 20, &[&[1; 4096]]).unwrap();
+    let one = file.allocated().unwrap();
+    assert!((one - empty).abs_diff(UNIT) <= 16 << 10, "one unit, and a map page in two copies");
+    for block in 1..1024u64 {
+        layer.write((512 << 20) + block * 7919 % 1000 * BLOCK, &[&[2; 4096]]).unwrap();
+    }
+    assert!(file.allocated().unwrap() < one + (64 << 10));
+    // First writes lie one behind the other, whatever their order on the disk.
+    let usage = layer.usage().unwrap();
+    assert_eq!((usage.mapped, usage.dead), (1000 * BLOCK, 0));
+    let before: Vec<Content> = (0..1000).map(|block| content(&layer, (512 << 20) + block * BLOCK)).collect();
+
+    let range = 512 << 20..(512 << 20) + 1000 * BLOCK;
+    let allocated = file.allocated().unwrap();
+    layer.zero(range.clone(), true).unwrap();
+    assert_eq!(file.allocated().unwrap(), allocated, "kept");
+    layer.write(range.start, &[&vec![3; 1000 * BLOCK as usize]]).unwrap();
+    layer.zero(range.clone(), false).unwrap();
+    assert_eq!(content(&layer, range.start), Content::Zero);
+    // Random first writes: no run here is long enough to be worth a hole.
+    assert_eq!(layer.usage().unwrap().mapped, 0);
+    layer.write(range.start, &[&vec![4; 1000 * BLOCK as usize]]).unwrap();
+    let after: Vec<Content> = (0..1000).map(|block| content(&layer, (512 << 20) + block * BLOCK)).collect();
+    assert_eq!(before, after);
+
+    layer.write(0, &[&vec![5; 4 << 20]]).unwrap();
+    let allocated = file.allocated().unwrap();
+    layer.zero(0..4 << 20, false).unwrap();
+    assert_eq!(file.allocated().unwrap(), allocated - (4 << 20));
+    layer.close().unwrap();
+}
+
+/// Without a parent, zeros are no news.
+#[test]
+fn zeros_without_a_parent_cost_nothing() {
+    let (_disk, file, layer) = object(1 << 30);
+    layer.close().unwrap();
+    let options = OpenOptions { parent: false, ..OpenOptions::writing("image") };
+    let layer = VsanSparse::open(file, &options).unwrap();
+    layer.write(0, &[&[1; 8192]]).unwrap();
+    layer.zero(0..1 << 30, false).unwrap();
+    assert_eq!(content(&layer, 4096), Content::Zero);
+    assert_eq!(content(&layer, 8192), Content::Absent);
+    assert_eq!(layer.check().unwrap().pages, 1);
+}
+
+#[test]
+fn a_full_file_system_is_survived() {
+    let (disk, _file, layer) = object(1 << 30);
+    layer.write(0, &[&[1; 8192]]).unwrap();
+    layer.flush().unwrap();
+    disk.set_capacity(0);
+    // The unit is there, so writes go on; the next page of the map, and the next unit, are not.
+    layer.write(65536, &[&[2; 4096]]).unwrap();
+    assert_eq!(layer.write(100 << 20, &[&[3; 4096]]).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(layer.write(0, &[&vec![3; 4 << 20]]).unwrap_err().kind(), ErrorKind::NoSpace);
+    layer.zero(4096..8192, false).unwrap();
+    layer.flush().unwrap();
+    layer.checkpoint().unwrap();
+    disk.set_capacity(1 << 40);
+    layer.write(100 << 20, &[&[4; 4096]]).unwrap();
+    layer.flush().unwrap();
+    drop(layer);
+    let layer = after_cut(&disk, true).unwrap();
+    assert_eq!(read(&layer, 0), Some([1; 4096]));
+    assert_eq!(content(&layer, 4096), Content::Zero);
+    assert_eq!(read(&layer, 65536), Some([2; 4096]));
+    assert_eq!(read(&layer, 100 << 20), Some([4; 4096]));
+}
+
+#[test]
+fn a_failed_flush_stops_everything() {
+    let (disk, _file, layer) = object(1 << 30);
+    layer.write(0, &[&[1; 4096]]).unwrap();
+    disk.fail_syncs(1);
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(layer.write(0, &[&[1; 4096]]).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::Stopped);
+}

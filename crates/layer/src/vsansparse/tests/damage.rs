@@ -1,0 +1,154 @@
+//! Bytes from outside: whatever they are, an answer or an error comes soon. Half of the mutations get their checksums
+//! put right again, so that what lies behind them is reached.
+
+use super::*;
+use crate::model::Random;
+use crate::vsansparse::header::seal;
+
+const CAPACITY: u64 = 9 << 20;
+
+/// An object with pages, zeros, and changes that are in the log only.
+fn image() -> Vec<u8> {
+    let (_disk, file, layer) = object(CAPACITY);
+    let mut random = Random::new(3);
+    for step in 0..40 {
+        let block = random.below(CAPACITY / BLOCK - 8);
+        let count = 1 + random.below(8);
+        match random.below(4) {
+            0 => layer.zero(block * BLOCK..(block + count) * BLOCK, false).unwrap(),
+            _ => layer.write(block * BLOCK, &[&vec![7; (count * BLOCK) as usize]]).unwrap(),
+        }
+        if step == 20 {
+            layer.checkpoint().unwrap();
+        }
+    }
+    layer.flush().unwrap();
+    let mut bytes = vec![0; file.len().unwrap() as usize];
+    file.read_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+fn try_everything(file: &Arc<dyn File>, random: &mut Random, writable: bool) {
+    let options = OpenOptions { writable, cache_bytes: 0, ..OpenOptions::reading("image") };
+    let Ok(layer) = VsanSparse::open(Arc::clone(file), &options) else { return };
+    let capacity = layer.capacity();
+    for _ in 0..6 {
+        let start = random.below(capacity / SECTOR) * SECTOR;
+        let _ = layer.map(start..(start + (4 << 20)).min(capacity), 9, &mut Vec::new());
+    }
+    if writable {
+        for _ in 0..4 {
+            let start = random.below(capacity / BLOCK) * BLOCK;
+            let _ = layer.write(start, &[&vec![1; (capacity - start).min(BLOCK) as usize]]);
+            let _ = layer.zero(start..(start + 100 * BLOCK).min(capacity / BLOCK * BLOCK), false);
+        }
+        let _ = layer.flush();
+    }
+    if capacity <= 1 << 30 {
+        let _ = layer.check();
+        let _ = layer.usage();
+    }
+    let _ = layer.close();
+}
+
+#[test]
+fn damaged_objects_never_panic() {
+    let whole = image();
+    let mut random = Random::new(2);
+    let disk = SimulatedDisk::new(0, SimulatedOptions { unflushed_max: 0, ..SimulatedOptions::default() });
+    let name = "image";
+    let file = disk.directory().create(name, IoMode::Buffered).unwrap();
+    // Everything but the payload, which nobody looks at.
+    let restore = || {
+        file.set_len(0).unwrap();
+        file.set_len(whole.len() as u64).unwrap();
+        for (start, block) in (0..300).map(|at| at * BLOCK).zip(whole.chunks_exact(BLOCK as usize)) {
+            if block.iter().any(|byte| *byte != 0) {
+                file.write_at(&[block], start, false).unwrap();
+            }
+        }
+    };
+    restore();
+    // Where each block of the metadata has its checksum; the log's last batch is one block.
+    let blocks: Vec<(usize, usize)> =
+        vec![(0, 12), (1, 12), (3, 4), (258, 4), (259, 4), (260, 4), (261, 4), (262, 4), (264, 4)];
+    for round in 0..100_000u64 {
+        let mut touched = Vec::new();
+        for _ in 0..1 + random.below(2) {
+            let &(block, checksum) = &blocks[random.below(blocks.len() as u64) as usize];
+            let start = block * BLOCK as usize;
+            let mut bytes = whole[start..start + BLOCK as usize].to_vec();
+            for _ in 0..1 + random.below(3) {
+                let place = match random.below(3) {
+                    0 => random.below(12) as usize * 8,
+                    1 => 64 + random.below(64) as usize * 2,
+                    _ => random.below(510) as usize * 8,
+                };
+                let value = match random.below(6) {
+                    0 => 0,
+                    1 => u64::MAX,
+                    2 => random.below(4096),
+                    3 => 1 << random.below(64),
+                    4 => random.below(5) << 56 | random.below(2100),
+                    _ => random.next(),
+                };
+                bytes[place..place + 8].copy_from_slice(&value.to_le_bytes());
+            }
+            if random.below(8) > 0 {
+                seal(&mut bytes, checksum);
+            }
+            file.write_at(&[&bytes], start as u64, false).unwrap();
+            touched.push(start);
+        }
+        if round % 512 == 0 {
+            file.set_len(random.below(whole.len() as u64)).unwrap();
+        }
+        try_everything(&file, &mut random, round % 8 == 0);
+        match round % 8 {
+            0 => restore(),
+            _ => {
+                for start in touched {
+                    file.write_at(&[&whole[start..start + BLOCK as usize]], start as u64, false).unwrap();
+                }
+            }
+        }
+    }
+}
+
+/// The same mutated byte by byte: nothing but what was there, or an error, is ever read.
+#[test]
+fn flipped_bits_are_noticed() {
+    let (disk, file, layer) = object(CAPACITY);
+    for block in 0..600u64 {
+        layer.write(block * 3 * BLOCK, &[&[block as u8; 4096]]).unwrap();
+    }
+    layer.close().unwrap();
+    let mut random = Random::new(6);
+    let mut noticed = 0;
+    for _ in 0..2000 {
+        let block = [0, 1, 258, 260, 262, 264][random.below(6) as usize];
+        let (place, bit) = (block * BLOCK + random.below(BLOCK), random.below(8) as u8);
+        disk.flip_bit("image", place, bit).unwrap();
+        match VsanSparse::open(Arc::clone(&file), &OpenOptions::reading("image")) {
+            Err(_) => noticed += 1,
+            Ok(layer) => {
+                let mut extents = Vec::new();
+                let mut at = 0;
+                while at < CAPACITY && layer.map(at..CAPACITY, 64, &mut extents).is_ok() {
+                    at = extents.last().map_or(CAPACITY, |extent| extent.start + extent.length);
+                }
+                noticed += u32::from(at < CAPACITY);
+                for extent in extents {
+                    let block = extent.start / BLOCK;
+                    let expected = block.is_multiple_of(3) && block < 1800;
+                    assert_eq!(matches!(extent.content, Content::Data { .. }), expected, "block {block}");
+                    if expected {
+                        assert_eq!(read(&layer, extent.start), Some([(block / 3) as u8; 4096]));
+                    }
+                }
+            }
+        }
+        disk.flip_bit("image", place, bit).unwrap();
+    }
+    assert!(noticed > 1000, "{noticed} of 2000; a damaged header has another copy");
+}

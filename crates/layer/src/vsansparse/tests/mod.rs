@@ -1,0 +1,109 @@
+//! Delta objects: the trials that every format passes, and the setting for what is special about them.
+
+use super::*;
+use crate::model::{Subject, Trial, run_threads};
+use backend::IoMode;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+mod bytes;
+mod damage;
+mod recovery;
+mod speed;
+
+struct Vsan {
+    capacity: u64,
+    cache_bytes: usize,
+}
+
+impl Subject for Vsan {
+    type Layer = VsanSparse;
+
+    fn create(&self, file: Arc<dyn File>) -> Result<()> {
+        create(file, "image", &CreateOptions { capacity: self.capacity * SECTOR, id: ID })
+    }
+
+    fn open(&self, file: Arc<dyn File>, writable: bool) -> Result<VsanSparse> {
+        let options = OpenOptions { writable, cache_bytes: self.cache_bytes, ..OpenOptions::reading("image") };
+        VsanSparse::open(file, &options)
+    }
+
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn maintain(&self, layer: &VsanSparse, _: u64) -> Result<()> {
+        layer.checkpoint()
+    }
+
+    fn check(&self, layer: &VsanSparse) {
+        let check = layer.check().unwrap();
+        assert_eq!(check.problems, Vec::<String>::new());
+    }
+}
+
+const SUBJECTS: [Vsan; 4] = [
+    Vsan { capacity: 5 * 4096 + 3, cache_bytes: CACHE_BYTES },
+    Vsan { capacity: 7 * 4096, cache_bytes: 0 },
+    Vsan { capacity: 4096, cache_bytes: 0 },
+    Vsan { capacity: 5, cache_bytes: CACHE_BYTES },
+];
+
+fn mode(seed: u64) -> IoMode {
+    if seed.is_multiple_of(3) { IoMode::Direct } else { IoMode::Buffered }
+}
+
+const ID: [u8; 16] = *b"0123456789abcdef";
+
+/// An object of `capacity` bytes on a disk of its own, open for writing.
+fn object(capacity: u64) -> (SimulatedDisk, Arc<dyn File>, VsanSparse) {
+    let disk = SimulatedDisk::new(capacity, SimulatedOptions::default());
+    let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+    disk.directory().sync().unwrap();
+    create(Arc::clone(&file), "image", &CreateOptions { capacity, id: ID }).unwrap();
+    let layer = VsanSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
+    (disk, file, layer)
+}
+
+/// The object as a power cut leaves it.
+fn after_cut(disk: &SimulatedDisk, writable: bool) -> Result<VsanSparse> {
+    let file = disk.crash().directory().open("image", IoMode::Buffered).unwrap();
+    VsanSparse::open(file, &OpenOptions { writable, ..OpenOptions::reading("image") })
+}
+
+/// What is at a range, as the first extent says.
+fn content(layer: &VsanSparse, start: u64) -> Content {
+    let mut extents = Vec::new();
+    layer.map(start..start + BLOCK, 1, &mut extents).unwrap();
+    extents[0].content
+}
+
+fn read(layer: &VsanSparse, start: u64) -> Option<[u8; BLOCK as usize]> {
+    let Content::Data { offset, .. } = content(layer, start) else { return None };
+    let mut bytes = [0; BLOCK as usize];
+    layer.file.read_at(&mut bytes, offset).unwrap();
+    Some(bytes)
+}
+
+#[test]
+fn it_is_what_memory_is() {
+    for seed in 0..60u64 {
+        let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
+        Trial::new(subject, seed, mode(seed)).run(400);
+    }
+}
+
+#[test]
+fn threads_do_not_lose_each_others_writes() {
+    for seed in 0..60u64 {
+        let subject = &SUBJECTS[seed as usize % 3];
+        run_threads(subject, seed, mode(seed / 2), 300);
+    }
+}
+
+#[test]
+fn power_cuts_lose_nothing_that_was_flushed() {
+    for seed in 0..600u64 {
+        let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
+        Trial::new(subject, seed, mode(seed)).run_with_cuts(60, 3);
+    }
+}

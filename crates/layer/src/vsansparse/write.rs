@@ -1,0 +1,212 @@
+//! Writes and zeros.
+//!
+//! A write first makes sure that every grain has a place, which the page keeps for it without showing it; then the
+//! payload goes to the file, without a lock; then the page shows it, and the log will say so. Two writes of one grain
+//! find the same place.
+
+use super::VsanSparse;
+use super::commit::Writer;
+use super::layout::{BLOCK, COPIES, PAGE_GRAINS};
+use super::log::Record;
+use super::map::State;
+use super::page::{DATA, RESERVED, ZERO_RESERVED};
+use super::recover::zero_entries;
+use crate::aligned::part_of;
+use crate::extents::check_range;
+use crate::{IoContext, Result};
+use std::ops::Range;
+
+/// Space is given back from this many bytes on: a hole costs a hundred microseconds.
+const PUNCH_MIN: u64 = 32 << 10;
+
+static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
+
+/// Grains next to each other, at places next to each other.
+#[derive(Clone, Copy, Debug)]
+struct Piece {
+    first: u64,
+    count: u64,
+    place: u64,
+    /// The map does not show it yet.
+    new: bool,
+}
+
+impl VsanSparse {
+    pub(super) fn write_range(&self, writer: &Writer, start: u64, slices: &[&[u8]]) -> Result<()> {
+        let open = writer.gate.read();
+        self.check_open(writer, *open)?;
+        let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+        let end = start.saturating_add(length);
+        check_range(&self.image, &(start..end), self.header.capacity, BLOCK)?;
+        let grains = Self::grains(&(start..end));
+        // The last grain of the disk is stored whole.
+        let missing = (grains.end * BLOCK - end) as usize;
+        let mut padded: Vec<&[u8]>;
+        let mut slices = slices;
+        if missing > 0 {
+            padded = slices.to_vec();
+            padded.push(&ZEROS[..missing]);
+            slices = &padded;
+        }
+        let pieces = self.plan(writer, grains.clone())?;
+        self.write_pieces(grains.start, &pieces, slices)?;
+        for piece in pieces.iter().filter(|piece| piece.new) {
+            self.show(writer, piece)?;
+        }
+        self.commit_if_many(writer)
+    }
+
+    /// Finds a place for each grain, and takes one where there is none.
+    fn plan(&self, writer: &Writer, grains: Range<u64>) -> Result<Vec<Piece>> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        let mut say = |piece: Piece| match pieces.last_mut() {
+            Some(last) if last.place + last.count == piece.place && last.new == piece.new => last.count += piece.count,
+            _ => pieces.push(piece),
+        };
+        for (index, entries) in self.map.layout.split(grains) {
+            let base = u64::from(index) * PAGE_GRAINS;
+            let is_written = self.map.state(index) == State::Stored && {
+                let load = || self.map.load(&self.file, index);
+                let mut found: Vec<Piece> = Vec::new();
+                let all = self.map.pages.read(index, load, |page| {
+                    page.pieces(entries.clone()).all(|piece| match piece.what {
+                        Some((DATA, place)) => {
+                            let (first, count) = (base + u64::from(piece.first), u64::from(piece.count));
+                            found.push(Piece { first, count, place, new: false });
+                            true
+                        }
+                        _ => false,
+                    })
+                })?;
+                if all {
+                    found.into_iter().for_each(&mut say);
+                }
+                all
+            };
+            if !is_written {
+                self.reserve(writer, index, entries, &mut say)?;
+            }
+        }
+        Ok(pieces)
+    }
+
+    fn reserve(&self, writer: &Writer, index: u32, entries: Range<u32>, say: &mut impl FnMut(Piece)) -> Result<()> {
+        let base = u64::from(index) * PAGE_GRAINS;
+        // Room for payload and map is taken first: a full file system is found out here, before anything changes.
+        let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
+        prepared.map_err(|error| error.context(&self.image))?;
+        self.reserve_page(index)?;
+        let _order = writer.order.read();
+        self.map.change(&self.file, index, |page| {
+            let found: Vec<_> = page.pieces(entries).collect();
+            for piece in found {
+                let (kind, place) = match piece.what {
+                    Some((kind, place)) if place != 0 => (kind, place),
+                    other => {
+                        let mut space = writer.space.lock();
+                        let place = space.take(u64::from(piece.count));
+                        self.map.raise_limit(space.next());
+                        let kind = if other.is_some() { ZERO_RESERVED } else { RESERVED };
+                        page.set(piece.first..piece.first + piece.count, kind, place);
+                        (kind, place)
+                    }
+                };
+                let (first, count) = (base + u64::from(piece.first), u64::from(piece.count));
+                say(Piece { first, count, place, new: kind != DATA });
+            }
+            ((), 0)
+        })
+    }
+
+    /// Takes the space of a page that is not there yet.
+    fn reserve_page(&self, index: u32) -> Result<()> {
+        if self.map.state(index) == State::Stored {
+            return Ok(());
+        }
+        let place = self.map.layout.page_copies(index);
+        let reserved = self.file.file().reserve(place * BLOCK, COPIES * BLOCK);
+        reserved.during(|| format!("{}: cannot take space for its map", self.image))
+    }
+
+    /// Writes the pieces, those that follow each other in the file at once.
+    fn write_pieces(&self, first: u64, pieces: &[Piece], slices: &[&[u8]]) -> Result<()> {
+        let mut rest = pieces;
+        while let Some(piece) = rest.first() {
+            let mut count = piece.count;
+            let mut together = 1;
+            for next in &rest[1..] {
+                if next.place != piece.place + count {
+                    break;
+                }
+                count += next.count;
+                together += 1;
+            }
+            rest = &rest[together..];
+            let offset = piece.place * BLOCK;
+            let written = match together == pieces.len() {
+                true => self.file.write_at(slices, offset, false),
+                false => {
+                    let part = part_of(slices, ((piece.first - first) * BLOCK) as usize, (count * BLOCK) as usize);
+                    self.file.write_at(&part, offset, false)
+                }
+            };
+            written.during(|| format!("{}: cannot write grain {}", self.image, piece.first))?;
+        }
+        Ok(())
+    }
+
+    /// Lets the map show a piece whose payload is written.
+    fn show(&self, writer: &Writer, piece: &Piece) -> Result<()> {
+        for (index, entries) in self.map.layout.split(piece.first..piece.first + piece.count) {
+            let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
+            let place = piece.place + (grain - piece.first);
+            let count = entries.len() as u64;
+            let _order = writer.order.read();
+            self.map.change(&self.file, index, |page| {
+                page.set(entries, DATA, place);
+                writer.pending.lock().push(Record { grain, count, place: Some(place) });
+                ((), 1)
+            })?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn zero_range(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {
+        let open = writer.gate.read();
+        self.check_open(writer, *open)?;
+        check_range(&self.image, &range, self.header.capacity, BLOCK)?;
+        for (index, entries) in self.map.layout.split(Self::grains(&range)) {
+            let state = self.map.state(index);
+            if state == State::Zero || state == State::Absent && !writer.parent {
+                continue;
+            }
+            let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
+            let log = |grain: u64, count: u64| writer.pending.lock().push(Record { grain, count, place: None });
+            if entries.len() as u32 == self.map.layout.page_grains(index) && state == State::Absent {
+                let _order = writer.order.read();
+                if self.map.zero_whole(index, || log(grain, entries.len() as u64)) {
+                    continue;
+                }
+            }
+            self.reserve_page(index)?;
+            let places = {
+                let _order = writer.order.read();
+                self.map.change(&self.file, index, |page| {
+                    let zeroed = zero_entries(page, entries, writer.parent);
+                    for range in &zeroed.changed {
+                        log(u64::from(index) * PAGE_GRAINS + u64::from(range.start), range.len() as u64);
+                    }
+                    (zeroed.places, u64::from(!zeroed.changed.is_empty()))
+                })?
+            };
+            for (place, count) in places {
+                if count * BLOCK >= PUNCH_MIN && !keep {
+                    let punched = self.file.punch(place * BLOCK, count * BLOCK);
+                    punched.during(|| format!("{}: cannot give back grain {grain}", self.image))?;
+                }
+            }
+            self.commit_if_many(writer)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,90 @@
+//! What the tests on real files stand on: a folder that goes with the test, a seeded generator, a reader, and QEMU's
+//! tools, without which these tests fail.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use backend::Buffer;
+use layer::{Content, Layer};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A folder on the file system that cargo builds in.
+pub fn folder() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+/// A small seeded generator (SplitMix64): the same seed, the same test.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit.max(1)
+    }
+
+    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
+        let seed = self.next();
+        (0..count).map(|at| (seed.rotate_left((at / 512 % 64) as u32) as u8).wrapping_add((at % 251) as u8)).collect()
+    }
+}
+
+/// Watches long work without a word.
+pub fn go_on(_: u64, _: u64) -> ControlFlow<()> {
+    ControlFlow::Continue(())
+}
+
+/// Reads as a chain does.
+pub fn read(layer: &dyn Layer, start: u64, length: u64) -> Vec<u8> {
+    let mut bytes = vec![0; length as usize];
+    let mut extents = Vec::new();
+    let mut at = start;
+    while at < start + length {
+        extents.clear();
+        layer.map(at..start + length, 16, &mut extents).unwrap();
+        for extent in &extents {
+            let within = (at - start) as usize..(at + extent.length - start) as usize;
+            if let Content::Data { file, offset } = extent.content {
+                let first = offset / 4096 * 4096;
+                let mut memory = Buffer::with_bytes((offset + extent.length - first).next_multiple_of(4096) as usize);
+                layer.file(file).unwrap().read_at(&mut memory, first).unwrap();
+                let skip = (offset - first) as usize;
+                bytes[within].copy_from_slice(&memory[skip..skip + extent.length as usize]);
+            }
+            at += extent.length;
+        }
+    }
+    bytes
+}
+
+/// Runs a tool; what it prints.
+pub fn run(folder: &Path, program: &str, arguments: &[&str]) -> String {
+    let (good, text) = try_run(folder, program, arguments);
+    assert!(good, "{program} {arguments:?}: {text}");
+    text
+}
+
+/// Runs a tool; whether it succeeded, and what it prints.
+pub fn try_run(folder: &Path, program: &str, arguments: &[&str]) -> (bool, String) {
+    let path = format!("{}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default());
+    let output = Command::new(program).args(arguments).current_dir(folder).env("PATH", path).output();
+    let output = output.unwrap_or_else(|error| panic!("{program} is needed for this test: {error}"));
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8_lossy(&text).into_owned())
+}
+
+/// The disk as QEMU reads it.
+pub fn read_by_qemu(folder: &Path, image: &str) -> Vec<u8> {
+    run(folder, "qemu-img", &["convert", "-f", "vmdk", "-O", "raw", image, "by-qemu.raw"]);
+    let path: PathBuf = folder.join("by-qemu.raw");
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::remove_file(path).unwrap();
+    bytes
+}
