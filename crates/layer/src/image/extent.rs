@@ -195,7 +195,7 @@ fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentRefe
 }
 
 /// Whether a hosted sparse extent holds compressed grains: bit 16 of the flags in its header.
-fn is_compressed(file: &dyn File, name: &str) -> Result<bool> {
+pub(super) fn is_compressed(file: &dyn File, name: &str) -> Result<bool> {
     let mut header = [0; 12];
     file.read_at(&mut header, 0).during(|| format!("reading the header of '{name}'"))?;
     Ok(header[10] & 1 != 0)

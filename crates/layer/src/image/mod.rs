@@ -19,6 +19,7 @@
 //!    and the content gets a new identity before it changes ([`home`]).
 
 mod chain;
+pub mod check;
 mod concatenated;
 pub mod create;
 mod extent;
