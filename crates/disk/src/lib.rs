@@ -4,9 +4,11 @@
 
 mod chained;
 mod clones;
+pub mod convert;
 pub mod datastore;
 pub mod device;
 mod disks;
+pub mod images;
 pub mod info;
 mod names;
 mod native;
