@@ -2,9 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod convert;
 pub mod datastore;
 pub mod device;
 mod foreign;
+pub mod images;
 pub mod info;
 mod names;
 mod native;
@@ -15,6 +17,6 @@ pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
 pub use foreign::ChainedDevice;
 pub use info::*;
-pub use progress::{NoProgress, Progress};
+pub use progress::{NoProgress, Progress, Throttled};
 pub use store::{Error, ErrorKind, Result};
 pub use switch::{Switch, SwitchedDevice};

@@ -27,12 +27,7 @@ impl Foreign {
             let clone = record.clones.iter().find(|clone| clone.uuid == uuid);
             clone.is_some_and(|clone| own.is_none_or(|own| !std::path::Path::new(&clone.folder).starts_with(own)))
         };
-        entry
-            .disk
-            .clones()
-            .into_iter()
-            .filter(|clone| there.contains(&clone.uuid) || elsewhere(&clone.uuid))
-            .collect()
+        entry.disk.clones().into_iter().filter(|clone| there.contains(&clone.uuid) || elsewhere(&clone.uuid)).collect()
     }
 
     /// Names of the linked clones of a disk, or of one of its snapshots.
@@ -113,13 +108,7 @@ impl Foreign {
     }
 
     /// Makes an independent copy of the allocated data in the same format. Interrupted, it leaves nothing behind.
-    pub fn clone_full(
-        &self,
-        entry: &Arc<Entry>,
-        at: &Point,
-        name: &str,
-        progress: &dyn Progress,
-    ) -> Result<DiskInfo> {
+    pub fn clone_full(&self, entry: &Arc<Entry>, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
         let (snapshot, temporary) = match at {
             Point::Snapshot(name) => {
                 entry.find_snapshot(name)?;
@@ -136,7 +125,8 @@ impl Foreign {
     }
 
     fn copy(&self, entry: &Arc<Entry>, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<Arc<Entry>> {
-        let source = ChainedDevice::new(format!("{}@{snapshot}", entry.disk.name()), entry.disk.snapshot_chain(snapshot)?);
+        let source =
+            ChainedDevice::new(format!("{}@{snapshot}", entry.disk.name()), entry.disk.snapshot_chain(snapshot)?);
         let record = entry.disk.record();
         let kind = entry.kind().unwrap_or(crate::info::ImageKind::Thin);
         let new = vmdk::NewDisk {

@@ -2,8 +2,8 @@
 
 use super::{Entry, Foreign, Watched};
 use crate::info::{
-    Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile, ImageKind,
-    LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
+    Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
+    ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
 };
 use crate::progress::Progress;
 use layer::image::Place;
@@ -105,9 +105,8 @@ impl Foreign {
             Some(info) => info.provisioning,
             None => kind.and_then(ImageKind::provisioning),
         };
-        let flat = kind.is_some_and(|kind| {
-            matches!(kind, ImageKind::Thin | ImageKind::ZeroedThick | ImageKind::EagerZeroedThick)
-        });
+        let flat = kind
+            .is_some_and(|kind| matches!(kind, ImageKind::Thin | ImageKind::ZeroedThick | ImageKind::EagerZeroedThick));
         let capacity = match &full {
             Some(info) => info.capacity,
             None => entry.capacity()?,

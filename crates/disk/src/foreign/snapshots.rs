@@ -55,8 +55,7 @@ impl Entry {
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
-            let dropped =
-                self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
+            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
                     tracing::warn!(%error, disk = record.name, snapshot = snapshot.name, "a temporary snapshot stays");
@@ -243,12 +242,7 @@ impl Foreign {
 }
 
 /// Cuts a changed run by whether the later point holds data there.
-fn by_content(
-    chain: &Chain,
-    start: u64,
-    stop: u64,
-    each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
-) -> Result<()> {
+fn by_content(chain: &Chain, start: u64, stop: u64, each: &mut dyn FnMut(ChangedExtent) -> Result<()>) -> Result<()> {
     let mut at = start;
     let end = stop.min(chain.capacity());
     while at < end {
