@@ -4,6 +4,7 @@
 //! disks       made, listed, resized, renamed, deleted
 //! snapshots   taken, listed, deleted, gone back to, compared
 //! clones      linked and full
+//! convert     ends of a conversion
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -14,6 +15,7 @@
 //!    unique in the catalog.
 
 mod clones;
+mod convert;
 mod device;
 mod disks;
 mod snapshots;
