@@ -121,7 +121,8 @@ impl Foreign {
             // Without the copy's progress: it is merged back, with what was written meanwhile.
             self.delete_snapshot(entry, &snapshot, None, &crate::NoProgress)?;
         }
-        self.info(&copied?, false)
+        let copied = copied?;
+        self.info(&copied, false)
     }
 
     fn copy(&self, entry: &Arc<Entry>, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<Arc<Entry>> {

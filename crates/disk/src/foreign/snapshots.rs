@@ -1,7 +1,6 @@
 //! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
 
 use super::{Entry, Foreign, Watched};
-use crate::device::Device;
 use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
 use crate::progress::Progress;
 use chain::{Chain, Condition, LevelKey};

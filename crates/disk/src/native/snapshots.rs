@@ -9,6 +9,9 @@ use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 use store::{Error, ErrorKind, Result};
 
+/// The taking of snapshots itself, to be called once.
+pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;
+
 fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
     let disk = catalog.find(snapshot.disk);
     SnapshotInfo {
@@ -29,7 +32,7 @@ impl Native {
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
-        around: &mut dyn FnMut(&mut dyn FnMut() -> Result<()>) -> Result<()>,
+        around: &mut dyn FnMut(Taking<'_>) -> Result<()>,
     ) -> Result<Vec<SnapshotInfo>> {
         let _changes = self.changes.lock();
         let mut wanted = Vec::with_capacity(of.len());
