@@ -1,6 +1,6 @@
 //! Following long work from a terminal: a bar on stderr, Ctrl-C, and the extents of a diff as they come.
 
-use crate::control::{DiskRequest, Request, Watch};
+use crate::control::{DiskRequest, ImageRequest, Request, Watch};
 use crate::output::Extents;
 use disk::{ChangedExtent, Error, Progress, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -35,6 +35,9 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Check { .. } => ("checking", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
+        Request::Convert(_) => ("converting", BYTES),
+        Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
+        Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),
         Request::Clone { full: false, .. } => ("cloning", THINGS),
         _ => return None,

@@ -20,6 +20,10 @@ pub fn value(reply: &Reply) -> Value {
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
         Reply::Deleted(name) => json!({ "deleted": name }),
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
+        Reply::Image(info) => json!(info),
+        Reply::ImageCheck(check) => json!(check),
+        Reply::ImageCreated(level) => json!(level),
+        Reply::Converted(made) => json!(made),
         Reply::Exports(exports) => json!({ "exports": exports }),
     }
 }
