@@ -8,6 +8,7 @@ pub mod datastore;
 pub mod device;
 mod disks;
 pub mod info;
+pub mod migrate;
 mod names;
 mod native;
 pub mod progress;
