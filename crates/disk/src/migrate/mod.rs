@@ -11,6 +11,7 @@ mod intent;
 mod mirror;
 mod native_layer;
 mod pace;
+mod tree;
 mod work;
 
 #[cfg(test)]
