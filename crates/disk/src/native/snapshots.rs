@@ -1,7 +1,7 @@
 //! Snapshots: taking, listing, deleting, going back to, and comparing them.
 
-use crate::datastore::Datastore;
-use crate::disks::list;
+use super::Native;
+use super::disks::list;
 use crate::info::{ChangedExtent, DiskInfo, Point, SnapshotInfo};
 use crate::names;
 use backend::BLOCK_SIZE;
@@ -22,7 +22,7 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
     }
 }
 
-impl Datastore {
+impl Native {
     /// Takes snapshots of several disks at one point: (disk, snapshot name).
     pub fn create_snapshots(&self, of: &[(String, String)]) -> Result<Vec<SnapshotInfo>> {
         let _changes = self.changes.lock();

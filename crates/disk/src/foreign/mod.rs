@@ -1,0 +1,5 @@
+//! Disks in other makers' formats: chains of layers.
+
+mod device;
+
+pub use device::ChainedDevice;
