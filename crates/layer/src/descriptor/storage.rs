@@ -81,6 +81,11 @@ impl<'a> Pending<'a> {
         }
     }
 
+    /// Goes on with a creation that this process began, and whose text is still under its temporary name.
+    pub fn resume(directory: &'a dyn Directory, name: &str) -> Self {
+        Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}") }
+    }
+
     fn write(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
         let text = descriptor.to_bytes().map_err(|error| error.context(format!("descriptor '{name}'")))?;
         let temporary = format!("{name}{NEW_SUFFIX}");
@@ -174,7 +179,7 @@ fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<Strin
 fn is_extent_of(stem: &str, file: &str) -> bool {
     let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
     match tail {
-        "-flat" | "-delta" | "-sesparse" => true,
+        "-flat" | "-delta" | "-sesparse" | "-vsan" => true,
         _ => {
             let digits = tail.strip_prefix("-f").or_else(|| tail.strip_prefix("-s"));
             digits.is_some_and(|digits| digits.len() >= 3 && digits.bytes().all(|byte| byte.is_ascii_digit()))

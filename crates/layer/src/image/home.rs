@@ -117,6 +117,11 @@ impl Layer for Identified {
         self.inner.write(start, slices)
     }
 
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        self.home.renew()?;
+        self.inner.overwrite(start, slices)
+    }
+
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         self.home.renew()?;
         self.inner.zero(range, keep)
