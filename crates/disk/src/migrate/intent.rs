@@ -50,10 +50,11 @@ pub(crate) enum Stage {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub(crate) enum Copy {
-    /// A native disk, by its identity.
+    /// A native disk: the source by its number in the store, the target by the name that it has until it is the disk.
     Native {
-        /// The identity.
-        uuid: String,
+        /// The number, of the source.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        object: Option<u64>,
     },
     /// A disk in one of VMware's formats, by its folder.
     Images {
@@ -76,6 +77,10 @@ pub(crate) struct Intent {
     pub source: Option<Copy>,
     /// What it is to be.
     pub target: Copy,
+    /// Identity of the disk, which it keeps.
+    pub uuid: String,
+    /// When the disk was made, in seconds since 1970.
+    pub created: u64,
     /// Folder of the other datastore, if there is one.
     pub peer: Option<PathBuf>,
 }
@@ -91,6 +96,13 @@ fn file_name(id: &str) -> Result<String> {
         return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is no identity of a migration", id.escape_debug())));
     }
     Ok(format!("{PREFIX}{id}"))
+}
+
+impl Intent {
+    /// The name of a native target until it is the disk: no person can give it.
+    pub fn hidden(&self) -> String {
+        format!(".migrating-{}", self.id)
+    }
 }
 
 impl Intents {
@@ -233,8 +245,10 @@ mod tests {
             id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
             stage,
             disk: "größe".into(),
-            source: Some(Copy::Native { uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into() }),
+            source: Some(Copy::Native { object: Some(7) }),
             target: Copy::Images { folder: "größe".into() },
+            uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
+            created: 1_795_000_000,
             peer: Some("/srv/other".into()),
         }
     }

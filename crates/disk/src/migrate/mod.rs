@@ -22,3 +22,4 @@ mod tests;
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;
 pub use pace::Pace;
+pub(crate) use tree::{Node, Original, Replica};

@@ -4,6 +4,7 @@
 //! disks       made, listed, resized, renamed, deleted
 //! snapshots   taken, listed, deleted, gone back to, compared
 //! clones      linked and full
+//! moving      the two ends of a migration
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -16,9 +17,11 @@
 mod clones;
 mod device;
 mod disks;
+mod moving;
 mod snapshots;
 
-pub(crate) use disks::{check_capacity, list};
+pub(crate) use disks::{check_capacity, list, stored};
+pub(crate) use moving::{NativeOriginal, NativeReplica};
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};

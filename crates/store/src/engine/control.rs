@@ -136,6 +136,17 @@ impl Engine {
         })
     }
 
+    /// Takes the name from a disk that another has replaced elsewhere: it is incomplete from now on, so that it is gone
+    /// after the next opening at the latest.
+    pub fn retire_disk(&self, id: u64, aside: &str) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            check_name(aside)?;
+            let object = Object { name: aside.to_owned(), incomplete: true, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
     /// Gives a snapshot the identity and age of the one it is a copy of.
     pub fn liken_snapshot(&self, id: u64, like: Likeness) -> Result<()> {
         let _control = self.control.lock();
