@@ -2,9 +2,11 @@
 
 #![forbid(unsafe_code)]
 
+pub mod convert;
 pub mod datastore;
 pub mod device;
 mod foreign;
+pub mod images;
 pub mod info;
 pub mod migrate;
 mod names;

@@ -381,9 +381,10 @@ pub struct Record {
 impl Record {
     /// The image of that number.
     pub fn node(&self, id: u32) -> Result<&Node> {
-        self.nodes.iter().find(|node| node.id == id).ok_or_else(|| {
-            Error::new(ErrorKind::Corrupt, format!("the record of '{}' has no image {id}", self.name))
-        })
+        self.nodes
+            .iter()
+            .find(|node| node.id == id)
+            .ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("the record of '{}' has no image {id}", self.name)))
     }
 
     /// The images that stand on it.

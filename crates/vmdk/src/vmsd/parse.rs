@@ -104,7 +104,7 @@ fn encoding_of(bytes: &[u8]) -> Option<Encoding> {
     let lines = bytes.split(|byte| *byte == b'\n').take(64);
     let mut named = lines.filter_map(|line| split_line(line).ok().flatten());
     let (_, name) = named.find(|(key, _)| key == ".encoding")?;
-    Some(Encoding::named(std::str::from_utf8(name).ok()?))
+    Encoding::named(std::str::from_utf8(name).ok()?)
 }
 
 /// Key, in small letters, and value of a line; `None` for what is none.
@@ -156,7 +156,7 @@ fn unescape(value: &[u8], encoding: Option<&Encoding>) -> String {
             }
         }
     }
-    let decoded = encoding.and_then(|encoding| encoding.decode(&bytes).ok());
+    let decoded = encoding.and_then(|encoding| encoding.decode(&bytes, "a name").ok());
     decoded.unwrap_or_else(|| String::from_utf8_lossy(&bytes).into_owned())
 }
 
