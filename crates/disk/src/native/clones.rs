@@ -18,7 +18,7 @@ const SPANS: usize = 1024;
 
 impl Native {
     /// A snapshot for an operation: it goes with a crash unless the operation completes it.
-    fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
+    pub(super) fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
         let mut name = name.to_owned();
         let base = name.clone();
         let mut number = 2;

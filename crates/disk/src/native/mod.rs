@@ -4,7 +4,8 @@
 //! disks       made, listed, resized, renamed, deleted
 //! snapshots   taken, listed, deleted, gone back to, compared
 //! clones      linked and full
-//! moving      the two ends of a migration
+//! convert     ends of a conversion
+//! moving      ends of a migration
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -15,6 +16,7 @@
 //!    unique in the catalog.
 
 mod clones;
+mod convert;
 mod device;
 mod disks;
 mod moving;
