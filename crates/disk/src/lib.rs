@@ -18,6 +18,6 @@ pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
 pub use foreign::ChainedDevice;
 pub use info::*;
-pub use progress::{NoProgress, Progress};
+pub use progress::{NoProgress, Progress, Throttled};
 pub use store::{Error, ErrorKind, Result};
 pub use switch::{Switch, SwitchedDevice};

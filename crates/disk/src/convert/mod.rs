@@ -146,7 +146,8 @@ fn disk_source(datastore: &Datastore, name: &str) -> Result<Box<dyn Source>> {
 /// A new disk of a datastore, whose name is reserved.
 fn disk_target(datastore: &Datastore, name: &str, format: TargetFormat, capacity: u64) -> Result<target::Target> {
     if format != TargetFormat::Native {
-        let text = format!("disk '{name}' cannot be made as {format}: native is what a datastore makes of a conversion");
+        let text =
+            format!("disk '{name}' cannot be made as {format}: native is what a datastore makes of a conversion");
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
     let sink = datastore.native.conversion_target(name, capacity)?;

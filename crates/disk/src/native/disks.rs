@@ -152,6 +152,7 @@ impl Native {
                 exclusive: counts.map(|counts| counts.exclusive * BLOCK_SIZE as u64),
                 clients: self.clients(id),
                 created: disk.created,
+                image: None,
             })
         })
     }

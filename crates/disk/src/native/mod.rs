@@ -114,6 +114,8 @@ impl Native {
             blocks: report.blocks,
             verified: report.verified,
             leaked: report.leaked,
+            images: 0,
+            dead: 0,
             findings,
         })
     }
