@@ -132,11 +132,6 @@ impl Intents {
             .during(|| format!("removing the record '{name}' of a migration"))
     }
 
-    /// One, if it is there.
-    pub fn get(&self, id: &str) -> Result<Option<Intent>> {
-        self.read(&file_name(id)?)
-    }
-
     /// All of them, by identity; what was never whole is removed.
     pub fn all(&self) -> Result<Vec<Intent>> {
         let names = self.directory.list().during(|| "looking for migrations under way".into())?;

@@ -21,7 +21,7 @@
 //!    is being turned ([`MirrorDevice::commit`]), a request whose target part failed waits to learn which way it went.
 //! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
 
-use super::pace::{Pace, Throttle, stopped};
+use super::pace::{Throttle, stopped};
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use crate::progress::Progress;
@@ -34,7 +34,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use store::{Error, ErrorKind, Result};
 
-const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes that one step of the copier moves, at the most and where steps turn out slow.
 pub const STEP_MAX: u64 = 256 << 10;
 const STEP_MIN: u64 = 32 << 10;
@@ -187,8 +186,8 @@ impl MirrorDevice {
     }
 
     /// Copies what is marked, front to back, and from then on keeps both copies alike. Once only.
-    pub fn copy(&self, pace: &Pace, progress: &dyn Progress) -> Result<Copied> {
-        let mut throttle = Throttle::new(pace);
+    pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
+        let mut throttle = Throttle::new(progress);
         let mut copied = Copied::default();
         let (mut step, mut unflushed) = (STEP_MAX, 0);
         let marked = self.work.bytes();
@@ -224,7 +223,7 @@ impl MirrorDevice {
                 self.target.flush()?;
             }
             progress.update(copied.read, marked.max(copied.read));
-            throttle.wait(length, progress)?;
+            throttle.wait(length)?;
         }
         self.check()?;
         progress.update(copied.read, copied.read);

@@ -9,6 +9,7 @@ use crate::foreign::Foreign;
 use crate::native::Native;
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
 
 /// What nobody can decide yet: kept, and kept out of sight.
@@ -21,7 +22,8 @@ pub(crate) struct InDoubt {
 }
 
 /// Carries out the records of a datastore that is being opened.
-pub(crate) fn recover(intents: &Intents, native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
+pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
+    let intents = Intents::new(Arc::clone(native.engine.directory()));
     let mut doubt = InDoubt::default();
     for intent in intents.all()? {
         let done = match intent.stage {

@@ -14,7 +14,7 @@
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
-use super::pace::{Pace, stopped};
+use super::pace::stopped;
 use super::tree::{Original, Replica, TreeCopy};
 use crate::datastore::Datastore;
 use crate::device::Device;
@@ -38,8 +38,6 @@ pub struct MigrateOptions {
     pub provisioning: Provisioning,
     /// What its snapshots are made of, in VMware's formats; the usual one if nothing is said.
     pub delta: Option<DeltaFormat>,
-    /// Bytes per second that may be copied; 0 for as fast as it goes.
-    pub rate: u64,
 }
 
 /// The other datastore of a migration, open in this process.
@@ -155,7 +153,6 @@ struct Migration<'a> {
     source: Source,
     target: Target,
     intent: Intent,
-    pace: Pace,
     progress: &'a dyn Progress,
 }
 
@@ -179,7 +176,7 @@ impl Datastore {
             Some(entry) => Source::Foreign(self.foreign.original(entry)?),
             None => Source::Native(self.native.original(name)?),
         };
-        let client = self.switches().attach(source.identity(None)?, || source.head())?;
+        let client = self.switches.attach(source.identity(None)?, || source.head())?;
         let id = names::uuid_text(&names::new_uuid()?);
         let there = away.map_or(self, |peer| &*peer.datastore);
         let target = there
@@ -197,8 +194,7 @@ impl Datastore {
             created,
             peer: away.map(|peer| peer.path.clone()),
         };
-        let pace = Pace::new(options.rate);
-        let mut migration = Migration { home: self, away, name, source, target, intent, pace, progress };
+        let mut migration = Migration { home: self, away, name, source, target, intent, progress };
         match migration.run(&client) {
             Ok(None) => {
                 drop(client);
@@ -248,7 +244,7 @@ impl Migration<'_> {
         if sizes_differ && matches!(self.target, Target::Foreign(_)) {
             self.target.replica().resize(client.switch().device().capacity())?;
         }
-        tree.snapshots(&self.pace, self.progress)?;
+        tree.snapshots(self.progress)?;
         let switch = Arc::clone(client.switch());
         let before = switch.device();
         let moving = Moving { mirror: Arc::new(tree.head(Arc::clone(&before))?), switch };
@@ -272,12 +268,8 @@ impl Migration<'_> {
     /// The records say that the target is being made.
     fn announce(&self) -> Result<()> {
         if let Some(peer) = self.away {
-            let arriving = Intent {
-                stage: Stage::Arriving,
-                source: None,
-                peer: Some(peer.home.clone()),
-                ..self.intent.clone()
-            };
+            let arriving =
+                Intent { stage: Stage::Arriving, source: None, peer: Some(peer.home.clone()), ..self.intent.clone() };
             Intents::new(Arc::clone(peer.datastore.engine().directory())).put(&arriving)?;
         }
         self.intents().put(&self.intent)
@@ -296,7 +288,7 @@ impl Migration<'_> {
             return Err(stopped());
         }
         tree.mark_head(mirror, self.progress)?;
-        mirror.copy(&self.pace, self.progress)?;
+        mirror.copy(self.progress)?;
         mirror.settle()?;
         mirror.commit(|| {
             let intents = self.intents();
@@ -340,7 +332,7 @@ impl Migration<'_> {
 
     /// Gives the switches of the disk and its snapshots to the copy.
     fn hand_over(&self, snapshots: &[String], left: &mut Vec<Before>) -> Result<()> {
-        let (from, to) = (self.home.switches(), self.there().switches());
+        let (from, to) = (&self.home.switches, &self.there().switches);
         from.hand_over(&self.source.identity(None)?, to, self.target.identity(None)?);
         for name in snapshots {
             let old = self.source.identity(Some(name))?;

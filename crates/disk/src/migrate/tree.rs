@@ -12,7 +12,6 @@
 //! of zeros under a name that no person can give, until the last of them is copied.
 
 use super::mirror::{Base, MirrorDevice};
-use super::pace::Pace;
 use crate::device::Device;
 use crate::progress::Progress;
 use std::collections::BTreeSet;
@@ -109,13 +108,8 @@ impl<'a> TreeCopy<'a> {
         &self.nodes
     }
 
-    /// The snapshot that the head stands on.
-    pub fn head_parent(&self) -> Option<&str> {
-        self.head_parent.as_deref()
-    }
-
     /// Copies all snapshots. What the head needs then is [`TreeCopy::head`].
-    pub fn snapshots(&mut self, pace: &Pace, progress: &dyn Progress) -> Result<()> {
+    pub fn snapshots(&mut self, progress: &dyn Progress) -> Result<()> {
         let roots = self.nodes.iter().filter(|node| node.parent.is_none()).count();
         if roots + usize::from(self.head_parent.is_none()) > 1 {
             let capacity = self.replica.head()?.capacity();
@@ -133,7 +127,7 @@ impl<'a> TreeCopy<'a> {
             let source = self.original.snapshot(&node.name)?;
             let mirror = self.prepare(node.parent.as_deref(), source)?;
             self.mark(&mirror, node.parent.as_deref(), Some(&node.name), progress)?;
-            mirror.copy(pace, progress)?;
+            mirror.copy(progress)?;
             mirror.target().flush()?;
             self.replica.take(&node)?;
             self.at = Some(node.name);

@@ -14,7 +14,7 @@ use crate::switch::Identity;
 use backend::BLOCK_SIZE;
 use std::ops::Range;
 use std::sync::Arc;
-use store::catalog::Object;
+use store::catalog::{Object, State};
 use store::engine::{Likeness, NewDisk, NewSnapshot};
 use store::{Error, ErrorKind, Result};
 
@@ -86,31 +86,24 @@ impl Native {
         let new = self.engine.with_catalog(|catalog| catalog.disk(hidden).map(|disk| disk.id));
         let Some(new) = new else { return Ok(false) };
         let aside = format!("{hidden}-away");
-        let old = original.filter(|id| self.engine.with_catalog(|catalog| catalog.find(*id).is_some()));
+        let old = original.filter(|id| self.is_disk(*id));
         self.engine.replace_disk(old.map(|id| (id, aside.as_str())), new, name, like)?;
         Ok(true)
     }
 
-    /// Removes the disk under a hidden name with its snapshots, if it is there.
-    pub fn remove_hidden(&self, hidden: &str) -> Result<()> {
-        match self.engine.with_catalog(|catalog| catalog.disk(hidden).map(|disk| disk.id)) {
-            Some(id) => self.engine.delete_disk(id, &[]),
-            None => Ok(()),
-        }
-    }
-
     /// Removes a disk that moved away, if it is still there.
     pub fn remove_moved(&self, id: u64) -> Result<()> {
-        match self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.disk == 0)) {
-            true => self.engine.delete_disk(id, &[]),
-            false => Ok(()),
-        }
+        if self.is_disk(id) { self.engine.delete_disk(id, &[]) } else { Ok(()) }
     }
 
     /// Takes the name from a disk that moved away: it is gone after the next opening at the latest.
     pub fn retire(&self, id: u64, aside: &str) -> Result<()> {
-        let there = self.engine.with_catalog(|catalog| catalog.find(id).is_some());
-        if there { self.engine.retire_disk(id, aside) } else { Ok(()) }
+        if self.is_disk(id) { self.engine.retire_disk(id, aside) } else { Ok(()) }
+    }
+
+    /// True when there is a disk of that number, deleted ones not counted.
+    fn is_disk(&self, id: u64) -> bool {
+        self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.state == State::Disk))
     }
 
     fn snapshot_id(&self, disk: u64, name: &str) -> Result<Object> {
@@ -168,8 +161,11 @@ impl Original for NativeOriginal {
             // Depth first: a branch is copied from its root to its end before the next one begins.
             let mut stack: Vec<Option<u64>> = vec![None];
             while let Some(above) = stack.pop() {
-                let children: Vec<&Object> =
-                    left.iter().copied().filter(|object| parent_of(object) == above && above != Some(object.id)).collect();
+                let children: Vec<&Object> = left
+                    .iter()
+                    .copied()
+                    .filter(|object| parent_of(object) == above && above != Some(object.id))
+                    .collect();
                 if let Some(object) = above.and_then(|id| left.iter().copied().find(|object| object.id == id)) {
                     nodes.push(Node {
                         name: object.name.clone(),

@@ -1,8 +1,8 @@
 //! The mirror under clients that write, discard, zero and flush at any alignment while it copies.
 
 use super::super::testbed::{MemoryDevice, Random, aligned};
-use super::super::{Base, MirrorDevice, Pace};
-use crate::{Device, NoProgress, Progress};
+use super::super::{Base, MirrorDevice};
+use crate::{Device, NoProgress, Progress, Throttled};
 use backend::Buffer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -10,6 +10,10 @@ use std::time::{Duration, Instant};
 use store::ErrorKind;
 
 const CAPACITY: usize = (6 << 20) + 512;
+
+fn at_rate(rate: u64) -> Throttled<'static> {
+    Throttled { progress: &NoProgress, rate }
+}
 
 fn content(seed: u64, share: u64) -> Vec<u8> {
     let mut random = Random(seed);
@@ -102,7 +106,7 @@ fn both_copies_are_alike_at_the_end_whatever_is_written_meanwhile() {
                 Base::Zeros => mirror.mark_data(&NoProgress).unwrap(),
                 Base::State => mirror.mark(0..CAPACITY as u64),
             }
-            mirror.copy(&Pace::new(if seed % 3 == 0 { 20 << 20 } else { 0 }), &NoProgress).unwrap();
+            mirror.copy(&at_rate(if seed % 3 == 0 { 20 << 20 } else { 0 })).unwrap();
             std::thread::sleep(Duration::from_millis(5));
             mirror.settle().unwrap();
             mirror.commit(|| Ok(())).unwrap();
@@ -122,7 +126,7 @@ fn what_is_not_different_from_the_base_is_not_written() {
     let mirror = MirrorDevice::new(source, target.clone(), Base::State).unwrap();
     mirror.mark(90_000..110_000);
     mirror.mark(1 << 20..(1 << 20) + (1 << 19));
-    let copied = mirror.copy(&Pace::default(), &NoProgress).unwrap();
+    let copied = mirror.copy(&NoProgress).unwrap();
     assert!(target.bytes() == now);
     assert_eq!(copied.written, 4096);
     assert!(copied.read < 600 << 10);
@@ -138,7 +142,7 @@ fn holes_and_zeros_take_no_space_in_the_target() {
     let target = MemoryDevice::new(vec![0; CAPACITY]);
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
-    let copied = mirror.copy(&Pace::default(), &NoProgress).unwrap();
+    let copied = mirror.copy(&NoProgress).unwrap();
     assert_eq!((copied.read, copied.written), (8192 + (64 << 12), 8192));
     assert!(target.bytes() == before);
     assert!(copied.written == 8192 && target.status(0, CAPACITY as u64, 10).unwrap().len() == 3);
@@ -153,14 +157,11 @@ fn a_target_that_fails_ends_the_migration_and_no_request() {
         target.fail_after.store(seed * 5, Ordering::SeqCst);
         let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
         let (error, model) = under_load(&mirror, &before, seed, || {
-            let outcome = mirror
-                .mark_data(&NoProgress)
-                .and_then(|()| mirror.copy(&Pace::default(), &NoProgress))
-                .and_then(|_| {
-                    // So late that only clients can meet it.
-                    target.failing.store(true, Ordering::SeqCst);
-                    mirror.settle()
-                });
+            let outcome = mirror.mark_data(&NoProgress).and_then(|()| mirror.copy(&NoProgress)).and_then(|_| {
+                // So late that only clients can meet it.
+                target.failing.store(true, Ordering::SeqCst);
+                mirror.settle()
+            });
             mirror.give_up();
             std::thread::sleep(Duration::from_millis(3));
             outcome.unwrap_err()
@@ -175,7 +176,7 @@ fn a_target_that_fails_after_the_record_turned_fails_the_request() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
-    mirror.copy(&Pace::default(), &NoProgress).unwrap();
+    mirror.copy(&NoProgress).unwrap();
     mirror.settle().unwrap();
     target.failing.store(true, Ordering::SeqCst);
     // Nothing has met the failure: the record turns, and from then on the target is the disk.
@@ -189,7 +190,7 @@ fn a_record_that_cannot_be_turned_leaves_the_source() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
-    mirror.copy(&Pace::default(), &NoProgress).unwrap();
+    mirror.copy(&NoProgress).unwrap();
     mirror.settle().unwrap();
     let refused = mirror.commit(|| Err::<(), _>(store::Error::new(ErrorKind::Io, "no")));
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Io);
@@ -205,7 +206,7 @@ fn a_flush_after_settling_covers_both() {
     let (source, target) = (MemoryDevice::new(content(1, 50)), MemoryDevice::new(vec![0; CAPACITY]));
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
-    mirror.copy(&Pace::default(), &NoProgress).unwrap();
+    mirror.copy(&NoProgress).unwrap();
     mirror.write(512, aligned(512, &[9; 100]), 100, true).unwrap();
     let flushes = target.flushes.load(Ordering::SeqCst);
     assert!(target.durable()[512..612] != [9; 100], "before, a guest's flush does not wait for the target");
@@ -233,7 +234,7 @@ fn cancelling_ends_it_at_once_also_while_it_waits_for_its_rate() {
     let mirror = MirrorDevice::new(source, MemoryDevice::new(vec![0; CAPACITY]), Base::Zeros).unwrap();
     let begun = Instant::now();
     mirror.mark_data(&NoProgress).unwrap();
-    let error = mirror.copy(&Pace::new(10_000), &CancelAfter(AtomicU64::new(3))).unwrap_err();
+    let error = mirror.copy(&Throttled { progress: &CancelAfter(AtomicU64::new(3)), rate: 10_000 }).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Interrupted);
     assert!(begun.elapsed() < Duration::from_secs(2));
 }
@@ -244,7 +245,7 @@ fn the_rate_is_kept() {
     let mirror = MirrorDevice::new(source, MemoryDevice::new(vec![0; CAPACITY]), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     let begun = Instant::now();
-    mirror.copy(&Pace::new(12 << 20), &NoProgress).unwrap();
+    mirror.copy(&at_rate(12 << 20)).unwrap();
     assert!(begun.elapsed() >= Duration::from_millis(300), "{:?} for 6 MiB", begun.elapsed());
 }
 
@@ -259,7 +260,7 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
     let (worst, whole) = std::thread::scope(|scope| {
         let copier = scope.spawn(|| {
             mirror.mark_data(&NoProgress).unwrap();
-            mirror.copy(&Pace::default(), &NoProgress).unwrap();
+            mirror.copy(&NoProgress).unwrap();
             done.store(true, Ordering::SeqCst);
             begun.elapsed()
         });
