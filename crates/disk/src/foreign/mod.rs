@@ -4,6 +4,7 @@
 //! disks       made, listed, shown, renamed, deleted; figures and tunables
 //! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
 //! clones      linked and full
+//! moving      ends of a migration
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -21,9 +22,11 @@ mod clones;
 mod device;
 mod disks;
 mod maintain;
+mod moving;
 mod snapshots;
 
 pub use device::ChainedDevice;
+pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
 use crate::names;
@@ -32,7 +35,7 @@ use crate::switch::{Identity, SwitchedDevice, Switches};
 use backend::IoMode;
 use layer::image::Folder;
 use parking_lot::{Mutex, RwLock};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind as IoKind;
 use std::path::{Path, PathBuf};
@@ -115,15 +118,21 @@ pub(crate) struct Foreign {
 }
 
 impl Foreign {
-    /// Opens what is there. Disks that cannot be opened do not keep the others from it.
-    pub fn open(datastore: Option<&Path>, mode: IoMode, switches: Arc<Switches>) -> Result<Self> {
+    /// Opens what is there, but for folders that nobody may look into yet. Disks that cannot be opened do not keep the
+    /// others from it.
+    pub fn open(
+        datastore: Option<&Path>,
+        mode: IoMode,
+        switches: Arc<Switches>,
+        kept: &BTreeSet<String>,
+    ) -> Result<Self> {
         let path = datastore.map(|path| path.join(IMAGES));
         let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
         if let Some(own) = path.clone() {
             options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
         }
         let foreign = Self { path, options, switches, disks: RwLock::default(), broken: Mutex::default() };
-        for folder in foreign.folders()? {
+        for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
                 foreign.broken.lock().insert(folder, error.to_string());
@@ -219,6 +228,24 @@ impl Foreign {
                 Err(error)
             }
         }
+    }
+
+    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is none.
+    pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
+        let path = datastore.join(IMAGES).join(folder);
+        if !path.is_dir() {
+            return Ok(());
+        }
+        let mark = path.join(INCOMPLETE);
+        let done = match incomplete {
+            true => fs::write(&mark, b""),
+            false => match fs::remove_file(&mark) {
+                Err(error) if error.kind() == IoKind::NotFound => Ok(()),
+                other => other,
+            },
+        };
+        done.during(|| format!("marking {}", path.display()))?;
+        sync_folder(&path)
     }
 
     /// What was made under [`INCOMPLETE`] is whole and durable.
