@@ -79,18 +79,27 @@ const TEXTS: [(&str, &str); 3] = [
 ];
 
 const LINES: [(&str, &str); 5] = [
-    ("cancel", r#"{"version":1,"message":"cancel"}"#),
+    ("cancel", r#"{"version":2,"message":"cancel"}"#),
     (
         "create",
-        r#"{"version":1,"message":{"request":{"disk_create":{"name":"a","capacity":1048576,"provisioning":"thin"}}}}"#,
+        r#"{"version":2,"message":{"request":{"disk":{"create":{"name":"a","capacity":1048576,"provisioning":"thin"}}}}}"#,
     ),
     (
         "diff",
-        r#"{"version":1,"message":{"request":{"snapshot_diff":{"disk":"a","from":{"snapshot":"s"},"to":"head"}}}}"#,
+        r#"{"version":2,"message":{"request":{"snapshot":{"diff":{"disk":"a","from":{"snapshot":"s"},"to":"head"}}}}}"#,
     ),
-    ("progress", r#"{"version":1,"message":{"progress":{"done":1,"total":18446744073709551615}}}"#),
-    ("error", r#"{"version":1,"message":{"error":{"kind":"busy","message":"why"}}}"#),
+    ("progress", r#"{"version":2,"message":{"progress":{"done":1,"total":18446744073709551615}}}"#),
+    ("error", r#"{"version":2,"message":{"error":{"kind":"busy","message":"why"}}}"#),
 ];
+
+const LIST: &str = ".encoding = \"UTF-8\"\nsnapshot.lastUID = \"2\"\nsnapshot.current = \"2\"\nsnapshot0.uid = \"1\"\n\
+snapshot0.filename = \"vm-Snapshot1.vmsn\"\nsnapshot0.displayName = \"a|22b\"\nsnapshot0.createTimeHigh = \"388745\"\n\
+snapshot0.createTimeLow = \"-1991180826\"\nsnapshot0.numDisks = \"1\"\nsnapshot0.disk0.fileName = \"vm.vmdk\"\n\
+snapshot0.disk0.node = \"scsi0:0\"\nsnapshot.numSnapshots = \"2\"\nsnapshot1.uid = \"2\"\nsnapshot1.parent = \"1\"\n\
+snapshot1.numDisks = \"0\"\n";
+
+const MIGRATION: &str = r#"{"id":"0f0e0d0c-0b0a-4908-8706-050403020100","stage":"copying","disk":"vm","source":{"native":{"object":7}},
+"target":{"images":{"folder":"vm"}},"uuid":"0f0e0d0c-0b0a-4908-8706-050403020101","created":1,"peer":"/srv/other"}"#;
 
 const REFERENCES: [&str; 9] = ["a", "b/a", "./a", "c/a", "d", "f/out/a", "$/allowed/a", "h2/c/a", "..\\in\\e\\a"];
 
@@ -125,6 +134,18 @@ fn main() {
     }
     TEXTS.iter().for_each(|(name, text)| keep(seeds, "descriptor", name, text.as_bytes()));
     LINES.iter().for_each(|(name, line)| keep(seeds, "control", name, line.as_bytes()));
+    keep(seeds, "vmsd", "two", LIST.as_bytes());
+    keep(seeds, "migration", "copying", &[&[0], MIGRATION.as_bytes()].concat());
+    for base in 0..4 {
+        for operation in 0..8 {
+            keep(
+                seeds,
+                "vmdk_disk",
+                &format!("base-{base}-{operation}"),
+                &[0, base, 0, 0, 2, 1, operation, 2, 7, 0, 4],
+            );
+        }
+    }
     for (number, reference) in REFERENCES.iter().enumerate() {
         keep(seeds, "reference", &format!("{number}"), reference.as_bytes());
     }

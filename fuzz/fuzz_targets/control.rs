@@ -7,7 +7,7 @@ use message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, 
 
 // The program is no library: its messages are taken as they stand there.
 #[allow(dead_code)]
-#[path = "../../crates/lamina/src/control/message.rs"]
+#[path = "../../crates/lamina/src/control/message/mod.rs"]
 mod message;
 
 fuzz_target!(|data: &[u8]| {

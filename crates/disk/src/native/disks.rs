@@ -91,7 +91,7 @@ impl Native {
     }
 
     /// Takes space for blocks of a thick disk, and zeroes them if it is an eager one.
-    fn fill(
+    pub(super) fn fill(
         &self,
         id: u64,
         blocks: std::ops::Range<u64>,

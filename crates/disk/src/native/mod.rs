@@ -5,6 +5,7 @@
 //! snapshots   taken, listed, deleted, gone back to, compared
 //! clones      linked and full
 //! convert     ends of a conversion
+//! moving      ends of a migration
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -18,9 +19,11 @@ mod clones;
 mod convert;
 mod device;
 mod disks;
+mod moving;
 mod snapshots;
 
-pub(crate) use disks::{check_capacity, list};
+pub(crate) use disks::{check_capacity, list, stored};
+pub(crate) use moving::{NativeOriginal, NativeReplica};
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
