@@ -18,7 +18,7 @@ mod session;
 
 use clap::Parser;
 use cli::{Cli, Command};
-use control::{Reply, Request};
+use control::{Reply, Request, SnapshotRequest};
 use disk::{Datastore, Error, ErrorKind, InitOptions};
 use follow::Follow;
 use output::{Extents, Form};
@@ -140,7 +140,7 @@ fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let mut out = BufWriter::new(io::stdout());
     let extents = match &request {
-        Request::SnapshotDiff { disk, from, to } => {
+        Request::Snapshot(SnapshotRequest::Diff { disk, from, to }) => {
             Some(Extents::new(Box::new(BufWriter::new(io::stdout())), form, disk, from, to))
         }
         _ => None,

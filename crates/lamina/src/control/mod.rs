@@ -39,6 +39,6 @@ mod socket;
 
 pub use client::Client;
 pub use dispatch::{Service, Watch, dispatch};
-pub use message::{Reply, Request, Serving};
+pub use message::{DiskRequest, Reply, Request, Serving, SnapshotRequest};
 pub use server::Server;
 pub use socket::{bind, connect, path, remove_stale};

@@ -1,10 +1,10 @@
 //! A native disk or snapshot as a device: bytes at any alignment over the store's blocks.
 
-use crate::datastore::Client;
+use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use store::engine::{Condition, Head, Planned, Span};
 use store::{Engine, Error, ErrorKind, Result};
 
@@ -25,11 +25,12 @@ pub(crate) struct NativeDevice {
     pub engine: Arc<Engine>,
     pub target: Target,
     pub name: String,
-    pub read_only: bool,
     /// A thick disk keeps its space when it is discarded.
     pub thick: bool,
-    /// Counted as a client while this lives.
-    pub client: Client,
+    /// As the datastore last set it.
+    pub capacity: Arc<Capacity>,
+    /// Who resizes.
+    pub native: Weak<Native>,
 }
 
 /// The parts of a byte range: at most two partly covered blocks and the whole ones between.
@@ -82,11 +83,10 @@ impl NativeDevice {
 
     fn writable(&self, offset: u64, length: u64) -> Result<&Head> {
         match &self.target {
-            Target::Head(head) if !self.read_only => {
+            Target::Head(head) => {
                 self.check_range(offset, length)?;
                 Ok(head)
             }
-            Target::Head(_) => Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name))),
             Target::Snapshot(_) => Err(Error::new(
                 ErrorKind::ReadOnly,
                 format!("{} is a snapshot and never changes; clone it to write", self.name),
@@ -126,11 +126,11 @@ impl Device for NativeDevice {
     }
 
     fn capacity(&self) -> u64 {
-        self.client.capacity()
+        self.capacity.get()
     }
 
     fn read_only(&self) -> bool {
-        self.read_only
+        matches!(self.target, Target::Snapshot(_))
     }
 
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
@@ -221,7 +221,11 @@ impl Device for NativeDevice {
 
     fn resize(&self, capacity: u64) -> Result<()> {
         self.writable(0, 0)?;
-        self.client.resize(capacity)
+        let native = self
+            .native
+            .upgrade()
+            .ok_or_else(|| Error::new(ErrorKind::Stopped, "the datastore was closed while the disk was open"))?;
+        native.resize_by_id(self.id(), capacity, false).map(|_| ())
     }
 
     fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {

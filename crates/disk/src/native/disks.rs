@@ -1,6 +1,6 @@
 //! Making, listing, resizing, renaming and deleting disks.
 
-use crate::datastore::Datastore;
+use super::Native;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::progress::Progress;
@@ -37,7 +37,7 @@ fn shown(provisioning: Stored) -> Provisioning {
     }
 }
 
-fn check_capacity(name: &str, capacity: u64) -> Result<()> {
+pub(crate) fn check_capacity(name: &str, capacity: u64) -> Result<()> {
     let why = if capacity < CAPACITY_MIN {
         "the smallest is 512 bytes"
     } else if capacity > CAPACITY_MAX {
@@ -56,7 +56,7 @@ pub(crate) fn snapshot_title(catalog: &Catalog, id: u64) -> Option<String> {
     Some(format!("{}@{}", catalog.find(snapshot.disk)?.name, snapshot.name))
 }
 
-impl Datastore {
+impl Native {
     /// Makes a disk. Progress matters for thick ones.
     pub fn create_disk(
         &self,
@@ -152,6 +152,7 @@ impl Datastore {
                 exclusive: counts.map(|counts| counts.exclusive * BLOCK_SIZE as u64),
                 clients: self.clients(id),
                 created: disk.created,
+                image: None,
             })
         })
     }

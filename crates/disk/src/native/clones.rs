@@ -1,6 +1,6 @@
 //! Clones: linked (a new head on a snapshot) and full (an independent copy).
 
-use crate::datastore::Datastore;
+use super::Native;
 use crate::info::{DiskInfo, Point};
 use crate::names;
 use crate::progress::Progress;
@@ -16,9 +16,9 @@ const COPY_BLOCKS: u64 = 256;
 /// Spans asked for at a time.
 const SPANS: usize = 1024;
 
-impl Datastore {
+impl Native {
     /// A snapshot for an operation: it goes with a crash unless the operation completes it.
-    fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
+    pub(super) fn snapshot_for(&self, disk: &Object, name: &str) -> Result<Object> {
         let mut name = name.to_owned();
         let base = name.clone();
         let mut number = 2;
@@ -107,7 +107,7 @@ impl Datastore {
             });
             match created {
                 Ok(id) => {
-                    let client = self.client(&snapshot);
+                    let client = self.hold(&source, &snapshot)?;
                     (source, snapshot, temporary, id, client)
                 }
                 Err(error) => {

@@ -1,0 +1,60 @@
+//! What can be asked of snapshots.
+
+use disk::Point;
+use serde::{Deserialize, Serialize};
+
+/// Verbs of snapshots.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum SnapshotRequest {
+    /// Take snapshots of several disks at one point.
+    Create {
+        /// Disk and snapshot name.
+        of: Vec<(String, String)>,
+    },
+    /// Snapshots of one disk or all.
+    List {
+        /// The disk.
+        disk: Option<String>,
+    },
+    /// One snapshot.
+    Show {
+        /// The disk.
+        disk: String,
+        /// The snapshot.
+        name: String,
+    },
+    /// Delete a snapshot.
+    Delete {
+        /// The disk.
+        disk: String,
+        /// The snapshot.
+        name: String,
+    },
+    /// Make the head equal to a snapshot.
+    Revert {
+        /// The disk.
+        disk: String,
+        /// The snapshot.
+        name: String,
+    },
+    /// What changed between two states.
+    Diff {
+        /// The disk.
+        disk: String,
+        /// Earlier state.
+        from: Point,
+        /// Later state.
+        to: Point,
+    },
+}
+
+impl SnapshotRequest {
+    /// True for what may take longer than a moment.
+    pub fn takes_long(&self) -> bool {
+        match self {
+            Self::Create { .. } | Self::List { .. } | Self::Show { .. } | Self::Delete { .. } => false,
+            Self::Revert { .. } | Self::Diff { .. } => true,
+        }
+    }
+}
