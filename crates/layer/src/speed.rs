@@ -148,9 +148,7 @@ pub(crate) fn compare(format: &str, open: &dyn Fn(Arc<dyn File>, u64) -> Box<dyn
         };
         println!("{format}, {mode:?}: ratio to a plain sparse file (its MB/s), median of {ROUNDS}");
         println!("              {}", SIZES.map(|size| format!("{size:>7} KiB")).join(""));
-        for (full, random, write) in
-            (0..8).map(|case| (case & 4 > 0, case & 2 > 0, case & 1 > 0)).collect::<Vec<_>>()
-        {
+        for (full, random, write) in (0..8).map(|case| (case & 4 > 0, case & 2 > 0, case & 1 > 0)).collect::<Vec<_>>() {
             let kept = full.then(|| [false, true].map(&make));
             kept.iter().flatten().for_each(|target| fill(target.as_ref()));
             let line = SIZES.map(|size| {
