@@ -224,7 +224,12 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                 let gone = if down { upper..lower } else { upper + 1..lower + 1 };
                 let shared = Mutex::new(world);
                 let mut commit = || {
-                    shared.lock().record.drain(gone.clone());
+                    let mut world = shared.lock();
+                    // What is flushed now has to be durable whichever way the record is found.
+                    for _ in 0..world.random.below(4) {
+                        world.act(&chain);
+                    }
+                    world.record.drain(gone.clone());
                     Ok(())
                 };
                 let guest = Guest { world: &shared, chain: &chain };
