@@ -1,6 +1,6 @@
 //! Following long work from a terminal: a bar on stderr, Ctrl-C, and the extents of a diff as they come.
 
-use crate::control::{DiskRequest, Request, SnapshotRequest, Watch};
+use crate::control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
 use crate::output::Extents;
 use disk::{ChangedExtent, Error, Progress, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -41,6 +41,9 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Disk(DiskRequest::Shrink { .. }) => ("shrinking", BYTES),
         Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),
         Request::Snapshot(SnapshotRequest::Delete { .. }) => ("merging", BYTES),
+        Request::Convert(_) => ("converting", BYTES),
+        Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
+        Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),
         Request::Clone { full: false, .. } => ("cloning", THINGS),
         _ => return None,

@@ -2,7 +2,10 @@
 
 mod clone;
 mod disk;
+mod image;
 mod snapshot;
+
+pub use image::alone;
 
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
@@ -37,6 +40,8 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
             Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
         }
         Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
+        Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
+        Request::Image(request) => image::dispatch(request, watch)?,
         Request::ExportList => Reply::Exports(
             datastore
                 .device_names()

@@ -1,6 +1,8 @@
 //! The good ends of requests.
 
 use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
+use disk::convert::Converted;
+use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -44,6 +46,14 @@ pub enum Reply {
         /// Sum of their lengths.
         bytes: u64,
     },
+    /// Of `ImageShow`.
+    Image(ImageInfo),
+    /// Of `ImageCheck`.
+    ImageCheck(ImageCheck),
+    /// Of `ImageCreate`.
+    ImageCreated(Box<ImageLevel>),
+    /// Of `Convert`.
+    Converted(Converted),
     /// Of `ExportList`.
     Exports(Vec<ExportInfo>),
 }
