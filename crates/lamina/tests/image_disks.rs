@@ -172,6 +172,15 @@ fn take(store: &Store, history: &Mutex<History>, snapshot: &str) {
     history.snapshot_taken(snapshot);
 }
 
+/// Ends the writer also when the test fails.
+struct Stopping<'a>(&'a AtomicBool);
+
+impl Drop for Stopping<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 fn rounds_pass(history: &Mutex<History>, rounds: u64) {
     let begin = history.lock().version;
     process::until("the client has written more", || history.lock().version > begin + rounds * 8);
@@ -186,6 +195,7 @@ fn everything_under_writes(delta: &str, base: &str) {
     let stop = AtomicBool::new(false);
     let run = |arguments: &str| drop(store.run(arguments).ok());
     std::thread::scope(|scope| {
+        let _stopping = Stopping(&stop);
         scope.spawn(|| write_on(&store, &history, &stop));
         for snapshot in ["a", "b", "c", "d", "e"] {
             rounds_pass(&history, 20);
@@ -216,7 +226,6 @@ fn everything_under_writes(delta: &str, base: &str) {
         run("disk consolidate vm1");
         take(&store, &history, "last");
         rounds_pass(&history, 20);
-        stop.store(true, Ordering::Release);
     });
     let history = history.into_inner();
     history.is(&read_export(&store, "vm1"), "the disk");

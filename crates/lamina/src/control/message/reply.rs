@@ -1,8 +1,8 @@
 //! The good ends of requests.
 
-use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
+use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
