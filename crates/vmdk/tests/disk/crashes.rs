@@ -427,7 +427,13 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
     let mut random = Random::new(seed);
     let machine = SimulatedDisk::new(random.next(), SimulatedOptions { unflushed_max: 256, ..Default::default() });
     let capacity = (64 << 10) + random.below(48) as usize * 4096;
-    let kind = random.choose(&[ImageKind::Thin, ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::EagerZeroedThick]);
+    let kind = random.choose(&[
+        ImageKind::Thin,
+        ImageKind::Thin,
+        ImageKind::ZeroedThick,
+        ImageKind::EagerZeroedThick,
+        ImageKind::MonolithicSparse,
+    ]);
     let mut world = World {
         random,
         machine,

@@ -129,7 +129,7 @@ impl History {
         // The old one has to be gone: it holds the lock.
         let stand_in = Self::scratch_disk();
         drop(std::mem::replace(&mut self.disk, stand_in));
-        self.disk = Disk::open(home, &options(seed)).unwrap();
+        self.disk = open_when_free(home, seed);
     }
 
     /// Something to stand in the disk's place for a moment.
@@ -189,6 +189,17 @@ impl History {
             _ => self.verify(folder),
         }
     }
+}
+
+/// A process that another test starts inherits our locks for the moment before it becomes QEMU.
+fn open_when_free(home: layer::image::Folder, seed: u64) -> Arc<Disk> {
+    for _ in 0..1000 {
+        match Disk::open(home.clone(), &options(seed)) {
+            Err(error) if error.kind() == ErrorKind::Busy => std::thread::sleep(std::time::Duration::from_millis(5)),
+            other => return other.unwrap(),
+        }
+    }
+    panic!("the disk stays open elsewhere")
 }
 
 fn histories(seeds: std::ops::Range<u64>, steps: usize, formats: &[DeltaFormat]) {
