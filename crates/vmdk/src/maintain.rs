@@ -163,8 +163,7 @@ impl Disk {
         // The level's other opening, of which the cache may know places, has them where they are until it is moved.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
-        let result =
-            line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
+        let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
         let closed = self.set_reading(&line, node);
         drop(claim);
         let result = result?;

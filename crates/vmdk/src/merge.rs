@@ -234,12 +234,18 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
+        // Opened before anything is given up: what somebody else has open for writing is found out here.
+        let writable = match below.image.layer().writable() {
+            true => None,
+            false => Some(Arc::new(self.open_image(&record, target, true)?)),
+        };
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
         self.commit(announced)?;
-        let outcome = self.set_writing(&line, target).and_then(|()| {
+        let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
+        let outcome = exchanged.and_then(|()| {
             let mut commit = || self.commit_down(&line, sources, target);
             line.chain.merge_down(top.key, below.key, 0, watch, &mut commit)
         });

@@ -125,7 +125,9 @@ impl Disk {
             }
             // A head keeps its new identity: nothing stands on it.
             MergeSide::Up if merging.node == record.head => Ok(None),
-            MergeSide::Up => Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None })),
+            MergeSide::Up => {
+                Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None }))
+            }
         }
     }
 
