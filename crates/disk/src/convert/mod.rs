@@ -23,7 +23,6 @@ mod copy;
 mod device;
 mod format;
 mod image;
-mod native;
 mod source;
 mod target;
 
@@ -115,19 +114,42 @@ impl Conversion {
         let mut warnings = Vec::new();
         let source: Box<dyn Source> = match &self.from {
             Address::Path(path) => source::open(path, &self.options, progress, &mut warnings)?,
-            Address::Disk(name) => datastore()?.conversion_source(name)?,
+            Address::Disk(name) => disk_source(datastore()?, name)?,
         };
         let capacity = source.capacity().next_multiple_of(layer::SECTOR);
+        // Until the disk is there, nobody else gets its name.
+        let mut reservation = None;
         let target = match &self.to {
             Address::Path(path) => target::make(path, self.format, capacity, progress)?,
-            Address::Disk(name) => datastore()?.conversion_target(name, self.format, capacity)?,
+            Address::Disk(name) => {
+                reservation = Some(datastore()?.reserve(name)?);
+                disk_target(datastore()?, name, self.format, capacity)?
+            }
         };
         let files = target.files;
         let copied = copy::copy(source, target.sink, self.rate, progress)?;
+        drop(reservation);
         let target = match &self.to {
             Address::Path(path) => path.display().to_string(),
             Address::Disk(name) => name.clone(),
         };
         Ok(Converted { target, format: self.format, capacity, copied, files, warnings })
     }
+}
+
+/// A disk or snapshot of a datastore to read.
+fn disk_source(datastore: &Datastore, name: &str) -> Result<Box<dyn Source>> {
+    let (disk, snapshot) = crate::names::split(name);
+    datastore.native.conversion_source(disk, snapshot)
+}
+
+/// A new disk of a datastore, whose name is reserved.
+fn disk_target(datastore: &Datastore, name: &str, format: TargetFormat, capacity: u64) -> Result<target::Target> {
+    if format != TargetFormat::Native {
+        let text =
+            format!("disk '{name}' cannot be made as {format}: native is what a datastore makes of a conversion");
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    let sink = datastore.native.conversion_target(name, capacity)?;
+    Ok(target::Target { sink, files: Vec::new() })
 }
