@@ -177,7 +177,11 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
         let mut server = store.serve("");
         let found = format(&store);
         assert!(found == now || found == wanted, "{found} is neither {now} nor {wanted}");
-        if found == wanted && now != wanted { moved += 1 } else { stayed += 1 }
+        if found == wanted && now != wanted {
+            moved += 1
+        } else {
+            stayed += 1
+        }
         if found == wanted {
             next += 1;
         }
