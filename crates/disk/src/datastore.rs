@@ -1,21 +1,26 @@
 //! A datastore: its disks, their snapshots and clones, and everything that can be done to them.
 
 mod control;
+mod uses;
 
 use crate::device::Device;
+use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
+use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::progress::Progress;
+use crate::switch::Switches;
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
+use uses::Uses;
 
 /// The file that the owner of a datastore holds locked.
 const LOCK_FILE: &str = "lock";
@@ -54,8 +59,21 @@ pub struct OpenOptions {
 /// An open datastore. Methods may be called from any thread.
 pub struct Datastore {
     pub(crate) native: Arc<Native>,
+    pub(crate) foreign: Foreign,
+    pub(crate) switches: Arc<Switches>,
+    /// Disks that are worked on.
+    pub(crate) uses: Arc<Uses>,
+    /// Held for writing while a name goes from one disk to another, for reading while a disk is opened by its name.
+    pub(crate) turning: RwLock<()>,
+    /// Its folder, where it has one.
+    pub(crate) path: Option<PathBuf>,
+    /// Other datastores that clients of this one have moved to.
+    pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Names that nobody else may take meanwhile: of disks that are being made or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
+    /// Moves that go on in the background.
+    pub(crate) imports: Imports,
+    pub(crate) this: Weak<Datastore>,
     _lock: Box<dyn Lock>,
 }
 
@@ -125,11 +143,15 @@ impl Datastore {
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_in(Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
+        Self::open_at(Some(path), Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
     }
 
-    /// Opens a datastore in a directory of any backend.
+    /// Opens a datastore in a directory of any backend: one without a path, and so without disks in other formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_at(None, directory, options)
+    }
+
+    fn open_at(path: Option<&Path>, directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         let lock = directory.lock(LOCK_FILE).map_err(|error| {
             if error.kind() == std::io::ErrorKind::WouldBlock {
                 Error::new(
@@ -140,9 +162,31 @@ impl Datastore {
                 Error::io("taking the lock of the datastore", error)
             }
         })?;
+        let mode = options.mode;
         let engine = Engine::open(directory, options)?;
-        let native = Native::open(engine, Arc::default())?;
-        Ok(Arc::new(Self { native, reserved: Arc::default(), _lock: lock }))
+        let switches = Arc::<Switches>::default();
+        let native = Native::open(engine, Arc::clone(&switches));
+        // Whether a disk is incomplete is decided by the migration it comes from.
+        let doubt = migrate::recover(&native, path)?;
+        native.remove_incomplete(&doubt.names)?;
+        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        let datastore = Arc::new_cyclic(|this| Self {
+            native,
+            foreign,
+            switches,
+            uses: Arc::default(),
+            turning: RwLock::new(()),
+            path: path.map(Path::to_path_buf),
+            guests: Arc::default(),
+            reserved: Arc::default(),
+            imports: Imports::default(),
+            this: Weak::clone(this),
+            _lock: lock,
+        });
+        if doubt.folders.is_empty() {
+            datastore.sweep_overlays()?;
+        }
+        Ok(datastore)
     }
 
     /// The engine below: for tests that drive it by hand.
@@ -152,7 +196,11 @@ impl Datastore {
 
     /// Writes everything home and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
-        self.native.close()
+        self.stop_imports();
+        let guests = std::mem::take(&mut *self.guests.lock());
+        let away = guests.iter().map(|guest| guest.close()).fold(Ok(()), Result::and);
+        let foreign = self.foreign.close().and(away);
+        self.native.close().and(foreign)
     }
 
     /// Capacity, allocation, over-commitment.
@@ -167,8 +215,11 @@ impl Datastore {
             let snapshots = catalog.objects().filter(|object| object.is_snapshot() && !object.incomplete).count();
             (provisioned, catalog.disks().count(), snapshots)
         });
+        let images = self.foreign.sums()?;
+        let provisioned = provisioned.saturating_add(images.provisioned);
+        let allocated = allocated.saturating_add(images.allocated);
         let usable = allocated.saturating_add(room.available).max(1);
-        let metadata = allocated.saturating_sub(bytes(counts.data.backed));
+        let metadata = allocated.saturating_sub(images.allocated).saturating_sub(bytes(counts.data.backed));
         let kind = match engine.directory().queue_kind() {
             QueueKind::Uring => "io_uring",
             QueueKind::Threads => "threads",
@@ -180,14 +231,15 @@ impl Datastore {
             capacity: room.total,
             available: room.available,
             allocated,
+            images: images.allocated,
             data: bytes(counts.data.used),
             reserved: bytes(counts.reserved),
             metadata,
             reclaimable: bytes(counts.data.free + counts.held),
             provisioned,
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
-            disks: disks as u64,
-            snapshots: snapshots as u64,
+            disks: disks as u64 + images.disks,
+            snapshots: snapshots as u64 + images.snapshots,
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             engine: kind.into(),
             io_mode: match engine.options().mode {
@@ -199,13 +251,19 @@ impl Datastore {
 
     /// Walks all metadata.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
-        self.native.check(options, progress)
+        let mut report = self.native.check(options, progress)?;
+        self.foreign.check(options.repair, progress, &mut report)?;
+        Ok(report)
     }
 
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
-        self.native.open_device(disk, snapshot, read_only)
+        let _turning = self.turning.read();
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
+            None => self.native.open_device(disk, snapshot, read_only),
+        }
     }
 
     /// A queue for one thread, of the kind chosen at open, for the data files that [`Device::plan_read`] names.
@@ -215,14 +273,16 @@ impl Datastore {
 
     /// Names that [`Datastore::device`] takes.
     pub fn device_names(&self) -> Vec<String> {
-        self.native.device_names()
+        let mut names = self.native.device_names();
+        names.extend(self.foreign.device_names());
+        names
     }
 
     /// Takes a name for a disk that is about to have it: `Exists` when one has it, or is about to.
     pub(crate) fn reserve(&self, name: &str) -> Result<Reservation> {
         names::check("disk", name)?;
         let mut reserved = self.reserved.lock();
-        if self.native.has(name) || reserved.contains(name) {
+        if self.native.has(name) || self.foreign.find(name).is_some() || reserved.contains(name) {
             return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
         }
         reserved.insert(name.to_owned());

@@ -9,6 +9,9 @@ use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
 use store::{Error, ErrorKind, Result};
 
+/// The taking of snapshots itself, to be called once.
+pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;
+
 fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
     let disk = catalog.find(snapshot.disk);
     SnapshotInfo {
@@ -19,12 +22,18 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
         clones: catalog.disks().filter(|clone| clone.origin == snapshot.id).map(|clone| clone.name.clone()).collect(),
         current: disk.is_some_and(|disk| disk.parent == snapshot.id),
         created: snapshot.created,
+        description: String::new(),
     }
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name).
-    pub fn create_snapshots(&self, of: &[(String, String)]) -> Result<Vec<SnapshotInfo>> {
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given the taking itself, to
+    /// be called at the point where others stand still too; nothing that could keep them waiting is left for then.
+    pub fn create_snapshots(
+        &self,
+        of: &[(String, String)],
+        around: &mut dyn FnMut(Taking<'_>) -> Result<()>,
+    ) -> Result<Vec<SnapshotInfo>> {
         let _changes = self.changes.lock();
         let mut wanted = Vec::with_capacity(of.len());
         for (disk, name) in of {
@@ -32,7 +41,11 @@ impl Native {
             let disk = self.find_disk(disk)?.id;
             wanted.push(NewSnapshot { disk, name: name.clone(), uuid: names::new_uuid()?, incomplete: false });
         }
-        let ids = self.engine.snapshot(&wanted)?;
+        let mut ids = Vec::new();
+        around(&mut || {
+            ids = self.engine.snapshot(&wanted)?;
+            Ok(())
+        })?;
         self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
     }
 
@@ -62,6 +75,7 @@ impl Native {
                     clones: clones.remove(&snapshot.id).unwrap_or_default(),
                     current: disk.parent == snapshot.id,
                     created: snapshot.created,
+                    description: String::new(),
                 }));
             }
             out

@@ -1,5 +1,6 @@
 //! Opening one extent: the one place that knows all formats by name.
 
+use super::maintain::Engine;
 use super::{OpenOptions, ParentReference, Place};
 use crate::descriptor::ExtentKind;
 use crate::flat::{Flat, FlatOptions};
@@ -88,6 +89,8 @@ pub(super) struct OpenExtent {
     pub(super) layer: Arc<dyn Layer>,
     /// The same once more, if it is flat: for counters, filling and punching.
     pub(super) flat: Option<Arc<Flat>>,
+    /// The same once more, if its format has work of its own to do.
+    pub(super) engine: Option<Engine>,
     /// The file below it, where its own header names one.
     pub(super) parent: Option<ParentReference>,
 }
@@ -102,25 +105,32 @@ pub(super) fn open_extent(
     let image = place.label();
     let writable = options.flat.writable;
     let parent = options.parent;
-    let layer: Arc<dyn Layer> = match format {
+    let engine = match format {
         Format::Flat => {
             let flat = Flat::open(file, &image, options.flat)?;
             let layer: Arc<dyn Layer> = Arc::<Flat>::clone(&flat);
-            return Ok(OpenExtent { layer, flat: Some(flat), parent: None });
+            return Ok(OpenExtent { layer, flat: Some(flat), engine: None, parent: None });
         }
-        Format::HostedSparse if is_compressed(&*file, &image)? => Arc::new(Stream::open(file, &image)?),
-        Format::HostedSparse => Arc::new(Hosted::open(file, &hosted::OpenOptions { image, writable, parent })?),
+        Format::HostedSparse if is_compressed(&*file, &image)? => {
+            let layer: Arc<dyn Layer> = Arc::new(Stream::open(file, &image)?);
+            return Ok(OpenExtent { layer, flat: None, engine: None, parent: None });
+        }
+        Format::HostedSparse => {
+            Engine::Hosted(Arc::new(Hosted::open(file, &hosted::OpenOptions { image, writable, parent })?))
+        }
         Format::VmfsSparse => {
             let usual = vmfssparse::OpenOptions::reading(image);
-            Arc::new(VmfsSparse::open(file, &vmfssparse::OpenOptions { writable, parent, ..usual })?)
+            let options = vmfssparse::OpenOptions { writable, parent, ..usual };
+            Engine::VmfsSparse(Arc::new(VmfsSparse::open(file, &options)?))
         }
         Format::VsanSparse => {
             let usual = vsansparse::OpenOptions::reading(image);
-            Arc::new(VsanSparse::open(file, &vsansparse::OpenOptions { writable, parent, ..usual })?)
+            let options = vsansparse::OpenOptions { writable, parent, ..usual };
+            Engine::VsanSparse(Arc::new(VsanSparse::open(file, &options)?))
         }
         Format::SeSparse => {
             let options = sesparse::Options { write: writable, journal: options.journal, ..Default::default() };
-            Arc::new(SeSparse::open(file, &image, options)?)
+            Engine::SeSparse(Arc::new(SeSparse::open(file, &image, options)?))
         }
         Format::Qcow2 if writable => return Err(crate::read_only("qcow2").context(image)),
         Format::Qcow2 => return open_qcow2(place, file),
@@ -129,7 +139,13 @@ pub(super) fn open_extent(
             return Err(Error::new(ErrorKind::Invalid, text));
         }
     };
-    Ok(OpenExtent { layer, flat: None, parent: None })
+    let layer: Arc<dyn Layer> = match &engine {
+        Engine::Hosted(layer) => Arc::<Hosted>::clone(layer),
+        Engine::VmfsSparse(layer) => Arc::<VmfsSparse>::clone(layer),
+        Engine::SeSparse(layer) => Arc::<SeSparse>::clone(layer),
+        Engine::VsanSparse(layer) => Arc::<VsanSparse>::clone(layer),
+    };
+    Ok(OpenExtent { layer, flat: None, engine: Some(engine), parent: None })
 }
 
 /// Opens QEMU's format, and learns from its header what lies below.
@@ -146,7 +162,7 @@ fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
     };
     let parent = header.backing().map(|backing| backing_reference(backing, &image)).transpose()?;
     let layer: Arc<dyn Layer> = Arc::new(Qcow2::open(file, data, &image)?);
-    Ok(OpenExtent { layer, flat: None, parent })
+    Ok(OpenExtent { layer, flat: None, engine: None, parent })
 }
 
 /// The backing file of a qcow2 image. Its format is never guessed: the guest of a raw disk decides what that looks like.

@@ -25,15 +25,17 @@ pub mod create;
 mod extent;
 mod folder;
 mod home;
+mod maintain;
 mod probe;
 
 #[cfg(test)]
 mod tests;
 
 pub use chain::{Chain, open_chain};
-pub use create::{ImageKind, Made, NewImage, NewParent, Unfinished, create};
+pub use create::{ImageKind, Made, NewImage, NewParent, Unfinished, create, parent_hint};
 pub use extent::Format;
 pub use folder::{Folder, Place};
+pub use maintain::{ImageCheck, ImageFreed};
 pub use probe::{PROBE_LENGTH, Signature, probe};
 
 use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
@@ -44,6 +46,7 @@ use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
 use home::{Home, Identified};
+use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -110,6 +113,7 @@ pub struct Image {
     home: Option<Arc<Home>>,
     layer: Arc<dyn Layer>,
     flats: Vec<Arc<Flat>>,
+    engines: Vec<Engine>,
     /// Whether flat extents are all there is.
     only_flat: bool,
     parent: Option<ParentReference>,
@@ -199,7 +203,9 @@ impl Image {
         let opened = open_extent(format, &place, file, ExtentOptions::alone(options))?;
         let only_flat = opened.flat.is_some();
         let flats = opened.flat.into_iter().collect();
-        Ok(Self { place, home: None, layer: opened.layer, flats, only_flat, parent: opened.parent, _lock: lock })
+        let engines = opened.engine.into_iter().collect();
+        let parent = opened.parent;
+        Ok(Self { place, home: None, layer: opened.layer, flats, engines, only_flat, parent, _lock: lock })
     }
 
     /// A sparse extent of Workstation with its descriptor inside.
@@ -221,7 +227,8 @@ impl Image {
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
         let home = Home::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
-        Ok(Self::assemble(place, home, opened.layer, Vec::new(), false, parent, lock))
+        let engines = opened.engine.into_iter().collect();
+        Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
     }
 
     fn open_described(place: Place, descriptor: Descriptor, options: &OpenOptions) -> Result<Self> {
@@ -235,6 +242,7 @@ impl Image {
         };
         let mut parts = Vec::with_capacity(resolved.len());
         let mut flats = Vec::new();
+        let mut engines = Vec::new();
         let mut only_flat = true;
         for (line, extent) in descriptor.extents.iter().zip(&resolved) {
             let mut part = Part { length: line.length(), layer: None, name: String::new() };
@@ -244,6 +252,7 @@ impl Image {
                 part.name = extent.place.label();
                 only_flat &= opened.flat.is_some();
                 flats.extend(opened.flat);
+                engines.extend(opened.engine);
                 part.layer = Some(opened.layer);
             }
             parts.push(part);
@@ -259,14 +268,14 @@ impl Image {
             ),
         };
         let home = Home::new(place.clone(), descriptor, None, Arc::clone(&options.random));
-        Ok(Self::assemble(place, home, layer, flats, only_flat, parent, lock))
+        Ok(Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock))
     }
 
     fn assemble(
         place: Place,
         home: Home,
         layer: Arc<dyn Layer>,
-        flats: Vec<Arc<Flat>>,
+        (flats, engines): (Vec<Arc<Flat>>, Vec<Engine>),
         only_flat: bool,
         parent: Option<ParentReference>,
         lock: Option<Box<dyn Lock>>,
@@ -276,7 +285,7 @@ impl Image {
             true => Arc::new(Identified { inner: layer, home: Arc::clone(&home) }),
             false => layer,
         };
-        Self { place, home: Some(home), layer, flats, only_flat, parent, _lock: lock }
+        Self { place, home: Some(home), layer, flats, engines, only_flat, parent, _lock: lock }
     }
 
     /// Where it was opened.
