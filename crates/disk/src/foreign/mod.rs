@@ -5,6 +5,7 @@
 //! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
 //! clones      linked and full
 //! moving      ends of a migration
+//! convert     ends of a conversion
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -19,6 +20,7 @@
 //!    Long work does not hold it, and finds by itself what is in use.
 
 mod clones;
+mod convert;
 mod device;
 mod disks;
 mod maintain;
