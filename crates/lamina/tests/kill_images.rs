@@ -130,7 +130,8 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
     for kill in 0..KILLS {
         let history = &histories[kill as usize % histories.len()];
         let operation = OPERATIONS[random.below(OPERATIONS.len() as u64) as usize];
-        let mut server = store.serve("");
+        let options = ["", "--io direct", "--queue threads"][(kill / 3 % 3) as usize];
+        let mut server = store.serve(options);
         let killed = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| write_on(&store, history, &killed));

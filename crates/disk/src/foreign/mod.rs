@@ -179,6 +179,10 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
+                // What a crash left of files that no record names: nobody else makes any in this folder.
+                if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
+                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                }
                 let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
                 names::check("disk", &name)?;
