@@ -6,7 +6,7 @@
 use super::SeSparse;
 use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, Owner, Run, TABLE_SPAN, Table, decode_slot, encode_slot};
-use super::epoch::Retirement;
+use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Area, Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::space::{Choice, Space};
 use super::touched::Touched;
@@ -18,8 +18,8 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Runs of freed grains that call for a commit of their own.
-const FREED_MAX: usize = 1 << 16;
+/// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
+const FREED_MAX: usize = WAITING_MAX / 16;
 /// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
 const ROUNDS_MAX: usize = 100_000;
 
@@ -247,28 +247,36 @@ impl State {
         Ok(())
     }
 
-    /// Hands out up to `want` adjoining grains.
-    pub(super) fn claim(&mut self, want: u64) -> Step<Run> {
+    /// Hands out up to `want` adjoining grains, the first of them for grain `guest` of the disk.
+    pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<Run> {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
         }
-        let run = match self.space.choose(want) {
+        let run = match self.space.set_aside(guest, want) {
             Choice::Run(run) => run,
             Choice::Growth => return Err(Need::Growth),
             Choice::Full => return Err(Need::Full),
         };
-        self.claim_run(run)
+        let run = self.allocate(run)?;
+        self.space.use_aside(guest, run.count);
+        Ok(run)
     }
 
     /// Hands out a free run, or as much of it as lies in one page of the bitmap.
     pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+        let run = self.allocate(run)?;
+        self.space.take(run);
+        Ok(run)
+    }
+
+    /// Marks grains as allocated, as many as lie in one page of the bitmap.
+    fn allocate(&mut self, run: Run) -> Step<Run> {
         let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         self.need_backed(bitmap_page(run.start))?;
         for index in backmap_page(run.start).index()..=backmap_page(run.end() - 1).index() {
             self.need_backed(PageKey::new(Kind::Backmap, index))?;
         }
         self.set_bits(run, true)?;
-        self.space.take(run);
         if let Some(census) = &mut self.census {
             census.account(run);
         }
@@ -293,6 +301,7 @@ impl State {
 
     /// Looks for free grains in a page of the bitmap.
     pub(super) fn search(&mut self, page: u64) -> Step<()> {
+        self.space.end_streams();
         let bytes = self.page(PageKey::new(Kind::Bitmap, page))?;
         let mut free: Option<Run> = None;
         for (base, word) in (page * PAGE_BITS..).step_by(64).zip(bytes.words()) {
