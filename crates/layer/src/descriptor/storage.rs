@@ -81,6 +81,11 @@ impl<'a> Pending<'a> {
         }
     }
 
+    /// Goes on with a creation that this process began, and whose text is still under its temporary name.
+    pub fn resume(directory: &'a dyn Directory, name: &str) -> Self {
+        Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}") }
+    }
+
     fn write(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
         let text = descriptor.to_bytes().map_err(|error| error.context(format!("descriptor '{name}'")))?;
         let temporary = format!("{name}{NEW_SUFFIX}");
@@ -138,22 +143,54 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     }
     let kept = extents_in_use(directory, &names);
     for temporary in unfinished {
-        let Some(descriptor_name) = temporary.strip_suffix(NEW_SUFFIX) else { continue };
-        let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
-        // A text that is not whole was not durable yet, so nothing was made after it.
-        if let Ok(descriptor) = load_named(directory, temporary) {
-            for file in descriptor.extents.iter().filter_map(|extent| extent.file.as_ref()) {
-                if is_extent_of(stem, file) && !kept.contains(file) && names.contains(file) {
-                    directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
-                    removed.push(file.clone());
-                }
-            }
+        for file in remains_of(directory, temporary, &names, &kept) {
+            directory.remove(&file).during(|| format!("removing '{file}' of an unfinished disk"))?;
+            removed.push(file);
         }
-        directory.remove(temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
-        removed.push(temporary.clone());
     }
     directory.sync().during(|| "making removals durable".to_owned())?;
     Ok(removed)
+}
+
+/// As [`sweep`] for what was to become `name`, in a folder that others may own.
+///
+/// # Errors
+/// `Busy` while somebody still makes it: who fills an image has its first extent locked.
+pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
+    let names = directory.list().during(|| "listing the folder".to_owned())?;
+    let temporary = format!("{name}{NEW_SUFFIX}");
+    if !names.contains(&temporary) {
+        return Ok(Vec::new());
+    }
+    let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
+    // Held until everything is gone.
+    let mut locks = Vec::new();
+    for file in &remains {
+        let lock = directory.lock(file).map_err(|error| match error.kind() {
+            std::io::ErrorKind::WouldBlock => Error::new(ErrorKind::Busy, format!("'{name}' is being made elsewhere")),
+            _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
+        })?;
+        locks.push(lock);
+    }
+    for file in &remains {
+        directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
+    }
+    directory.sync().during(|| "making removals durable".to_owned())?;
+    Ok(remains)
+}
+
+/// The files that an unfinished text names and that may go, and last the text itself.
+fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
+    let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
+    let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
+    let mut remains = Vec::new();
+    // A text that is not whole was not durable yet, so nothing was made after it.
+    if let Ok(descriptor) = load_named(directory, temporary) {
+        let files = descriptor.extents.into_iter().filter_map(|extent| extent.file);
+        remains.extend(files.filter(|file| is_extent_of(stem, file) && !kept.contains(file) && names.contains(file)));
+    }
+    remains.push(temporary.to_owned());
+    remains
 }
 
 fn load_named(directory: &dyn Directory, name: &str) -> Result<Descriptor> {
@@ -174,7 +211,7 @@ fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<Strin
 fn is_extent_of(stem: &str, file: &str) -> bool {
     let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
     match tail {
-        "-flat" | "-delta" | "-sesparse" => true,
+        "-flat" | "-delta" | "-sesparse" | "-vsan" => true,
         _ => {
             let digits = tail.strip_prefix("-f").or_else(|| tail.strip_prefix("-s"));
             digits.is_some_and(|digits| digits.len() >= 3 && digits.bytes().all(|byte| byte.is_ascii_digit()))

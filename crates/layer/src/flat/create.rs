@@ -19,7 +19,7 @@ use backend::{Access, Directory, File, IoMode};
 use std::sync::Arc;
 
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
-const SPLIT_SECTORS: u64 = 4_192_256;
+pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
 
 /// Which product's flat disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +152,21 @@ pub fn create_raw(
     }
 }
 
+/// Makes one extent of a disk in `directory`: length, space and zeros, durable but for its name. After an error the
+/// file may be there.
+pub(crate) fn make_extent(
+    directory: &dyn Directory,
+    name: &str,
+    length: u64,
+    provisioning: Provisioning,
+    mode: IoMode,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let mut making = Making { directory, disk: name, done: 0, total: length, watch };
+    let file = making.begin(name, mode, length)?;
+    making.fill(&*file, name, length, provisioning)
+}
+
 /// A disk being made.
 struct Making<'a> {
     directory: &'a dyn Directory,
@@ -199,10 +214,9 @@ impl Making<'_> {
     }
 }
 
-fn check_capacity(capacity: u64) -> Result<()> {
+pub(crate) fn check_capacity(capacity: u64) -> Result<()> {
     if capacity == 0 || !capacity.is_multiple_of(SECTOR) || capacity > CAPACITY_MAX {
-        let text =
-            format!("a flat disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
+        let text = format!("a disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())

@@ -56,18 +56,21 @@ impl Home {
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
+        // Under the lock to the end: whoever has asked for the identity knows that nobody changes it again.
+        let mut current = self.descriptor.lock();
+        if self.renewed.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let random = &mut || (self.random)();
         match &self.embedded {
-            None => self.update(|descriptor| descriptor.renew_content(random))?,
-            Some((file, place)) => {
-                let mut current = self.descriptor.lock();
-                if self.renewed.load(Ordering::Acquire) {
-                    return Ok(());
-                }
-                *current = storage::renew_embedded(&**file, place.clone(), random)?;
+            None => {
+                let mut changed = current.clone();
+                changed.renew_content(random);
+                storage::replace(&**self.place.folder.directory(), &self.place.name, &changed)?;
+                *current = changed;
             }
+            Some((file, place)) => *current = storage::renew_embedded(&**file, place.clone(), random)?,
         }
-        // Two that come at once may both have renewed it, which does no harm.
         self.renewed.store(true, Ordering::Release);
         Ok(())
     }
@@ -115,6 +118,11 @@ impl Layer for Identified {
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
         self.home.renew()?;
         self.inner.write(start, slices)
+    }
+
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        self.home.renew()?;
+        self.inner.overwrite(start, slices)
     }
 
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
