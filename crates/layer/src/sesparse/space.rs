@@ -78,6 +78,8 @@ pub(super) struct Space {
     pub(super) limit: u64,
     /// Page of the bitmap to be searched next; `None` when all have been, or must not be.
     cursor: Option<u64>,
+    /// The bitmap may be believed.
+    trusted: bool,
     /// Runs were forgotten since the search began.
     forgot: bool,
     streams: [Stream; STREAMS],
@@ -99,6 +101,7 @@ impl Space {
             length,
             limit,
             cursor,
+            trusted,
             forgot: false,
             streams: [idle; STREAMS],
             clock: 0,
@@ -115,8 +118,9 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap once more from the start.
+    /// Searches the bitmap, which is to be believed, once more from the start.
     pub(super) fn search_again(&mut self) {
+        self.trusted = true;
         self.cursor = Some(0);
         self.forgot = false;
     }
@@ -207,7 +211,7 @@ impl Space {
 
     /// Searches again for runs that were forgotten, if there are any; whether it will.
     pub(super) fn search_forgotten(&mut self) -> bool {
-        let again = self.forgot && self.cursor.is_none();
+        let again = self.trusted && self.forgot && self.cursor.is_none();
         if again {
             self.search_again();
         }

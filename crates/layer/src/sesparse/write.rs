@@ -272,6 +272,7 @@ fn announce(state: &mut State, pieces: &[Piece]) {
 
 /// Enters the new places of a plan into the table.
 fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
+    // All at once: what was entered before a second try could have been given up in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
         state.need_backmap(piece.place)?;
