@@ -45,8 +45,8 @@ pub(crate) const SPAN: u64 = 256 << 10;
 const OUTCOMES: u64 = 128;
 /// Walks between two looks at that.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two tries while prefetching does not pay.
-const TRY_EVERY: u64 = 32;
+/// Misses between two tries while prefetching does not pay. A try asks all levels for much more than a miss does.
+const TRY_EVERY: u64 = 256;
 /// Extents of a try.
 const TRY_EXTENTS: usize = 8;
 /// Misses between two surveys while they do not pay.
