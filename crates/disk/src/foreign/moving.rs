@@ -10,6 +10,7 @@ use crate::migrate::{Node, Original, Replica};
 use crate::progress::Progress;
 use crate::switch::Identity;
 use chain::{Chain, Condition};
+use layer::image::Place;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,6 +42,27 @@ impl Foreign {
             return Err(Error::new(ErrorKind::Busy, text));
         }
         Ok(ForeignOriginal { entry })
+    }
+
+    /// Images that are there, as a disk that nobody can name yet, in a folder that goes with a crash until
+    /// [`Foreign::complete`].
+    pub fn adopt(
+        &self,
+        name: &str,
+        what: &Place,
+        how: vmdk::Adopt,
+        options: &vmdk::Options,
+    ) -> Result<ForeignOriginal> {
+        let (folder, home) = self.new_folder(name, true)?;
+        match vmdk::Disk::adopt(home, name, what, how, options) {
+            Ok(disk) => Ok(ForeignOriginal { entry: Entry::new(folder, disk) }),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                }
+                Err(error)
+            }
+        }
     }
 
     /// An empty disk in a folder that goes with a crash.
