@@ -233,7 +233,8 @@ fn decode(bytes: &[u8]) -> Result<Intent> {
         matches!(copy, Copy::Images { folder }
             if folder.contains(['/', '\0']) || matches!(folder.as_str(), "" | "." | ".."))
     };
-    match intent.source.iter().chain([&intent.target]).any(leads_out) {
+    let away = intent.source.iter().chain([&intent.target]).any(leads_out);
+    match away {
         true => Err(corrupt("names a folder that is none of the datastore's")),
         false => Ok(intent),
     }
