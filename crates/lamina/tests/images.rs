@@ -57,6 +57,7 @@ fn images_are_made_shown_and_checked() {
     run("image create flat.vmdk 2G --parent vm.vmdk").fails(2, "parent");
     run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot lie above");
     run("image create x.vmdk 3T --format vmfssparse").fails(2, "SEsparse");
+    run("image create x.vmdk 3T -d vmfssparse").fails(2, "SEsparse");
     run("image create x.vmdk --format sesparse").fails(2, "SIZE");
     run("image create x 1G").fails(2, "NAME.vmdk");
     run("image create x.vmdk 1G --format qcow2").fails(2, "qcow2");
