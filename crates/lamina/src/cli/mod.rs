@@ -2,6 +2,7 @@
 
 pub mod address;
 mod arguments;
+pub mod format;
 pub mod size;
 pub mod usage;
 
@@ -90,7 +91,7 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
-            Self::Disk(command) => command.request(),
+            Self::Disk(command) => command.request()?,
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,
             Self::Export(ExportCommand::List) => Request::ExportList,

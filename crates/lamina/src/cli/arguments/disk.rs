@@ -1,10 +1,11 @@
 //! Verbs of disks.
 
 use crate::cli::address::parse_disk;
+use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use crate::control::{DiskRequest, Request};
 use clap::{Args, Subcommand, ValueEnum};
-use disk::Provisioning;
+use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
 
 /// How a disk takes its space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -41,9 +42,58 @@ pub struct DiskCreate {
     /// Capacity, when not given after the name.
     #[arg(id = "size_option", long = "size", value_name = "SIZE", value_parser = parse_size, conflicts_with = "size")]
     pub size_option: Option<u64>,
-    /// How the disk takes its space.
-    #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
-    pub provisioning: ProvisioningArgument,
+    /// How the disk takes its space, where the format leaves a choice; thin if nothing is said.
+    #[arg(long, value_enum, value_name = "TYPE")]
+    pub provisioning: Option<ProvisioningArgument>,
+    /// What the disk is made of: native, vmdk (VMware's flat disk), or a kind of image such as sesparse.
+    #[arg(long, value_name = "FORMAT", default_value = "native", value_parser = parse_format)]
+    pub format: DiskFormat,
+    /// What its snapshots are made of: vmfssparse, sesparse or vsansparse. Otherwise what vSphere takes: vmfssparse,
+    /// above 2 TiB sesparse.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+}
+
+impl DiskCreate {
+    /// How the disk is made, or what is wrong with the arguments taken together.
+    fn new_disk(&self) -> Result<NewDisk, String> {
+        if let (DiskFormat::Image(kind), Some(_)) = (self.format, self.provisioning) {
+            return Err(format!(
+                "--format {} says how the disk takes its space; --provisioning is for native and vmdk",
+                kind.name()
+            ));
+        }
+        Ok(NewDisk {
+            capacity: self.size.or(self.size_option).unwrap_or_default(),
+            provisioning: self.provisioning.map_or(Provisioning::Thin, Into::into),
+            format: self.format,
+            delta: self.delta,
+        })
+    }
+}
+
+/// `lamina disk tune`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("tunables").required(true).multiple(true))]
+pub struct DiskTune {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Most extents in the metadata cache.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub metadata_entries: Option<u64>,
+    /// Bytes around a miss that are resolved with it.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
+    pub prefetch: Option<u64>,
+    /// Most extents that one prefetch brings.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub prefetch_extents: Option<u64>,
+    /// Memory for data that was read; 0 for none.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
+    pub read_cache: Option<u64>,
+    /// Most levels of the chain.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub levels_max: Option<u64>,
 }
 
 /// Verbs of disks.
@@ -95,17 +145,55 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
+    /// Show the figures of a disk's chain: caches, walks, levels.
+    Stats {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Change the tunables of a disk's chain, at once and for good.
+    Tune(DiskTune),
+    /// Give a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
+    Inflate {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Make a flat disk thin: give back the blocks that hold only zeros, while it is in use.
+    #[command(name = "punchzero")]
+    PunchZero {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Find the dead grains of a disk's deltas and free them for new data, while it is in use.
+    Wipe {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Give the free grains of a disk's deltas back to the file system, while it is in use.
+    Shrink {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Merge a disk's chain into its base, while it is in use. The snapshots between go.
+    Consolidate {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// Most bytes a second that are copied, such as 100M.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+    },
 }
 
 impl DiskCommand {
-    /// The request.
-    pub fn request(&self) -> Request {
-        Request::Disk(match self {
-            Self::Create(create) => DiskRequest::Create {
-                name: create.name.clone(),
-                capacity: create.size.or(create.size_option).unwrap_or_default(),
-                provisioning: create.provisioning.into(),
-            },
+    /// The request, or what is wrong with the arguments taken together.
+    pub fn request(&self) -> Result<Request, String> {
+        Ok(Request::Disk(match self {
+            Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
             Self::List => DiskRequest::List,
             Self::Show { name } => DiskRequest::Show { name: name.clone() },
             Self::Resize { name, size, shrink } => {
@@ -114,6 +202,22 @@ impl DiskCommand {
             Self::Rename { name, to } => DiskRequest::Rename { name: name.clone(), to: to.clone() },
             Self::Delete { name, promote } => DiskRequest::Delete { name: name.clone(), promote: *promote },
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
-        })
+            Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
+            Self::Tune(tune) => DiskRequest::Tune {
+                name: tune.name.clone(),
+                tuning: Tuning {
+                    metadata_entries: tune.metadata_entries,
+                    prefetch: tune.prefetch,
+                    prefetch_extents: tune.prefetch_extents,
+                    read_cache: tune.read_cache,
+                    levels_max: tune.levels_max,
+                },
+            },
+            Self::Inflate { name } => DiskRequest::Inflate { name: name.clone() },
+            Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
+            Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
+            Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
+            Self::Consolidate { name, rate } => DiskRequest::Consolidate { name: name.clone(), rate: *rate },
+        }))
     }
 }

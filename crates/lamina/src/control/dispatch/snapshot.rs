@@ -2,7 +2,7 @@
 
 use super::Watch;
 use crate::control::message::{Reply, SnapshotRequest};
-use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo};
+use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo, Throttled};
 
 /// Extents handed on at once: one line of the control protocol holds them easily.
 const EXTENTS_PER_BATCH: usize = 4096;
@@ -10,11 +10,11 @@ const EXTENTS_PER_BATCH: usize = 4096;
 /// Carries out one.
 pub fn dispatch(datastore: &Datastore, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
     Ok(match request {
-        SnapshotRequest::Create { of } => Reply::Snapshots(datastore.create_snapshots(&of)?),
+        SnapshotRequest::Create { of, options } => Reply::Snapshots(datastore.create_snapshots(&of, &options)?),
         SnapshotRequest::List { disk } => Reply::Snapshots(datastore.snapshots(disk.as_deref())?),
         SnapshotRequest::Show { disk, name } => Reply::Snapshot(snapshot(datastore, &disk, &name)?),
-        SnapshotRequest::Delete { disk, name } => {
-            datastore.delete_snapshot(&disk, &name)?;
+        SnapshotRequest::Delete { disk, name, direction, rate } => {
+            datastore.delete_snapshot(&disk, &name, direction, &Throttled { progress: watch, rate })?;
             Reply::Deleted(format!("{disk}@{name}"))
         }
         SnapshotRequest::Revert { disk, name } => Reply::Disk(datastore.revert(&disk, &name)?),

@@ -1,6 +1,6 @@
 //! What can be asked of a disk.
 
-use disk::Provisioning;
+use disk::{NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
 
 /// Verbs of disks.
@@ -11,10 +11,8 @@ pub enum DiskRequest {
     Create {
         /// Its name.
         name: String,
-        /// Its capacity in bytes.
-        capacity: u64,
-        /// How it takes its space.
-        provisioning: Provisioning,
+        /// How it is made.
+        new: NewDisk,
     },
     /// All disks.
     List,
@@ -51,18 +49,62 @@ pub enum DiskRequest {
         /// The clone.
         name: String,
     },
+    /// Figures of a chain.
+    Stats {
+        /// The disk.
+        name: String,
+    },
+    /// Change tunables of a chain.
+    Tune {
+        /// The disk.
+        name: String,
+        /// What to change.
+        tuning: Tuning,
+    },
+    /// Give a flat disk all its space.
+    Inflate {
+        /// The disk.
+        name: String,
+    },
+    /// Give back what holds only zeros.
+    PunchZero {
+        /// The disk.
+        name: String,
+    },
+    /// Free dead grains.
+    Wipe {
+        /// The disk.
+        name: String,
+    },
+    /// Give free grains back.
+    Shrink {
+        /// The disk.
+        name: String,
+    },
+    /// Merge a chain into its base.
+    Consolidate {
+        /// The disk.
+        name: String,
+        /// Most bytes a second; 0 for as fast as it goes.
+        rate: u64,
+    },
 }
 
 impl DiskRequest {
     /// True for what may take longer than a moment.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::List | Self::Rename { .. } => false,
+            Self::List | Self::Rename { .. } | Self::Stats { .. } | Self::Tune { .. } => false,
             Self::Create { .. }
             | Self::Show { .. }
             | Self::Resize { .. }
             | Self::Delete { .. }
-            | Self::Detach { .. } => true,
+            | Self::Detach { .. }
+            | Self::Inflate { .. }
+            | Self::PunchZero { .. }
+            | Self::Wipe { .. }
+            | Self::Shrink { .. }
+            | Self::Consolidate { .. } => true,
         }
     }
 }

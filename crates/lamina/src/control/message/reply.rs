@@ -1,6 +1,6 @@
 //! The good ends of requests.
 
-use disk::{CheckReport, DiskInfo, SnapshotInfo, Status};
+use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -28,6 +28,15 @@ pub enum Reply {
     Snapshots(Vec<SnapshotInfo>),
     /// Of what deletes: the name that is gone.
     Deleted(String),
+    /// Of `Stats` and `Tune`.
+    Statistics(Box<DiskStatistics>),
+    /// Of what gives space of a disk back.
+    Reclaimed {
+        /// The disk.
+        name: String,
+        /// What was freed.
+        reclaimed: Reclaimed,
+    },
     /// Of `SnapshotDiff`, after all extents.
     Diff {
         /// How many extents were sent.

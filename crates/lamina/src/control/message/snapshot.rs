@@ -1,6 +1,6 @@
 //! What can be asked of snapshots.
 
-use disk::Point;
+use disk::{Direction, Point, SnapshotOptions};
 use serde::{Deserialize, Serialize};
 
 /// Verbs of snapshots.
@@ -11,6 +11,8 @@ pub enum SnapshotRequest {
     Create {
         /// Disk and snapshot name.
         of: Vec<(String, String)>,
+        /// How.
+        options: SnapshotOptions,
     },
     /// Snapshots of one disk or all.
     List {
@@ -30,6 +32,10 @@ pub enum SnapshotRequest {
         disk: String,
         /// The snapshot.
         name: String,
+        /// Which way an image is merged; the cheaper one if nothing is said.
+        direction: Option<Direction>,
+        /// Most bytes a second that are copied; 0 for as fast as it goes.
+        rate: u64,
     },
     /// Make the head equal to a snapshot.
     Revert {
@@ -53,8 +59,8 @@ impl SnapshotRequest {
     /// True for what may take longer than a moment.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::Create { .. } | Self::List { .. } | Self::Show { .. } | Self::Delete { .. } => false,
-            Self::Revert { .. } | Self::Diff { .. } => true,
+            Self::Create { .. } | Self::List { .. } | Self::Show { .. } => false,
+            Self::Delete { .. } | Self::Revert { .. } | Self::Diff { .. } => true,
         }
     }
 }

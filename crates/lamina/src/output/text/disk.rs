@@ -1,9 +1,9 @@
 //! Disks as text.
 
 use crate::control::{DiskRequest, Request, SnapshotRequest};
-use crate::output::human::{size, time};
+use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DiskInfo, Provisioning};
+use disk::{DiskInfo, DiskStatistics, ImageDetails, Provisioning, Reclaimed};
 use std::io::{self, Write};
 
 /// Bytes of a block, for block counts.
@@ -22,7 +22,17 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
     let DiskInfo { name, .. } = disk;
     match request {
         Request::Disk(DiskRequest::Create { .. }) => {
-            writeln!(out, "created disk {name}: {}, {}", size(disk.capacity), provisioning(disk.provisioning))
+            write!(out, "created disk {name}: {}, ", size(disk.capacity))?;
+            match disk.format.as_str() {
+                "native" => writeln!(out, "{}", provisioning(disk.provisioning)),
+                "vmdk" => writeln!(out, "vmdk, {}", provisioning(disk.provisioning)),
+                format => writeln!(out, "{format}"),
+            }
+        }
+        Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space now"),
+        Request::Disk(DiskRequest::Consolidate { .. }) => {
+            let levels = disk.image.as_ref().map_or(1, |image| image.levels);
+            writeln!(out, "disk {name} has {} now", count(levels, "level"))
         }
         Request::Disk(DiskRequest::Resize { .. }) => writeln!(out, "disk {name} has {} now", size(disk.capacity)),
         Request::Disk(DiskRequest::Rename { name: old, .. }) => writeln!(out, "disk {old} is {name} now"),
@@ -51,13 +61,83 @@ fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));
     facts.push(("clients", disk.clients.to_string()));
     facts.push(("created", time(disk.created)));
+    facts.extend(disk.image.iter().flat_map(|image| image_facts(image)));
     facts
+}
+
+fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
+    let mut facts = vec![
+        ("base", image.kind.clone()),
+        ("levels", format!("{} of {} ({})", image.levels, image.levels_max, image.formats.join(", "))),
+        ("format of snapshots", image.delta.clone()),
+    ];
+    if let Some(counters) = image.counters {
+        facts.push(("nb", format!("{} of {} (1 MiB blocks with space)", counters.nb, counters.blocks)));
+        facts.push(("tbz", format!("{} (of these, to be zeroed)", counters.tbz)));
+    }
+    facts.extend(image.fragments.map(|n| ("fragments", n.to_string())));
+    facts.push(("allocated", size(image.allocated)));
+    facts.push(("mapped", size(image.mapped)));
+    facts.push(("dead", size(image.dead)));
+    if image.consolidation_needed {
+        facts.push(("consolidation", "needed: levels are left that no snapshot needs".into()));
+    }
+    for (index, file) in image.files.iter().enumerate() {
+        let note = if file.standing == "made" { String::new() } else { format!(" ({})", file.standing) };
+        facts.push((if index == 0 { "files" } else { "" }, format!("{}{note}", file.path)));
+    }
+    facts
+}
+
+/// Figures of a chain.
+pub fn print_statistics(out: &mut dyn Write, of: &DiskStatistics) -> io::Result<()> {
+    let (metadata, data, tunables) = (&of.metadata, &of.data, &of.tunables);
+    let share = |part: u64, rest: u64| match part.saturating_add(rest) {
+        0 => "-".to_owned(),
+        all => format!("{:.1} %", part as f64 * 100.0 / all as f64),
+    };
+    let mean = if metadata.walks == 0 { 0.0 } else { metadata.walk_levels as f64 / metadata.walks as f64 };
+    let unused = metadata.prefetched.saturating_sub(metadata.prefetched_used);
+    let number = |value: Option<u64>| value.map_or_else(|| "-".into(), |value| value.to_string());
+    let levels: Vec<&str> = of.levels.iter().map(|level| level.format.as_str()).collect();
+    let facts = [
+        ("name", of.name.clone()),
+        ("levels", format!("{} of {} ({})", levels.len(), number(tunables.levels_max), levels.join(", "))),
+        ("metadata hits", format!("{} ({})", metadata.hits, share(metadata.hits, metadata.misses))),
+        ("metadata misses", metadata.misses.to_string()),
+        ("evictions", metadata.evictions.to_string()),
+        ("walks", format!("{} ({mean:.1} levels each, {} in the longest)", metadata.walks, metadata.walk_levels_max)),
+        ("prefetched extents", metadata.prefetched.to_string()),
+        ("  of these used", format!("{} ({})", metadata.prefetched_used, share(metadata.prefetched_used, unused))),
+        ("entries", format!("{} of {}", metadata.entries, number(tunables.metadata_entries))),
+        ("memory", size(metadata.memory)),
+        (
+            "prefetch",
+            format!("{}, {} extents", size(tunables.prefetch.unwrap_or(0)), number(tunables.prefetch_extents)),
+        ),
+        ("read cache", format!("{} of {}", size(data.memory), size(data.memory_max))),
+        ("  hits", format!("{} ({})", data.hits, share(data.hits, data.misses))),
+        ("  evictions", data.evictions.to_string()),
+        ("grains filled up", of.fills.to_string()),
+    ];
+    print_facts(out, &facts)
+}
+
+/// What was freed.
+pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &Reclaimed) -> io::Result<()> {
+    match request {
+        Request::Disk(DiskRequest::Wipe { .. }) => {
+            writeln!(out, "disk {name}: {} freed for new data; 'lamina disk shrink' gives them back", size(of.freed))
+        }
+        _ => writeln!(out, "disk {name}: {} given back", size(of.returned)),
+    }
 }
 
 pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
     let mut table = Table::new(&[
         ("NAME", Align::Left),
         ("CAPACITY", Align::Right),
+        ("FORMAT", Align::Left),
         ("PROVISIONING", Align::Left),
         ("SNAPSHOTS", Align::Right),
         ("CLIENTS", Align::Right),
@@ -67,6 +147,7 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
         table.row(vec![
             disk.name.clone(),
             size(disk.capacity),
+            disk.format.clone(),
             provisioning(disk.provisioning).into(),
             disk.snapshots.to_string(),
             disk.clients.to_string(),

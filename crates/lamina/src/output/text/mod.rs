@@ -30,6 +30,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
         Reply::Deleted(name) => writeln!(out, "deleted {name}"),
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
+        Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
+        Reply::Reclaimed { name, reclaimed } => disk::print_reclaimed(out, request, name, reclaimed),
         Reply::Exports(exports) => {
             let mut table = Table::new(&[("NAME", Align::Left), ("ACCESS", Align::Left), ("URI", Align::Left)]);
             for export in exports {
@@ -56,6 +58,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("capacity", format!("{} (file system)", size(status.capacity))),
         ("available", size(status.available)),
         ("allocated", size(status.allocated)),
+        ("  images", format!("{} (of disks in VMware's formats)", size(status.images))),
         ("  data", size(status.data)),
         ("  reserved", format!("{} (for thick disks)", size(status.reserved))),
         ("  metadata", size(status.metadata)),
@@ -94,6 +97,9 @@ fn print_check(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
         count(report.verified, "checksum"),
         size(report.leaked)
     )?;
+    if report.images > 0 {
+        writeln!(out, "{} looked at, {} dead in them", count(report.images, "image"), size(report.dead))?;
+    }
     match report.findings.len() {
         0 => writeln!(out, "clean"),
         found => writeln!(out, "{}, {repaired} repaired", count(found as u64, "problem")),

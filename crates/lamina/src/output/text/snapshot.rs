@@ -28,6 +28,9 @@ pub fn print(out: &mut dyn Write, snapshot: &SnapshotInfo) -> io::Result<()> {
         ("created", time(snapshot.created)),
         ("head stands on it", if snapshot.current { "yes" } else { "no" }.into()),
     ];
+    if !snapshot.description.is_empty() {
+        facts.push(("description", snapshot.description.clone()));
+    }
     if !snapshot.clones.is_empty() {
         facts.push(("linked clones", snapshot.clones.join(", ")));
     }

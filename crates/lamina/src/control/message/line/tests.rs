@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::control::message::{DiskRequest, SnapshotRequest};
-use disk::{Point, Provisioning};
+use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
 
 fn requests() -> Vec<Request> {
     let name = || String::from("a \"quoted\" näme\u{1F4BE}");
@@ -12,12 +12,26 @@ fn requests() -> Vec<Request> {
         Request::Check { data: true, repair: false },
         Request::Disk(DiskRequest::Create {
             name: name(),
-            capacity: u64::MAX,
-            provisioning: Provisioning::EagerZeroedThick,
+            new: NewDisk {
+                capacity: u64::MAX,
+                provisioning: Provisioning::EagerZeroedThick,
+                format: DiskFormat::Image(ImageKind::SeSparse),
+                delta: Some(DeltaFormat::VsanSparse),
+            },
         }),
         Request::Disk(DiskRequest::List),
         Request::Disk(DiskRequest::Delete { name: name(), promote: true }),
-        Request::Snapshot(SnapshotRequest::Create { of: vec![(name(), name()), (name(), "b".into())] }),
+        Request::Snapshot(SnapshotRequest::Create {
+            of: vec![(name(), name()), (name(), "b".into())],
+            options: SnapshotOptions { description: name(), folder: Some(name().into()), delta: None },
+        }),
+        Request::Snapshot(SnapshotRequest::Delete {
+            disk: name(),
+            name: name(),
+            direction: Some(Direction::Up),
+            rate: 1,
+        }),
+        Request::Disk(DiskRequest::Tune { name: name(), tuning: Tuning { read_cache: Some(0), ..Tuning::default() } }),
         Request::Snapshot(SnapshotRequest::List { disk: None }),
         Request::Snapshot(SnapshotRequest::Diff { disk: name(), from: Point::Snapshot(name()), to: Point::Head }),
         Request::Clone { disk: name(), at: Point::Head, names: vec![name()], full: false },
