@@ -128,7 +128,13 @@ impl Chain {
         self.metadata.set_tunables(tunables)
     }
 
-    /// Sets how many levels the chain may have; those it has stay.
+    /// Most levels that it may have.
+    pub fn levels_max(&self) -> usize {
+        self.levels_max.load(Ordering::Relaxed)
+    }
+
+    /// Sets how many levels it may have, at most [`LEVELS_MAX`]. One that has more already stays as it is, and gets no
+    /// further ones.
     pub fn set_levels_max(&self, levels: usize) -> Result<()> {
         check_limit(&self.name, levels)?;
         self.levels_max.store(levels, Ordering::Relaxed);
@@ -227,7 +233,7 @@ impl Chain {
     }
 
     pub(crate) fn check_room(&self) -> Result<()> {
-        check_depth(&self.name, self.levels().stack.len() + 1, self.levels_max.load(Ordering::Relaxed))
+        check_depth(&self.name, self.levels().stack.len() + 1, self.levels_max())
     }
 
     pub(crate) fn check_range(&self, capacity: u64, offset: u64, length: u64) -> Result<()> {
@@ -250,8 +256,10 @@ impl Chain {
 
 fn check_limit(name: &str, levels: usize) -> Result<()> {
     if levels == 0 || levels > LEVELS_MAX {
-        let text = format!("{name}: a chain may be limited to 1 to {LEVELS_MAX} levels, not {levels}");
-        return Err(Error::new(ErrorKind::Invalid, text));
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{name}: a chain may be limited to 1 to {LEVELS_MAX} levels, not {levels}"),
+        ));
     }
     Ok(())
 }

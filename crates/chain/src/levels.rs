@@ -78,7 +78,7 @@ impl Drop for Identity {
 pub(crate) struct Level {
     pub identity: Arc<Identity>,
     pub layer: Arc<dyn Layer>,
-    /// Written since its last flush began.
+    /// Something was written whose end no flush has begun after.
     pub unflushed: AtomicBool,
     /// It may give places to others.
     pub reuses: bool,
@@ -104,6 +104,11 @@ impl Level {
         self.identity.key
     }
 
+    /// To be held around whatever changes the layer.
+    pub fn changing(&self) -> Changing<'_> {
+        Changing(self)
+    }
+
     pub fn number(&self) -> u8 {
         self.identity.number
     }
@@ -112,6 +117,19 @@ impl Level {
     pub fn widened(&self, range: &Range<u64>) -> Range<u64> {
         let end = range.end.div_ceil(self.grain).saturating_mul(self.grain);
         range.start / self.grain * self.grain..end.min(self.layer.capacity()).max(range.end)
+    }
+}
+
+/// A change of a layer under way. That it needs a flush is noted at its end: a flush in the middle of it need not cover
+/// it, and must not take the note away.
+pub(crate) struct Changing<'a>(&'a Level);
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        // A plain load first: the line is shared by all who write.
+        if !self.0.unflushed.load(Ordering::SeqCst) {
+            self.0.unflushed.store(true, Ordering::SeqCst);
+        }
     }
 }
 
@@ -171,6 +189,12 @@ impl Levels {
     /// The level with a number, if it is in this stack.
     pub fn level(&self, number: u8) -> Option<&Arc<Level>> {
         self.stack.get(self.by_number[number as usize] as usize)
+    }
+
+    /// Where in the stack the level with a number is.
+    pub fn index(&self, number: u8) -> Option<usize> {
+        let index = self.by_number[number as usize] as usize;
+        (index < self.stack.len()).then_some(index)
     }
 
     pub fn position(&self, key: LevelKey) -> Option<usize> {

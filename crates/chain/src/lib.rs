@@ -55,6 +55,7 @@ pub use chain::{Chain, Options};
 pub use consolidate::{Merged, Watch};
 pub use levels::LevelKey;
 pub use metadata::Tunables;
+pub use ranges::{Held, Ranges};
 pub use read::{Part, Place, Plan};
 pub use snapshot::Frozen;
 pub use statistics::{DataStatistics, LevelStatistics, MetadataStatistics, Statistics};

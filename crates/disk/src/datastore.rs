@@ -1,23 +1,26 @@
 //! A datastore: its disks, their snapshots and clones, and everything that can be done to them.
 
 mod control;
+mod uses;
 
 use crate::device::Device;
 use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
+use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::progress::Progress;
 use crate::switch::Switches;
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
+use uses::Uses;
 
 /// The file that the owner of a datastore holds locked.
 const LOCK_FILE: &str = "lock";
@@ -58,8 +61,19 @@ pub struct Datastore {
     pub(crate) native: Arc<Native>,
     pub(crate) foreign: Foreign,
     pub(crate) switches: Arc<Switches>,
+    /// Disks that are worked on.
+    pub(crate) uses: Arc<Uses>,
+    /// Held for writing while a name goes from one disk to another, for reading while a disk is opened by its name.
+    pub(crate) turning: RwLock<()>,
+    /// Its folder, where it has one.
+    pub(crate) path: Option<PathBuf>,
+    /// Other datastores that clients of this one have moved to.
+    pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Names that nobody else may take meanwhile: of disks that are being made or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
+    /// Moves that go on in the background.
+    pub(crate) imports: Imports,
+    pub(crate) this: Weak<Datastore>,
     _lock: Box<dyn Lock>,
 }
 
@@ -151,9 +165,28 @@ impl Datastore {
         let mode = options.mode;
         let engine = Engine::open(directory, options)?;
         let switches = Arc::<Switches>::default();
-        let native = Native::open(engine, Arc::clone(&switches))?;
-        let foreign = Foreign::open(path, mode, Arc::clone(&switches))?;
-        Ok(Arc::new(Self { native, foreign, switches, reserved: Arc::default(), _lock: lock }))
+        let native = Native::open(engine, Arc::clone(&switches));
+        // Whether a disk is incomplete is decided by the migration it comes from.
+        let doubt = migrate::recover(&native, path)?;
+        native.remove_incomplete(&doubt.names)?;
+        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        let datastore = Arc::new_cyclic(|this| Self {
+            native,
+            foreign,
+            switches,
+            uses: Arc::default(),
+            turning: RwLock::new(()),
+            path: path.map(Path::to_path_buf),
+            guests: Arc::default(),
+            reserved: Arc::default(),
+            imports: Imports::default(),
+            this: Weak::clone(this),
+            _lock: lock,
+        });
+        if doubt.folders.is_empty() {
+            datastore.sweep_overlays()?;
+        }
+        Ok(datastore)
     }
 
     /// The engine below: for tests that drive it by hand.
@@ -163,7 +196,10 @@ impl Datastore {
 
     /// Writes everything home and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
-        let foreign = self.foreign.close();
+        self.stop_imports();
+        let guests = std::mem::take(&mut *self.guests.lock());
+        let away = guests.iter().map(|guest| guest.close()).fold(Ok(()), Result::and);
+        let foreign = self.foreign.close().and(away);
         self.native.close().and(foreign)
     }
 
@@ -223,6 +259,7 @@ impl Datastore {
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
+        let _turning = self.turning.read();
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
             None => self.native.open_device(disk, snapshot, read_only),

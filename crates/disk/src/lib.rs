@@ -8,6 +8,7 @@ pub mod device;
 mod foreign;
 pub mod images;
 pub mod info;
+pub mod migrate;
 mod names;
 mod native;
 pub mod progress;

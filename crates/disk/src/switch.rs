@@ -100,6 +100,11 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    /// Where it is connected.
+    pub fn switch(&self) -> &Arc<Switch> {
+        &self.switch
+    }
+
     fn new(switch: Arc<Switch>) -> Self {
         switch.clients.fetch_add(1, Ordering::AcqRel);
         Self { switch }
@@ -150,16 +155,21 @@ impl Switches {
         self.open.lock().get(identity).and_then(Weak::upgrade)
     }
 
+    /// True while anything has clients.
+    pub fn in_use(&self) -> bool {
+        self.open.lock().values().filter_map(Weak::upgrade).any(|switch| switch.clients() > 0)
+    }
+
     /// How many clients it has.
     pub fn clients(&self, identity: &Identity) -> u64 {
         self.get(identity).map_or(0, |switch| switch.clients())
     }
 
-    /// What was behind one name is behind another from now on: a disk that moved.
-    pub fn rename(&self, identity: &Identity, to: Identity) {
-        let mut all = self.open.lock();
-        if let Some(switch) = all.remove(identity) {
-            all.insert(to, switch);
+    /// What was behind one identity is behind another from now on, perhaps in another datastore: a disk that moved.
+    pub fn hand_over(&self, identity: &Identity, to: &Switches, new: Identity) {
+        let switch = self.open.lock().remove(identity);
+        if let Some(switch) = switch {
+            to.open.lock().insert(new, switch);
         }
     }
 

@@ -81,7 +81,8 @@ fn run(cli: Cli) -> Result<End, End> {
     start_logging(&cli)?;
     let request = cli.command.request().map_err(End::Usage)?;
     match (cli.command, request) {
-        (_, Some(request)) => ask(&datastore(cli.datastore)?, form, request),
+        (_, Some(request)) if !request.needs_datastore() => ask(None, form, request),
+        (_, Some(request)) => ask(Some(&datastore(cli.datastore)?), form, request),
         (Command::Init { path, journal_size }, _) => init(&path, journal_size, form),
         (Command::Serve(arguments), _) => {
             let path = datastore(arguments.path.clone().or(cli.datastore))?;
@@ -135,8 +136,8 @@ fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {
     Ok(End::Code(0))
 }
 
-/// Asks the datastore and prints what it says.
-fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
+/// Asks the datastore, if the request is about one, and prints what it says.
+fn ask(path: Option<&Path>, form: Form, request: Request) -> Result<End, End> {
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let mut out = BufWriter::new(io::stdout());
     let extents = match &request {
@@ -146,7 +147,10 @@ fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
         _ => None,
     };
     let follow = Follow::new(&request, interrupted, extents);
-    let outcome = session::ask(path, request.clone(), &follow);
+    let outcome = match path {
+        Some(path) => session::ask(path, request.clone(), &follow),
+        None => control::alone(request.clone(), &follow),
+    };
     let unread = follow.unread();
     let extents = follow.finish();
     let reply = match outcome {
@@ -158,6 +162,15 @@ fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
         _ => output::print(&mut out, form, &request, &reply)?,
     }
     out.flush()?;
-    let unrepaired = matches!(&reply, Reply::Check(report) if report.findings.iter().any(|f| f.repaired.is_none()));
-    Ok(End::Code(if unrepaired { exit::CORRUPT } else { 0 }))
+    Ok(End::Code(if finds_fault(&reply) { exit::CORRUPT } else { 0 }))
+}
+
+/// Whether the answer tells of something wrong that still is.
+fn finds_fault(reply: &Reply) -> bool {
+    match reply {
+        Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
+        Reply::ImageCheck(check) => check.problems > 0,
+        Reply::Image(info) => info.problem.is_some(),
+        _ => false,
+    }
 }

@@ -7,6 +7,7 @@ use crate::disk::{Disk, go_on};
 use crate::record::Record;
 use crate::{Error, ErrorKind, Result};
 use chain::Watch;
+use layer::flat::FILE_BLOCK;
 use layer::image::Image;
 
 /// What a check of a disk found.
@@ -39,6 +40,7 @@ impl Disk {
     /// Gives a flat base all its space, zeroed, while it is in use.
     pub fn inflate(&self, watch: &dyn Watch) -> Result<()> {
         let _operation = self.begin("inflating")?;
+        self.drop_stale_clones()?;
         let base = self.base()?;
         self.on_image(base, "inflate", |image| image.inflate(&mut |done, total| go_on(watch, done, total)))
     }
@@ -46,10 +48,11 @@ impl Disk {
     /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
     pub fn punch_zeros(&self, watch: &dyn Watch) -> Result<Freed> {
         let _operation = self.begin("giving back zeros")?;
+        self.drop_stale_clones()?;
         let base = self.base()?;
         self.on_image(base, "punch", |image| {
-            let returned = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
-            Ok(Freed { returned, ..Freed::default() })
+            let blocks = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
+            Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
         })
     }
 
@@ -74,6 +77,7 @@ impl Disk {
     /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
     pub fn check(&self, repair: bool, watch: &dyn Watch) -> Result<Checked> {
         let _operation = self.begin("checking")?;
+        self.drop_stale_clones()?;
         let record = self.record();
         let line = self.head_line()?;
         let mut sum = Checked::default();

@@ -39,7 +39,7 @@ use crate::mapping::Numbers;
 use crate::{Error, ErrorKind, Result};
 use copy::{Copied, Side};
 pub(crate) use dirty::DirtyLog;
-use layer::Layer;
+use layer::{Layer, SECTOR};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -210,7 +210,8 @@ impl Chain {
             Error::new(ErrorKind::Invalid, format!("{}: only a level below the top can be replaced", self.name))
         })?;
         let old = &levels.stack[index];
-        if layer.capacity() != old.layer.capacity() || layer.format() != old.layer.format() {
+        // A flat disk is called by how it has its space, which writing changes: the name of the format may be another.
+        if layer.capacity() != old.layer.capacity() || layer.grain().max(SECTOR) != old.grain {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!("{}: a level can be replaced by another opening of the same image only", self.name),

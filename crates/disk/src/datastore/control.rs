@@ -57,6 +57,7 @@ impl Datastore {
 
     /// Grows a disk, or shrinks it when `shrink` says that losing its end is meant.
     pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(entry) => self.foreign.resize_disk(&entry),
             None => self.native.resize_disk(name, capacity, shrink),
@@ -65,6 +66,7 @@ impl Datastore {
 
     /// Renames a disk.
     pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
         let _name = self.reserve(to)?;
         match self.foreign.find(name) {
             Some(entry) => self.foreign.rename_disk(&entry, to),
@@ -75,6 +77,7 @@ impl Datastore {
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
     /// it, unless `promote`: then the snapshots they stand on become theirs.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+        let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(entry) => self.foreign.delete_disk(&entry, promote),
             None => self.native.delete_disk(name, promote),
@@ -83,6 +86,7 @@ impl Datastore {
 
     /// Takes snapshots of several disks at one point: (disk, snapshot name).
     pub fn create_snapshots(&self, of: &[(String, String)], options: &SnapshotOptions) -> Result<Vec<SnapshotInfo>> {
+        let _uses = of.iter().map(|(disk, _)| self.uses.share(disk)).collect::<Result<Vec<_>>>()?;
         let mut images = Vec::new();
         let mut native = Vec::new();
         for (disk, name) in of {
@@ -139,6 +143,7 @@ impl Datastore {
         direction: Option<Direction>,
         progress: &dyn Progress,
     ) -> Result<()> {
+        let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),
             None if direction.is_some() => {
@@ -150,6 +155,7 @@ impl Datastore {
 
     /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
     pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
+        let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.revert(&entry, name),
             None => self.native.revert(disk, name),
@@ -178,6 +184,7 @@ impl Datastore {
         clone_names: &[String],
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
+        let _use = self.uses.share(disk)?;
         let reserve = |name: &String| {
             self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
         };
@@ -190,6 +197,7 @@ impl Datastore {
 
     /// Makes an independent copy of the allocated data. Interrupted, it leaves nothing behind.
     pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(disk)?;
         let _name = self.reserve(name)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.clone_full(&entry, at, name, progress),
@@ -199,6 +207,7 @@ impl Datastore {
 
     /// Makes a linked clone independent of its parent, while it is in use: the parent can be deleted afterwards.
     pub fn detach(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(_) => Err(Error::new(
                 ErrorKind::Unsupported,
@@ -215,11 +224,13 @@ impl Datastore {
 
     /// Changes tunables of a chain, at once and for good.
     pub fn tune_disk(&self, name: &str, tuning: &Tuning) -> Result<DiskStatistics> {
+        let _use = self.uses.share(name)?;
         self.foreign.tune(&*self.image_disk(name, "it has no chain to tune")?, tuning)
     }
 
     /// Gives a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
     pub fn inflate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "'lamina clone --full' makes copies of other provisioning types")?;
         self.foreign.inflate(&entry, progress)?;
         self.foreign.info(&entry, true)
@@ -227,21 +238,25 @@ impl Datastore {
 
     /// Gives back the blocks of a flat disk that hold only zeros, while it is in use.
     pub fn punch_zeros(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
         self.foreign.punch_zeros(&*self.image_disk(name, "discard gives back what it does not need")?, progress)
     }
 
     /// Finds the dead grains of a disk's deltas and frees them, while it is in use.
     pub fn wipe_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
         self.foreign.wipe(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
     }
 
     /// Gives the free grains of a disk's deltas back to the file system, while it is in use.
     pub fn shrink_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
         self.foreign.shrink(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
     }
 
     /// Merges the chain of a disk into its base, while it is in use. The snapshots between go.
     pub fn consolidate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
         let entry = self.image_disk(name, "it has no chain to consolidate")?;
         self.foreign.consolidate(&entry, progress)?;
         self.foreign.info(&entry, true)

@@ -42,6 +42,15 @@ impl Entry {
         }
     }
 
+    /// Where the file is by which others open the head.
+    fn head_path(&self) -> String {
+        let record = self.disk.record();
+        let Ok(node) = record.node(record.head) else { return String::new() };
+        let home = self.disk.home().path().map(|path| path.display().to_string());
+        let folder = node.folder.clone().or(home).unwrap_or_default();
+        format!("{folder}/{}", node.descriptor)
+    }
+
     fn described_capacity(&self) -> Option<u64> {
         let record = self.disk.record();
         let node = record.node(record.head).ok()?;
@@ -123,7 +132,7 @@ impl Foreign {
             exclusive: None,
             clients: self.switches.clients(&entry.identity(None)),
             created: record.created,
-            image: full.map(|info| Box::new(details_of(info))),
+            image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
             name: record.name,
             uuid: record.uuid,
         })
@@ -299,7 +308,7 @@ impl DiskFormat {
     }
 }
 
-fn details_of(info: vmdk::Info) -> ImageDetails {
+fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
     ImageDetails {
         kind: info.kind,
         delta: info.delta.name().to_owned(),
@@ -308,6 +317,7 @@ fn details_of(info: vmdk::Info) -> ImageDetails {
         levels: info.levels as u64,
         levels_max: info.levels_max as u64,
         formats: info.formats.into_iter().map(str::to_owned).collect(),
+        head,
         files: info
             .files
             .into_iter()

@@ -4,6 +4,7 @@
 //! disks       made, listed, shown, renamed, deleted; figures and tunables
 //! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
 //! clones      linked and full
+//! moving      ends of a migration
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -21,18 +22,22 @@ mod clones;
 mod device;
 mod disks;
 mod maintain;
+mod moving;
 mod snapshots;
 
 pub use device::ChainedDevice;
+pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
+use crate::migrate::Overlay;
 use crate::names;
+use crate::native::Native;
 use crate::progress::Progress;
 use crate::switch::{Identity, SwitchedDevice, Switches};
 use backend::IoMode;
 use layer::image::Folder;
 use parking_lot::{Mutex, RwLock};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind as IoKind;
 use std::path::{Path, PathBuf};
@@ -108,6 +113,8 @@ pub(crate) struct Foreign {
     path: Option<PathBuf>,
     options: vmdk::Options,
     switches: Arc<Switches>,
+    /// What may lie above images.
+    native: Arc<Native>,
     /// By name.
     disks: RwLock<BTreeMap<String, Arc<Entry>>>,
     /// Folders that could not be opened, and why.
@@ -115,15 +122,23 @@ pub(crate) struct Foreign {
 }
 
 impl Foreign {
-    /// Opens what is there. Disks that cannot be opened do not keep the others from it.
-    pub fn open(datastore: Option<&Path>, mode: IoMode, switches: Arc<Switches>) -> Result<Self> {
+    /// Opens what is there, but for folders that nobody may look into yet. Disks that cannot be opened do not keep the
+    /// others from it.
+    pub fn open(
+        native: &Arc<Native>,
+        datastore: Option<&Path>,
+        mode: IoMode,
+        switches: Arc<Switches>,
+        kept: &BTreeSet<String>,
+    ) -> Result<Self> {
         let path = datastore.map(|path| path.join(IMAGES));
         let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
         if let Some(own) = path.clone() {
             options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
         }
-        let foreign = Self { path, options, switches, disks: RwLock::default(), broken: Mutex::default() };
-        for folder in foreign.folders()? {
+        let native = Arc::clone(native);
+        let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
+        for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
                 foreign.broken.lock().insert(folder, error.to_string());
@@ -151,7 +166,8 @@ impl Foreign {
         Ok(names)
     }
 
-    fn open_folder(&self, folder: &str) -> Result<()> {
+    /// Opens the disk of a folder, with what lies above its images, or removes what is incomplete.
+    pub fn open_folder(&self, folder: &str) -> Result<()> {
         let path = self.images()?.join(folder);
         let incomplete = path.join(INCOMPLETE).exists();
         match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
@@ -161,6 +177,7 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
+                let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
                 names::check("disk", &name)?;
                 let mut disks = self.disks.write();
@@ -175,6 +192,21 @@ impl Foreign {
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }
+    }
+
+    /// The disk as it is, or opened again with the native disk that lies above its images.
+    fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
+        let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
+        let options = vmdk::Options {
+            overlay: Some(overlay.layer(&self.native)?),
+            force_parent: overlay.force_parent,
+            replay_journal: overlay.replay_journal,
+            ..self.options.clone()
+        };
+        disk.close()?;
+        // Its lock goes with it.
+        drop(disk);
+        vmdk::Disk::open(Folder::local(path, &[])?, &options)
     }
 
     fn images(&self) -> Result<&Path> {
@@ -219,6 +251,24 @@ impl Foreign {
                 Err(error)
             }
         }
+    }
+
+    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is none.
+    pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
+        let path = datastore.join(IMAGES).join(folder);
+        if !path.is_dir() {
+            return Ok(());
+        }
+        let mark = path.join(INCOMPLETE);
+        let done = match incomplete {
+            true => fs::write(&mark, b""),
+            false => match fs::remove_file(&mark) {
+                Err(error) if error.kind() == IoKind::NotFound => Ok(()),
+                other => other,
+            },
+        };
+        done.during(|| format!("marking {}", path.display()))?;
+        sync_folder(&path)
     }
 
     /// What was made under [`INCOMPLETE`] is whole and durable.

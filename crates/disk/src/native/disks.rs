@@ -91,7 +91,7 @@ impl Native {
     }
 
     /// Takes space for blocks of a thick disk, and zeroes them if it is an eager one.
-    fn fill(
+    pub(super) fn fill(
         &self,
         id: u64,
         blocks: std::ops::Range<u64>,
@@ -122,9 +122,9 @@ impl Native {
 
     /// All disks by name, block counts left out.
     pub fn disks(&self) -> Result<Vec<DiskInfo>> {
-        let ids: Vec<u64> = self
-            .engine
-            .with_catalog(|catalog| catalog.disks().filter(|disk| !disk.incomplete).map(|disk| disk.id).collect());
+        let ids: Vec<u64> = self.engine.with_catalog(|catalog| {
+            catalog.disks().filter(|disk| super::is_visible(disk)).map(|disk| disk.id).collect()
+        });
         ids.into_iter().map(|id| self.disk_info(id, false)).collect()
     }
 

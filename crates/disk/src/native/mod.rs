@@ -5,6 +5,7 @@
 //! snapshots   taken, listed, deleted, gone back to, compared
 //! clones      linked and full
 //! convert     ends of a conversion
+//! moving      ends of a migration
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -18,9 +19,11 @@ mod clones;
 mod convert;
 mod device;
 mod disks;
+mod moving;
 mod snapshots;
 
-pub(crate) use disks::{check_capacity, list};
+pub(crate) use disks::{check_capacity, list, stored};
+pub(crate) use moving::{NativeOriginal, NativeReplica};
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
@@ -28,7 +31,7 @@ use crate::progress::Progress;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use device::{NativeDevice, Target};
 use parking_lot::Mutex;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use store::catalog::{Object, Provisioning, State};
@@ -43,6 +46,11 @@ impl Capacity {
     }
 }
 
+/// Whether people see a disk: it is whole, and no part of another.
+fn is_visible(disk: &Object) -> bool {
+    !disk.incomplete && !disk.name.starts_with('.')
+}
+
 /// The native disks of a datastore.
 pub(crate) struct Native {
     pub engine: Arc<Engine>,
@@ -54,24 +62,24 @@ pub(crate) struct Native {
 }
 
 impl Native {
-    /// The disks of an engine; what an operation that never ended left behind is removed.
-    pub fn open(engine: Arc<Engine>, switches: Arc<Switches>) -> Result<Arc<Self>> {
-        let native = Arc::new_cyclic(|this| Self {
+    /// The disks of an engine.
+    pub fn open(engine: Arc<Engine>, switches: Arc<Switches>) -> Arc<Self> {
+        Arc::new_cyclic(|this| Self {
             engine,
             switches,
             capacities: Mutex::default(),
             changes: Mutex::new(()),
             this: Weak::clone(this),
-        });
-        native.remove_incomplete()?;
-        Ok(native)
+        })
     }
 
-    fn remove_incomplete(&self) -> Result<()> {
+    /// Removes what an operation that never ended left behind, but for disks that are to be kept.
+    pub fn remove_incomplete(&self, kept: &BTreeSet<String>) -> Result<()> {
         let (snapshots, disks): (Vec<Object>, Vec<Object>) = self.engine.with_catalog(|catalog| {
             let unfinished = catalog.objects().filter(|object| object.incomplete).cloned();
             let (snapshots, rest): (Vec<_>, Vec<_>) = unfinished.partition(|object| object.is_snapshot());
-            (snapshots, rest.into_iter().filter(|object| object.state == State::Disk).collect())
+            let disks = rest.into_iter().filter(|object| object.state == State::Disk && !kept.contains(&object.name));
+            (snapshots, disks.collect())
         });
         for object in snapshots {
             self.engine.delete_snapshot(object.id)?;
@@ -166,7 +174,7 @@ impl Native {
     pub fn device_names(&self) -> Vec<String> {
         self.engine.with_catalog(|catalog| {
             let mut names = Vec::new();
-            for disk in catalog.disks().filter(|disk| !disk.incomplete) {
+            for disk in catalog.disks().filter(|disk| is_visible(disk)) {
                 names.push(disk.name.clone());
                 let snapshots = catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete);
                 names.extend(snapshots.map(|snapshot| format!("{}@{}", disk.name, snapshot.name)));
@@ -197,14 +205,12 @@ impl Native {
     }
 
     pub(crate) fn find_disk(&self, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(|disk| !disk.incomplete).ok_or_else(
-            || {
-                Error::new(
-                    ErrorKind::NotFound,
-                    format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
-                )
-            },
-        )
+        self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible).ok_or_else(|| {
+            Error::new(
+                ErrorKind::NotFound,
+                format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
+            )
+        })
     }
 
     pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {

@@ -25,6 +25,10 @@ pub fn value(reply: &Reply) -> Value {
             let disk::Reclaimed { freed, returned, moved } = reclaimed;
             json!({ "name": name, "freed": freed, "returned": returned, "moved": moved })
         }
+        Reply::Image(info) => json!(info),
+        Reply::ImageCheck(check) => json!(check),
+        Reply::ImageCreated(level) => json!(level),
+        Reply::Converted(made) => json!(made),
         Reply::Exports(exports) => json!({ "exports": exports }),
     }
 }

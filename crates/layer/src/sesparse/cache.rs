@@ -21,6 +21,11 @@ pub(super) enum Kind {
     Directory,
 }
 
+impl Kind {
+    /// How many there are.
+    pub(super) const ALL: usize = 4;
+}
+
 const KIND_SHIFT: u32 = 60;
 
 /// A page: which area, and its number therein.
@@ -144,6 +149,24 @@ impl Cache {
         let Some(page) = page.filter(|page| page.bytes.word(index) != word) else { return };
         let bytes: &mut Buffer = Arc::make_mut(&mut page.bytes.0);
         put(bytes, index * 8, word);
+        page.used = true;
+        page.backed = true;
+        if !page.dirty {
+            page.dirty = true;
+            self.dirty.push(key);
+        }
+    }
+
+    /// Puts words into a page, which must be in memory, from word `index` on.
+    pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64>) {
+        let page = self.pages.get_mut(&key);
+        debug_assert!(page.is_some(), "{key:?} was not asked for before it was changed");
+        let Some(page) = page else { return };
+        let bytes: &mut Buffer = Arc::make_mut(&mut page.bytes.0);
+        let places = bytes.as_chunks_mut().0.get_mut(index..).unwrap_or_default();
+        for (place, word) in places.iter_mut().zip(words) {
+            *place = word.to_le_bytes();
+        }
         page.used = true;
         page.backed = true;
         if !page.dirty {

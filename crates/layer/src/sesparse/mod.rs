@@ -217,6 +217,8 @@ impl Layer for SeSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        // The chain asks the map for what it does not know already; long work is to notice the other reads too.
+        self.count_request();
         self.options.write.then(|| Arc::clone(&*self.token.lock()) as Arc<dyn Any + Send + Sync>)
     }
 

@@ -7,7 +7,7 @@ use super::SeSparse;
 use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, Owner, Run, TABLE_SPAN, Table, decode_slot, encode_slot};
 use super::epoch::Retirement;
-use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
+use super::header::{Area, Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::space::{Choice, Space};
 use super::touched::Touched;
 use super::wipe::Census;
@@ -15,12 +15,18 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use parking_lot::MutexGuard;
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Runs of freed grains that call for a commit of their own.
 const FREED_MAX: usize = 1 << 16;
 /// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
 const ROUNDS_MAX: usize = 100_000;
+
+/// Pages for which space is taken at a time: each call costs as much as writing some hundred kilobytes.
+const ROOM_PAGES: u64 = 64;
+/// Grains by which the file grows at a time: 64 MiB, of which nothing takes space before it is written.
+const GROWTH: u64 = 4 * TABLE_SPAN / super::entry::GRAIN;
 
 /// What work on the state lacks.
 pub(super) enum Need {
@@ -59,7 +65,8 @@ pub(super) struct State {
     pub header_dirty: bool,
     /// Tables handed out once that no slot names.
     pub spare_tables: Vec<Table>,
-    pub table_room: Option<Table>,
+    /// Tables for which there is space in the file.
+    pub table_room: Range<u32>,
     /// Marks of this session and those left from earlier ones; `None` while the bitmap is not to be trusted.
     pub touched: Option<Touched>,
     /// They are to be written with the next commit, changed or not.
@@ -73,6 +80,11 @@ pub(super) struct State {
     /// Grains that the file holds: places beyond are damage.
     pub readable: u64,
     pub loading: FxHashSet<PageKey>,
+    /// Where the file has nothing, by kind of page: pages in it are zeros and need not be read. What a commit has
+    /// written is taken off before its pages may leave memory.
+    pub holes: [Range<u64>; Kind::ALL],
+    /// Commits that have written pages: what was found out before one may not be true behind it.
+    pub settled: u64,
 }
 
 impl State {
@@ -127,7 +139,7 @@ impl State {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
             _ => return Err(self.corrupt("all grain tables are handed out")),
         };
-        if self.table_room != Some(table) {
+        if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));
         }
         // In this order: a page that is dirty is not put out by those that come in.
@@ -167,12 +179,53 @@ impl State {
         if let Some(Entry::Data(grain)) = before
             && Entry::Data(grain) != entry
         {
-            self.retirement.give_up(grain.0);
+            if !self.retirement.give_up(grain.0) {
+                // It stays allocated: marked beyond closing, so that opening finds it.
+                for marks in [&mut self.touched, &mut self.suspect].into_iter().flatten() {
+                    self.mark_dirty |= marks.insert(grain.0);
+                }
+            }
             if let Some(census) = &mut self.census {
                 census.account(Run { start: grain.0, count: 1 });
             }
         }
         Ok(())
+    }
+
+    /// Enters grains next to each other into entries next to each other of one page of a table; all pages concerned are
+    /// in memory.
+    pub(super) fn set_entries(&mut self, first: Owner, run: Run) -> Step<()> {
+        let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
+        let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
+        if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
+            // Somebody was faster: what he entered is given up, one by one.
+            for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
+                self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
+            }
+            return Ok(());
+        }
+        self.set_owners(run, Some(first));
+        if let Some(census) = &mut self.census {
+            census.account(run);
+        }
+        self.cache.set_all(key, index, (run.start..run.end()).map(|grain| Entry::Data(Grain(grain)).encode()));
+        Ok(())
+    }
+
+    /// Sets the backmap of grains whose pages are in memory: the first belongs to `first`, the next to the entry behind
+    /// it.
+    fn set_owners(&mut self, run: Run, first: Option<Owner>) {
+        let mut start = run.start;
+        while start < run.end() {
+            let end = (start / PAGE_ENTRIES + 1).saturating_mul(PAGE_ENTRIES).min(run.end());
+            let owner = |grain: u64| {
+                first.map_or(0, |first| {
+                    Owner { entry: first.entry + (grain - run.start) as u16, ..first }.encode()
+                })
+            };
+            self.cache.set_all(backmap_page(start), page_index(start), (start..end).map(owner));
+            start = end;
+        }
     }
 
     /// Sets the backmap of a grain whose page is in memory.
@@ -277,9 +330,7 @@ impl State {
     pub(super) fn release(&mut self, run: Run) -> Step<()> {
         self.need(bitmap_page(run.start))?;
         self.need_backmap(run)?;
-        for grain in run.start..run.end() {
-            self.set_owner(grain, None);
-        }
+        self.set_owners(run, None);
         self.set_bits(run, false)?;
         if self.touched.is_some() {
             self.space.put(run);
@@ -357,13 +408,7 @@ impl SeSparse {
 
     /// Byte offset of a page.
     pub(super) fn page_offset(&self, key: PageKey) -> u64 {
-        let area = match key.kind() {
-            Kind::Bitmap => self.layout.bitmap,
-            Kind::Backmap => self.layout.backmap,
-            Kind::Table => self.layout.tables,
-            Kind::Directory => self.layout.directory,
-        };
-        area.start() + key.index() * BLOCK_SIZE as u64
+        self.area(key.kind()).start() + key.index() * BLOCK_SIZE as u64
     }
 
     /// Reads a page, and in a table that is being gone through the rest of the table with it.
@@ -379,32 +424,58 @@ impl SeSparse {
             count += (1..most).take_while(|by| wanted(key.plus(*by))).count() as u64;
         }
         state.loading.extend((0..count).map(|by| key.plus(by)));
-        let read = MutexGuard::unlocked(&mut state, || {
+        let offset = self.page_offset(key);
+        let bytes = offset..offset + count * BLOCK_SIZE as u64;
+        let hole = &state.holes[key.kind() as usize];
+        let known = hole.start <= bytes.start && bytes.end <= hole.end;
+        let settled = state.settled;
+        let read = MutexGuard::unlocked(&mut state, || -> Result<_> {
             let mut buffer = Buffer::zeroed(count as usize);
-            self.read_metadata(&mut buffer, self.page_offset(key)).map(|()| buffer)
+            let hole = if known { None } else { self.find_hole(key.kind(), &bytes)? };
+            if !known && hole.is_none() {
+                self.read_metadata(&mut buffer, offset)?;
+            }
+            Ok((buffer, hole))
         });
         for by in 0..count {
             state.loading.remove(&key.plus(by));
         }
         self.loaded.notify_all();
-        for (by, page) in (0..).zip(read?.chunks_exact(BLOCK_SIZE)) {
+        let (buffer, hole) = read?;
+        if let Some(hole) = hole.filter(|_| state.settled == settled) {
+            state.holes[key.kind() as usize] = hole;
+        }
+        for (by, page) in (0..).zip(buffer.chunks_exact(BLOCK_SIZE)) {
             state.cache.insert(key.plus(by), PageBytes::new(Buffer::copy_of(page)));
         }
         Ok(state)
     }
 
-    /// Takes space for a page and its neighbours, as many as a table has.
-    fn back(&self, key: PageKey) -> Result<()> {
-        let area_pages = match key.kind() {
+    /// The hole of the file that holds a range within one area, if one does: new pages are most often zeros that the
+    /// file does not have, and reading such through the page cache fills that with zeros, far ahead.
+    fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
+        if !self.overlay.is_empty() {
+            return Ok(None);
+        }
+        let found = self.file.next_allocated(bytes.start);
+        let found = found.during(|| format!("looking for holes in {}", self.name))?;
+        let end = found.map_or(u64::MAX, |found| found.start).min(self.area(kind).bytes().end);
+        Ok((bytes.end <= end).then_some(bytes.start..end))
+    }
+
+    fn area(&self, kind: Kind) -> Area {
+        match kind {
             Kind::Bitmap => self.layout.bitmap,
             Kind::Backmap => self.layout.backmap,
             Kind::Table => self.layout.tables,
             Kind::Directory => self.layout.directory,
-        };
-        let pages = area_pages.size / super::header::PAGE_SECTORS;
-        let first = PageKey::new(key.kind(), key.index() - key.index() % TABLE_PAGES);
-        let count = TABLE_PAGES.min(pages.saturating_sub(first.index()));
-        self.reserve(self.page_offset(first), count * BLOCK_SIZE as u64)?;
+        }
+    }
+
+    /// Takes space for a page and its neighbours.
+    fn back(&self, key: PageKey) -> Result<()> {
+        let first = PageKey::new(key.kind(), key.index() - key.index() % ROOM_PAGES);
+        let count = self.back_pages(first)?;
         let mut state = self.state.lock();
         for by in 0..count {
             state.cache.set_backed(first.plus(by));
@@ -413,9 +484,18 @@ impl SeSparse {
     }
 
     fn back_table(&self, table: Table) -> Result<()> {
-        self.reserve(self.page_offset(table_page(table, 0)), TABLE_PAGES * BLOCK_SIZE as u64)?;
-        self.state.lock().table_room = Some(table);
+        let first = table_page(table, 0);
+        let tables = self.back_pages(first)? / TABLE_PAGES;
+        self.state.lock().table_room = table.0..table.0 + tables as u32;
         Ok(())
+    }
+
+    /// Takes space for pages from `first` on; how many.
+    fn back_pages(&self, first: PageKey) -> Result<u64> {
+        let pages = self.area(first.kind()).size / super::header::PAGE_SECTORS;
+        let count = ROOM_PAGES.min(pages.saturating_sub(first.index()));
+        self.reserve(self.page_offset(first), count * BLOCK_SIZE as u64)?;
+        Ok(count)
     }
 
     fn reserve(&self, offset: u64, length: u64) -> Result<()> {
@@ -426,7 +506,7 @@ impl SeSparse {
         }
     }
 
-    /// Makes the file longer by the data of one table.
+    /// Makes the file longer.
     fn grow(&self) -> Result<()> {
         let _one_at_a_time = self.length.lock();
         let (fresh, length, limit) = {
@@ -436,7 +516,7 @@ impl SeSparse {
         if fresh < length {
             return Ok(());
         }
-        let longer = (length + TABLE_SPAN / super::entry::GRAIN).min(limit);
+        let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
         self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
         let mut state = self.state.lock();

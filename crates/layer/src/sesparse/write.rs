@@ -273,9 +273,8 @@ fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
         state.need_backmap(piece.place)?;
     }
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
-        for (entry, grain) in (first + piece.first..).zip(piece.place.start..piece.place.end()) {
-            state.set_entry(Owner { table: plan.table, entry: entry as u16 }, Entry::Data(Grain(grain)))?;
-        }
+        let owner = Owner { table: plan.table, entry: (first + piece.first) as u16 };
+        state.set_entries(owner, piece.place)?;
     }
     Ok(())
 }

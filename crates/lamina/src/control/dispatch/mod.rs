@@ -2,7 +2,10 @@
 
 mod clone;
 mod disk;
+mod image;
 mod snapshot;
+
+pub use image::alone;
 
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
@@ -31,12 +34,14 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
     Ok(match request {
         Request::Status => Reply::Status { status: datastore.status()?, serving: service.serving.cloned() },
         Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
-        Request::Disk(request) => disk::dispatch(datastore, request, watch)?,
+        Request::Disk(request) => disk::dispatch(service, request, watch)?,
         Request::Snapshot(request) => snapshot::dispatch(datastore, request, watch)?,
         Request::Clone { disk, at, names, full: false } => {
             Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
         }
         Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
+        Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
+        Request::Image(request) => image::dispatch(request, watch)?,
         Request::ExportList => Reply::Exports(
             datastore
                 .device_names()

@@ -1,17 +1,20 @@
-//! The messages of the control protocol, by noun: [`disk`], [`snapshot`]; their ends in [`reply`], their encoding in
+//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`]; their ends in [`reply`], their encoding in
 //! [`line`].
 
 mod disk;
+mod image;
 mod line;
 mod reply;
 mod snapshot;
 
 pub use disk::DiskRequest;
+pub use image::ImageRequest;
 pub use line::{FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
 pub use reply::{ExportInfo, Reply, Serving};
 pub use snapshot::SnapshotRequest;
 
 use ::disk::Point;
+use ::disk::convert::Conversion;
 use serde::{Deserialize, Serialize};
 
 /// Everything that can be asked of an open datastore.
@@ -42,6 +45,10 @@ pub enum Request {
         /// Independent copies instead of linked ones.
         full: bool,
     },
+    /// Make a disk or image from the content of another.
+    Convert(Box<Conversion>),
+    /// About images.
+    Image(ImageRequest),
     /// What NBD clients can open.
     ExportList,
 }
@@ -51,10 +58,20 @@ impl Request {
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList => false,
-            Self::Check { .. } => true,
+            Self::Check { .. } | Self::Convert(_) => true,
+            Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
             Self::Clone { full, .. } => *full,
+        }
+    }
+
+    /// True when it is about an open datastore; false for files alone.
+    pub fn needs_datastore(&self) -> bool {
+        match self {
+            Self::Image(_) => false,
+            Self::Convert(conversion) => conversion.needs_datastore(),
+            _ => true,
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The good ends of requests.
 
+use disk::convert::Converted;
+use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
@@ -44,6 +46,14 @@ pub enum Reply {
         /// Sum of their lengths.
         bytes: u64,
     },
+    /// Of `ImageShow`.
+    Image(ImageInfo),
+    /// Of `ImageCheck`.
+    ImageCheck(ImageCheck),
+    /// Of `ImageCreate`.
+    ImageCreated(Box<ImageLevel>),
+    /// Of `Convert`.
+    Converted(Converted),
     /// Of `ExportList`.
     Exports(Vec<ExportInfo>),
 }

@@ -1,6 +1,7 @@
 //! Replies as text for people; a file for each noun.
 
 mod disk;
+mod image;
 mod snapshot;
 
 use super::human::{count, size};
@@ -32,6 +33,10 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
         Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
         Reply::Reclaimed { name, reclaimed } => disk::print_reclaimed(out, request, name, reclaimed),
+        Reply::Image(info) => image::print(out, info),
+        Reply::ImageCheck(check) => image::print_check(out, check),
+        Reply::ImageCreated(level) => image::print_created(out, level),
+        Reply::Converted(made) => image::print_converted(out, made),
         Reply::Exports(exports) => {
             let mut table = Table::new(&[("NAME", Align::Left), ("ACCESS", Align::Left), ("URI", Align::Left)]);
             for export in exports {

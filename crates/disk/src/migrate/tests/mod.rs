@@ -1,0 +1,4 @@
+#![allow(clippy::unwrap_used)]
+
+mod mirror;
+mod native_layer;
