@@ -309,21 +309,16 @@ fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
     // Made by the datastore's own means, and then taken for somebody else's.
     let datastore = made(&path.join("maker"));
     let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
-    let head = {
-        let info = datastore.disk("web").unwrap();
-        let files: Vec<String> = info.image.unwrap().files.into_iter().map(|file| file.path).collect();
-        let mut descriptors: Vec<&String> =
-            files.iter().filter(|path| !path.contains("-delta") && !path.contains("-flat")).collect();
-        // The newest has the highest number.
-        descriptors.sort();
-        std::path::PathBuf::from(descriptors.last().unwrap())
-    };
     datastore.close().unwrap();
     drop(datastore);
     let host = path.join("host");
     std::fs::rename(path.join("maker/images/web"), &host).unwrap();
+    let record = std::fs::read_to_string(host.join("lamina.disk")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(record.split_once('\n').unwrap().1).unwrap();
+    let nodes = record["nodes"].as_array().unwrap();
+    let head = nodes.iter().find(|node| node["id"] == record["head"]).unwrap()["descriptor"].as_str().unwrap();
     std::fs::remove_file(host.join("lamina.disk")).unwrap();
-    (host.join(head.file_name().unwrap()), model)
+    (host.join(head), model)
 }
 
 fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {

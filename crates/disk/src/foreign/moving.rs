@@ -11,9 +11,10 @@ use crate::progress::Progress;
 use crate::switch::Identity;
 use chain::{Chain, Condition};
 use layer::image::Place;
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use store::{Error, ErrorKind, Result};
 
 /// Spans asked for at a time.
@@ -30,6 +31,8 @@ pub(crate) struct ForeignOriginal {
 pub(crate) struct ForeignReplica {
     pub folder: String,
     pub disk: Arc<vmdk::Disk>,
+    /// The head as it was opened last: clients will have it.
+    head: Mutex<Weak<ChainedDevice>>,
 }
 
 impl Foreign {
@@ -78,7 +81,7 @@ impl Foreign {
         let adapter = layer::descriptor::Adapter::default();
         let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
         match vmdk::Disk::create(home, &new, self.options(), &Watched(progress)) {
-            Ok(disk) => Ok(ForeignReplica { folder, disk }),
+            Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
                     tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
@@ -86,6 +89,12 @@ impl Foreign {
                 Err(error)
             }
         }
+    }
+
+    /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.
+    pub fn insert_replica(&self, replica: &ForeignReplica) {
+        let entry = self.insert(replica.folder.clone(), Arc::clone(&replica.disk));
+        *entry.head.lock() = replica.head.lock().clone();
     }
 
     /// Removes a disk that moved away, or a copy that is not wanted, with its folder.
@@ -191,7 +200,9 @@ impl Replica for ForeignReplica {
     fn head(&self) -> Result<Arc<dyn Device>> {
         let device = ChainedDevice::new(self.disk.name(), self.disk.chain()?);
         device.set_bases(self.disk.bases()?);
-        Ok(Arc::new(device))
+        let device = Arc::new(device);
+        *self.head.lock() = Arc::downgrade(&device);
+        Ok(device)
     }
 
     fn take(&self, node: &Node) -> Result<()> {

@@ -185,8 +185,8 @@ impl Datastore {
         });
         match done {
             Ok(()) => {
-                if let Target::Foreign(disk) = target {
-                    self.foreign.insert(disk.folder.clone(), disk.disk);
+                if let Target::Foreign(disk) = &target {
+                    self.foreign.insert_replica(disk);
                 }
                 Ok(())
             }

@@ -371,7 +371,7 @@ impl Migration<'_> {
             }
             Target::Foreign(disk) => {
                 self.there().foreign.complete(&disk.folder)?;
-                self.there().foreign.insert(disk.folder.clone(), Arc::clone(&disk.disk));
+                self.there().foreign.insert_replica(disk);
             }
         }
         match native {
