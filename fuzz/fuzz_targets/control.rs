@@ -6,7 +6,7 @@ use libfuzzer_sys::fuzz_target;
 use message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
 
 // The program is no library: its messages are taken as they stand there.
-#[allow(dead_code)]
+#[allow(dead_code, unused_imports)]
 #[path = "../../crates/lamina/src/control/message/mod.rs"]
 mod message;
 

@@ -1,4 +1,4 @@
-//! A SEsparse image with damage, its journal dirty or not: read, replayed, written, wiped, shrunk, checked and repaired.
+//! A SEsparse image with damage, its journal dirty or not: read, replayed, written, wiped, shrunk, checked, repaired.
 
 #![no_main]
 

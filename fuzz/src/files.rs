@@ -1,7 +1,7 @@
 //! Files of an input: bytes that the input spells out, or an image that it damages.
 //!
-//! An image of a few hundred bytes of metadata may be megabytes long, nearly all of them zeros, and what matters lies in
-//! a few sectors of it. So a file is kept as the sectors that are not zeros, and damage is aimed at those.
+//! An image of a few hundred bytes of metadata may be megabytes long, nearly all of them zeros, and what matters lies
+//! in a few sectors of it. So a file is kept as the sectors that are not zeros, and damage is aimed at those.
 
 use crate::Input;
 use backend::{Directory, File, IoMode};

@@ -6,7 +6,7 @@ mod uses;
 use crate::device::Device;
 use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
-use crate::migrate;
+use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::progress::Progress;
@@ -16,8 +16,8 @@ use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
 use uses::Uses;
@@ -71,6 +71,9 @@ pub struct Datastore {
     pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Names that nobody else may take meanwhile: of disks that are being made or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
+    /// Moves that go on in the background.
+    pub(crate) imports: Imports,
+    pub(crate) this: Weak<Datastore>,
     _lock: Box<dyn Lock>,
 }
 
@@ -166,8 +169,8 @@ impl Datastore {
         // Whether a disk is incomplete is decided by the migration it comes from.
         let doubt = migrate::recover(&native, path)?;
         native.remove_incomplete(&doubt.names)?;
-        let foreign = Foreign::open(path, mode, Arc::clone(&switches), &doubt.folders)?;
-        Ok(Arc::new(Self {
+        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
             switches,
@@ -176,8 +179,14 @@ impl Datastore {
             path: path.map(Path::to_path_buf),
             guests: Arc::default(),
             reserved: Arc::default(),
+            imports: Imports::default(),
+            this: Weak::clone(this),
             _lock: lock,
-        }))
+        });
+        if doubt.folders.is_empty() {
+            datastore.sweep_overlays()?;
+        }
+        Ok(datastore)
     }
 
     /// The engine below: for tests that drive it by hand.
@@ -187,6 +196,7 @@ impl Datastore {
 
     /// Writes everything home and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
+        self.stop_imports();
         let guests = std::mem::take(&mut *self.guests.lock());
         let away = guests.iter().map(|guest| guest.close()).fold(Ok(()), Result::and);
         let foreign = self.foreign.close().and(away);

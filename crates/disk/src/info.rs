@@ -125,6 +125,8 @@ pub struct ImageDetails {
     pub levels_max: u64,
     /// Formats of the levels, newest first.
     pub formats: Vec<String>,
+    /// The file by which others open the head.
+    pub head: String,
     /// Files of all images.
     pub files: Vec<ImageFile>,
     /// Bytes that the head's chain takes in the file system.

@@ -303,3 +303,110 @@ fn a_disk_moves_to_another_datastore_and_back() {
     let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
     assert_eq!(report.findings, vec![]);
 }
+
+/// A folder as a host leaves it: a disk of VMware's with a tree of snapshots, its newest image, and what it holds.
+fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
+    // Made by the datastore's own means, and then taken for somebody else's.
+    let datastore = made(&path.join("maker"));
+    let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
+    datastore.close().unwrap();
+    drop(datastore);
+    let host = path.join("host");
+    std::fs::rename(path.join("maker/images/web"), &host).unwrap();
+    let record = std::fs::read_to_string(host.join("lamina.disk")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(record.split_once('\n').unwrap().1).unwrap();
+    let nodes = record["nodes"].as_array().unwrap();
+    let head = nodes.iter().find(|node| node["id"] == record["head"]).unwrap()["descriptor"].as_str().unwrap();
+    std::fs::remove_file(host.join("lamina.disk")).unwrap();
+    (host.join(head), model)
+}
+
+fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    files.map(|path| (path.display().to_string(), std::fs::read(&path).unwrap())).collect()
+}
+
+fn import(path: &Path, way: disk::migrate::ImportWay, rate: u64) -> disk::migrate::ImportOptions {
+    disk::migrate::ImportOptions {
+        path: path.into(),
+        way,
+        target: options(FORMATS[0]),
+        permitted: Vec::new(),
+        force_parent: false,
+        replay_journal: false,
+        rate,
+    }
+}
+
+#[test]
+fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
+    use disk::migrate::ImportWay;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, mut model) = host_folder(folder.path(), 31);
+    let before = contents(head.parent().unwrap());
+    let path = folder.path().join("ds");
+    let datastore = made(&path);
+    let info = datastore.import("copy", &import(&head, ImportWay::Copy, 0), &NoProgress).unwrap();
+    assert_eq!(info.format, "native");
+    check(&datastore, "copy", &model, "copied");
+    let stopped = datastore.import("no", &import(&head, ImportWay::Copy, 0), &StopAt(AtomicU64::new(3)));
+    assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
+    assert_eq!(datastore.disk("no").unwrap_err().kind(), ErrorKind::NotFound);
+    datastore.import("place", &import(&head, ImportWay::InPlace, 0), &NoProgress).unwrap();
+    check(&datastore, "place", &model, "in place");
+    let device = datastore.device("place", false).unwrap();
+    scribble(&*device, &mut model.head, &mut Random(4), 20);
+    drop(device);
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    check(&datastore, "place", &model, "in place, opened again");
+    datastore.migrate("place", &options(FORMATS[2]), &NoProgress).unwrap();
+    check(&datastore, "place", &model, "independent");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+}
+
+#[test]
+fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
+    use disk::migrate::ImportWay;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, mut model) = host_folder(folder.path(), 37);
+    let before = contents(head.parent().unwrap());
+    let path = folder.path().join("ds");
+    let mut datastore = made(&path);
+    datastore.import("web", &import(&head, ImportWay::Live, 4 << 20), &NoProgress).unwrap();
+    let mut random = Random(8);
+    for round in 0..3 {
+        datastore.start_imports();
+        let device = datastore.device("web", false).unwrap();
+        for _ in 0..10 {
+            scribble(&*device, &mut model.head, &mut random, 2);
+            assert!(device.read(0, CAPACITY).unwrap() == model.head, "round {round}");
+        }
+        let busy = datastore.create_snapshots(&[("web".into(), "new".into())], &SnapshotOptions::default());
+        assert_eq!(busy.unwrap_err().kind(), ErrorKind::Busy);
+        device.flush().unwrap();
+        drop(device);
+        datastore.close().unwrap();
+        drop(datastore);
+        datastore = open(&path);
+        check(&datastore, "web", &model, &format!("round {round}, opened again"));
+    }
+    datastore.start_imports();
+    let device = datastore.device("web", false).unwrap();
+    let begun = std::time::Instant::now();
+    while datastore.disk("web").unwrap().format != "native" {
+        scribble(&*device, &mut model.head, &mut random, 1);
+        assert!(begun.elapsed() < Duration::from_secs(120));
+    }
+    scribble(&*device, &mut model.head, &mut random, 5);
+    device.flush().unwrap();
+    drop(device);
+    check(&datastore, "web", &model, "native");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    check(&datastore, "web", &model, "native, opened again");
+    assert_eq!(datastore.status().unwrap().disks, 1, "nothing is left of what lay above the images");
+}

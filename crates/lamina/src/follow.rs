@@ -35,6 +35,8 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Check { .. } => ("checking", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
+        Request::Disk(DiskRequest::Migrate { .. }) => ("moving", BYTES),
+        Request::Disk(DiskRequest::Import { .. }) => ("copying", BYTES),
         Request::Disk(DiskRequest::Inflate { .. }) => ("inflating", BYTES),
         Request::Disk(DiskRequest::PunchZero { .. }) => ("looking for zeros", BYTES),
         Request::Disk(DiskRequest::Wipe { .. }) => ("wiping", BYTES),

@@ -22,7 +22,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 24] = [
+const VERBS: [Verb; 29] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -41,12 +41,17 @@ const VERBS: [Verb; 24] = [
     verb("snapshot diff", "vm1@a vm1@b"),
     verb("clone", "vm1@a vm2"),
     verb("serve", ""),
+    Verb { name: "convert", arguments: "a.raw b.vmdk -d thin", on_datastore: false, demands: true },
+    Verb { name: "image show", arguments: "a.vmdk", on_datastore: false, demands: true },
+    Verb { name: "image check", arguments: "a.vmdk", on_datastore: false, demands: true },
+    Verb { name: "image create", arguments: "/nowhere/a.vmdk 1G", on_datastore: false, demands: true },
     verb("export list", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     // Nouns, which have verbs of their own.
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
     Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
 ];
 

@@ -7,6 +7,7 @@ use crate::disk::{Disk, go_on};
 use crate::record::Record;
 use crate::{Error, ErrorKind, Result};
 use chain::Watch;
+use layer::flat::FILE_BLOCK;
 use layer::image::Image;
 
 /// What a check of a disk found.
@@ -39,6 +40,7 @@ impl Disk {
     /// Gives a flat base all its space, zeroed, while it is in use.
     pub fn inflate(&self, watch: &dyn Watch) -> Result<()> {
         let _operation = self.begin("inflating")?;
+        self.drop_stale_clones()?;
         let base = self.base()?;
         self.on_image(base, "inflate", |image| image.inflate(&mut |done, total| go_on(watch, done, total)))
     }
@@ -46,10 +48,11 @@ impl Disk {
     /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
     pub fn punch_zeros(&self, watch: &dyn Watch) -> Result<Freed> {
         let _operation = self.begin("giving back zeros")?;
+        self.drop_stale_clones()?;
         let base = self.base()?;
         self.on_image(base, "punch", |image| {
-            let returned = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
-            Ok(Freed { returned, ..Freed::default() })
+            let blocks = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
+            Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
         })
     }
 
@@ -74,6 +77,7 @@ impl Disk {
     /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
     pub fn check(&self, repair: bool, watch: &dyn Watch) -> Result<Checked> {
         let _operation = self.begin("checking")?;
+        self.drop_stale_clones()?;
         let record = self.record();
         let line = self.head_line()?;
         let mut sum = Checked::default();
@@ -153,16 +157,17 @@ impl Disk {
         let line = self.head_line()?;
         let level = line.expect(node)?;
         if level.image.layer().writable() {
-            return work(&level.image);
+            return line.chain.while_moving(level.key, || work(&level.image));
         }
         if !self.may_change(&record, node) || self.options.overlay.is_some() {
             let text = format!("'{}' is only read by this disk: nothing to {what}", level.image.place().label());
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
+        // The level's other opening, of which the cache may know places, has them where they are until it is moved.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
-        let result = line.expect(node).and_then(|level| work(&level.image));
+        let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
         let closed = self.set_reading(&line, node);
         drop(claim);
         let result = result?;

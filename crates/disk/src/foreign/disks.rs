@@ -42,6 +42,15 @@ impl Entry {
         }
     }
 
+    /// Where the file is by which others open the head.
+    fn head_path(&self) -> String {
+        let record = self.disk.record();
+        let Ok(node) = record.node(record.head) else { return String::new() };
+        let home = self.disk.home().path().map(|path| path.display().to_string());
+        let folder = node.folder.clone().or(home).unwrap_or_default();
+        format!("{folder}/{}", node.descriptor)
+    }
+
     fn described_capacity(&self) -> Option<u64> {
         let record = self.disk.record();
         let node = record.node(record.head).ok()?;
@@ -123,7 +132,7 @@ impl Foreign {
             exclusive: None,
             clients: self.switches.clients(&entry.identity(None)),
             created: record.created,
-            image: full.map(|info| Box::new(details_of(info))),
+            image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
             name: record.name,
             uuid: record.uuid,
         })
@@ -263,7 +272,8 @@ impl Foreign {
         for entry in self.entries() {
             sums.disks += 1;
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
-            sums.provisioned = sums.provisioned.saturating_add(entry.capacity()?);
+            // What cannot be looked at is told of by 'check'.
+            sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
             let path = self.images()?.join(&entry.folder);
             for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
                 // A file may go while it is looked at.
@@ -299,7 +309,7 @@ impl DiskFormat {
     }
 }
 
-fn details_of(info: vmdk::Info) -> ImageDetails {
+fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
     ImageDetails {
         kind: info.kind,
         delta: info.delta.name().to_owned(),
@@ -308,6 +318,7 @@ fn details_of(info: vmdk::Info) -> ImageDetails {
         levels: info.levels as u64,
         levels_max: info.levels_max as u64,
         formats: info.formats.into_iter().map(str::to_owned).collect(),
+        head,
         files: info
             .files
             .into_iter()

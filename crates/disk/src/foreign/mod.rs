@@ -5,6 +5,7 @@
 //! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
 //! clones      linked and full
 //! moving      ends of a migration
+//! convert     ends of a conversion
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -19,6 +20,7 @@
 //!    Long work does not hold it, and finds by itself what is in use.
 
 mod clones;
+mod convert;
 mod device;
 mod disks;
 mod maintain;
@@ -29,7 +31,9 @@ pub use device::ChainedDevice;
 pub(crate) use moving::{ForeignOriginal, ForeignReplica};
 
 use crate::device::Device;
+use crate::migrate::Overlay;
 use crate::names;
+use crate::native::Native;
 use crate::progress::Progress;
 use crate::switch::{Identity, SwitchedDevice, Switches};
 use backend::IoMode;
@@ -111,6 +115,8 @@ pub(crate) struct Foreign {
     path: Option<PathBuf>,
     options: vmdk::Options,
     switches: Arc<Switches>,
+    /// What may lie above images.
+    native: Arc<Native>,
     /// By name.
     disks: RwLock<BTreeMap<String, Arc<Entry>>>,
     /// Folders that could not be opened, and why.
@@ -121,6 +127,7 @@ impl Foreign {
     /// Opens what is there, but for folders that nobody may look into yet. Disks that cannot be opened do not keep the
     /// others from it.
     pub fn open(
+        native: &Arc<Native>,
         datastore: Option<&Path>,
         mode: IoMode,
         switches: Arc<Switches>,
@@ -131,7 +138,8 @@ impl Foreign {
         if let Some(own) = path.clone() {
             options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
         }
-        let foreign = Self { path, options, switches, disks: RwLock::default(), broken: Mutex::default() };
+        let native = Arc::clone(native);
+        let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
         for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
                 tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
@@ -160,7 +168,8 @@ impl Foreign {
         Ok(names)
     }
 
-    fn open_folder(&self, folder: &str) -> Result<()> {
+    /// Opens the disk of a folder, with what lies above its images, or removes what is incomplete.
+    pub fn open_folder(&self, folder: &str) -> Result<()> {
         let path = self.images()?.join(folder);
         let incomplete = path.join(INCOMPLETE).exists();
         match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
@@ -170,6 +179,11 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
+                // What a crash left of files that no record names: nobody else makes any in this folder.
+                if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
+                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                }
+                let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
                 names::check("disk", &name)?;
                 let mut disks = self.disks.write();
@@ -184,6 +198,21 @@ impl Foreign {
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }
+    }
+
+    /// The disk as it is, or opened again with the native disk that lies above its images.
+    fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
+        let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
+        let options = vmdk::Options {
+            overlay: Some(overlay.layer(&self.native)?),
+            force_parent: overlay.force_parent,
+            replay_journal: overlay.replay_journal,
+            ..self.options.clone()
+        };
+        disk.close()?;
+        // Its lock goes with it.
+        drop(disk);
+        vmdk::Disk::open(Folder::local(path, &[])?, &options)
     }
 
     fn images(&self) -> Result<&Path> {

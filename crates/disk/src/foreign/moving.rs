@@ -10,9 +10,11 @@ use crate::migrate::{Node, Original, Replica};
 use crate::progress::Progress;
 use crate::switch::Identity;
 use chain::{Chain, Condition};
+use layer::image::Place;
+use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use store::{Error, ErrorKind, Result};
 
 /// Spans asked for at a time.
@@ -29,6 +31,8 @@ pub(crate) struct ForeignOriginal {
 pub(crate) struct ForeignReplica {
     pub folder: String,
     pub disk: Arc<vmdk::Disk>,
+    /// The head as it was opened last: clients will have it.
+    head: Mutex<Weak<ChainedDevice>>,
 }
 
 impl Foreign {
@@ -41,6 +45,27 @@ impl Foreign {
             return Err(Error::new(ErrorKind::Busy, text));
         }
         Ok(ForeignOriginal { entry })
+    }
+
+    /// Images that are there, as a disk that nobody can name yet, in a folder that goes with a crash until
+    /// [`Foreign::complete`].
+    pub fn adopt(
+        &self,
+        name: &str,
+        what: &Place,
+        how: vmdk::Adopt,
+        options: &vmdk::Options,
+    ) -> Result<ForeignOriginal> {
+        let (folder, home) = self.new_folder(name, true)?;
+        match vmdk::Disk::adopt(home, name, what, how, options) {
+            Ok(disk) => Ok(ForeignOriginal { entry: Entry::new(folder, disk) }),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                }
+                Err(error)
+            }
+        }
     }
 
     /// An empty disk in a folder that goes with a crash.
@@ -56,7 +81,7 @@ impl Foreign {
         let adapter = layer::descriptor::Adapter::default();
         let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
         match vmdk::Disk::create(home, &new, self.options(), &Watched(progress)) {
-            Ok(disk) => Ok(ForeignReplica { folder, disk }),
+            Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
                     tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
@@ -64,6 +89,12 @@ impl Foreign {
                 Err(error)
             }
         }
+    }
+
+    /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.
+    pub fn insert_replica(&self, replica: &ForeignReplica) {
+        let entry = self.insert(replica.folder.clone(), Arc::clone(&replica.disk));
+        *entry.head.lock() = replica.head.lock().clone();
     }
 
     /// Removes a disk that moved away, or a copy that is not wanted, with its folder.
@@ -169,7 +200,9 @@ impl Replica for ForeignReplica {
     fn head(&self) -> Result<Arc<dyn Device>> {
         let device = ChainedDevice::new(self.disk.name(), self.disk.chain()?);
         device.set_bases(self.disk.bases()?);
-        Ok(Arc::new(device))
+        let device = Arc::new(device);
+        *self.head.lock() = Arc::downgrade(&device);
+        Ok(device)
     }
 
     fn take(&self, node: &Node) -> Result<()> {

@@ -226,7 +226,18 @@ fn decode(bytes: &[u8]) -> Result<Intent> {
     if u32::from_str_radix(sum, 16) != Ok(checksum(body)) {
         return Err(corrupt("fails its checksum"));
     }
-    serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))
+    let intent: Intent =
+        serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))?;
+    // What it calls a folder of images is removed one day.
+    let leads_out = |copy: &Copy| {
+        matches!(copy, Copy::Images { folder }
+            if folder.contains(['/', '\0']) || matches!(folder.as_str(), "" | "." | ".."))
+    };
+    let away = intent.source.iter().chain([&intent.target]).any(leads_out);
+    match away {
+        true => Err(corrupt("names a folder that is none of the datastore's")),
+        false => Ok(intent),
+    }
 }
 
 #[cfg(test)]
@@ -298,5 +309,9 @@ mod tests {
         let newer = String::from_utf8(good).unwrap().replace("migration 1", "migration 2");
         assert_eq!(decode(newer.as_bytes()).unwrap_err().kind(), ErrorKind::Unsupported);
         assert!(file_name("../../etc/passwd").is_err());
+        for folder in ["", "..", ".", "../../etc", "/etc", "a/b"] {
+            let away = Intent { target: Copy::Images { folder: folder.into() }, ..intent(Stage::Copying) };
+            assert_eq!(decode(&encode(&away).unwrap()).unwrap_err().kind(), ErrorKind::Corrupt, "{folder}");
+        }
     }
 }

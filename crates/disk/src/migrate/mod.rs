@@ -3,6 +3,7 @@
 //! ```text
 //! away          moving to another datastore
 //! run           one migration, from its first look at the disk to the removal of what it was
+//! import        images that are there already: copied, used in place, or used while they are copied
 //! intent        the record that says which of the two copies is the disk
 //! recover       what opening the datastore does about interrupted ones
 //! tree          copying the snapshots, parents before children
@@ -13,6 +14,7 @@
 //! ```
 
 mod away;
+mod import;
 mod intent;
 mod mirror;
 mod native_layer;
@@ -27,6 +29,8 @@ mod testbed;
 #[cfg(test)]
 mod tests;
 
+pub use import::{ImportOptions, ImportWay};
+pub(crate) use import::{Imports, Overlay};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;
 pub(crate) use recover::recover;

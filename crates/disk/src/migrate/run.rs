@@ -24,13 +24,14 @@ use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
 use crate::progress::Progress;
 use crate::switch::{Before, Client, Identity, Switch};
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use store::engine::Likeness;
 use store::{Error, ErrorKind, Result};
 
 /// What a disk is to become.
-#[derive(Clone)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MigrateOptions {
     /// The format.
     pub format: DiskFormat,
@@ -50,13 +51,13 @@ pub(crate) struct Peer {
 }
 
 /// The disk that moves.
-enum Source {
+pub(super) enum Source {
     Native(NativeOriginal),
     Foreign(ForeignOriginal),
 }
 
 /// What it is moved to.
-enum Target {
+pub(super) enum Target {
     Native(NativeReplica),
     Foreign(ForeignReplica),
 }
@@ -90,7 +91,7 @@ impl Source {
         }
     }
 
-    fn likeness(&self) -> Result<Likeness> {
+    pub fn likeness(&self) -> Result<Likeness> {
         match self {
             Self::Native(disk) => disk.likeness(),
             Self::Foreign(disk) => {
@@ -103,7 +104,7 @@ impl Source {
 }
 
 impl Target {
-    fn replica(&self) -> &dyn Replica {
+    pub fn replica(&self) -> &dyn Replica {
         match self {
             Self::Native(disk) => disk,
             Self::Foreign(disk) => disk,
@@ -216,7 +217,7 @@ impl Datastore {
     }
 
     /// An empty disk, hidden.
-    fn make_target(
+    pub(super) fn make_target(
         &self,
         name: &str,
         hidden: &str,
@@ -228,6 +229,14 @@ impl Datastore {
             None => Target::Native(self.native.replica(hidden, capacity, options.provisioning, progress)?),
             Some(kind) => Target::Foreign(self.foreign.replica(name, capacity, kind, options.delta, progress)?),
         })
+    }
+
+    /// Removes a disk that was to be a copy.
+    pub(super) fn remove_target(&self, target: &Target) -> Result<()> {
+        match target {
+            Target::Native(disk) => disk.remove(),
+            Target::Foreign(disk) => self.foreign.remove_moved(&disk.folder, Arc::clone(&disk.disk)),
+        }
     }
 }
 
@@ -362,7 +371,7 @@ impl Migration<'_> {
             }
             Target::Foreign(disk) => {
                 self.there().foreign.complete(&disk.folder)?;
-                self.there().foreign.insert(disk.folder.clone(), Arc::clone(&disk.disk));
+                self.there().foreign.insert_replica(disk);
             }
         }
         match native {
@@ -383,6 +392,7 @@ impl Migration<'_> {
                 Source::Foreign(disk) => {
                     let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
                     self.home.foreign.remove_moved(&folder, inner)?;
+                    self.home.sweep_overlays()?;
                 }
             }
             self.intents().remove(&self.intent.id)
@@ -395,10 +405,7 @@ impl Migration<'_> {
     /// Removes what was made.
     fn undo(self) {
         let outcome = (|| {
-            match &self.target {
-                Target::Native(disk) => disk.remove()?,
-                Target::Foreign(disk) => self.there().foreign.remove_moved(&disk.folder, Arc::clone(&disk.disk))?,
-            }
+            self.there().remove_target(&self.target)?;
             if let Some(peer) = self.away {
                 Intents::new(Arc::clone(peer.datastore.engine().directory())).remove(&self.intent.id)?;
             }

@@ -122,9 +122,9 @@ impl Native {
 
     /// All disks by name, block counts left out.
     pub fn disks(&self) -> Result<Vec<DiskInfo>> {
-        let ids: Vec<u64> = self
-            .engine
-            .with_catalog(|catalog| catalog.disks().filter(|disk| !disk.incomplete).map(|disk| disk.id).collect());
+        let ids: Vec<u64> = self.engine.with_catalog(|catalog| {
+            catalog.disks().filter(|disk| super::is_visible(disk)).map(|disk| disk.id).collect()
+        });
         ids.into_iter().map(|id| self.disk_info(id, false)).collect()
     }
 

@@ -46,6 +46,11 @@ impl Capacity {
     }
 }
 
+/// Whether people see a disk: it is whole, and no part of another.
+fn is_visible(disk: &Object) -> bool {
+    !disk.incomplete && !disk.name.starts_with('.')
+}
+
 /// The native disks of a datastore.
 pub(crate) struct Native {
     pub engine: Arc<Engine>,
@@ -169,7 +174,7 @@ impl Native {
     pub fn device_names(&self) -> Vec<String> {
         self.engine.with_catalog(|catalog| {
             let mut names = Vec::new();
-            for disk in catalog.disks().filter(|disk| !disk.incomplete) {
+            for disk in catalog.disks().filter(|disk| is_visible(disk)) {
                 names.push(disk.name.clone());
                 let snapshots = catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete);
                 names.extend(snapshots.map(|snapshot| format!("{}@{}", disk.name, snapshot.name)));
@@ -200,14 +205,12 @@ impl Native {
     }
 
     pub(crate) fn find_disk(&self, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(|disk| !disk.incomplete).ok_or_else(
-            || {
-                Error::new(
-                    ErrorKind::NotFound,
-                    format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
-                )
-            },
-        )
+        self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible).ok_or_else(|| {
+            Error::new(
+                ErrorKind::NotFound,
+                format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
+            )
+        })
     }
 
     pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {

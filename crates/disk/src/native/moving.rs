@@ -91,6 +91,30 @@ impl Native {
         Ok(true)
     }
 
+    /// A hidden disk, counted as nobody's.
+    pub fn hidden_device(&self, name: &str) -> Result<Arc<dyn Device>> {
+        let disk = self.engine.with_catalog(|catalog| catalog.disk(name).cloned());
+        let disk = disk.ok_or_else(|| {
+            Error::new(ErrorKind::Corrupt, format!("the hidden disk '{name}' is not there: what was written is lost"))
+        })?;
+        Ok(self.device_of(&disk, &disk))
+    }
+
+    /// Names of hidden disks that begin so.
+    pub fn hidden(&self, prefix: &str) -> Vec<String> {
+        self.engine.with_catalog(|catalog| {
+            catalog.disks().map(|disk| disk.name.clone()).filter(|name| name.starts_with(prefix)).collect()
+        })
+    }
+
+    /// Removes a hidden disk, if it is there.
+    pub fn remove_hidden(&self, name: &str) -> Result<()> {
+        match self.engine.with_catalog(|catalog| catalog.disk(name).map(|disk| disk.id)) {
+            Some(id) => self.engine.delete_disk(id, &[]),
+            None => Ok(()),
+        }
+    }
+
     /// Removes a disk that moved away, if it is still there.
     pub fn remove_moved(&self, id: u64) -> Result<()> {
         if self.is_disk(id) { self.engine.delete_disk(id, &[]) } else { Ok(()) }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 /// Runs that wait at the most; beyond it grains stay allocated until the image is opened again. Only a reader that
 /// never ends lets it come to that.
-const WAITING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
+pub(super) const WAITING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
 /// Whoever uses an answer of the map holds one.
 #[derive(Debug)]

@@ -78,6 +78,9 @@ fn nothing_breaks_the_parser() {
     for _ in 0..20_000 {
         let mut bytes = REAL.as_bytes().to_vec();
         for _ in 0..1 + next(8) {
+            if bytes.is_empty() {
+                break;
+            }
             let at = next(bytes.len());
             match next(4) {
                 0 => bytes[at] = next(256) as u8,

@@ -2,3 +2,4 @@
 
 mod mirror;
 mod native_layer;
+mod recover;

@@ -5,7 +5,9 @@ use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use crate::control::{DiskRequest, Request};
 use clap::{Args, Subcommand, ValueEnum};
+use disk::migrate::{ImportOptions, ImportWay, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
+use std::path::PathBuf;
 
 /// How a disk takes its space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -94,6 +96,102 @@ pub struct DiskTune {
     /// Most levels of the chain.
     #[arg(long, value_name = "N", group = "tunables")]
     pub levels_max: Option<u64>,
+}
+
+/// `lamina disk migrate`.
+#[derive(Debug, Args)]
+pub struct DiskMigrate {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// What it is to be made of: native, thin, zeroedthick, eagerzeroedthick, sesparse, ...
+    #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format)]
+    pub format: DiskFormat,
+    /// How it takes its space, where the format leaves a choice.
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
+    pub provisioning: ProvisioningArgument,
+    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+    /// Folder of another datastore to move it to.
+    #[arg(long, value_name = "DATASTORE")]
+    pub to: Option<PathBuf>,
+    /// Most bytes a second that are copied, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
+    pub datastore: Option<PathBuf>,
+}
+
+/// `lamina disk import`.
+#[derive(Debug, Args)]
+pub struct DiskImport {
+    /// The image: a descriptor, the newest of its chain.
+    pub path: PathBuf,
+    /// Name of the new disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Use the images where they are; what is written goes to a delta in the datastore.
+    #[arg(long, conflicts_with_all = ["live", "format"])]
+    pub in_place: bool,
+    /// Make the disk usable at once, and move its blocks while it is in use.
+    #[arg(long)]
+    pub live: bool,
+    /// What it is to be made of.
+    #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format, default_value = "native")]
+    pub format: DiskFormat,
+    /// How it takes its space, where the format leaves a choice.
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
+    pub provisioning: ProvisioningArgument,
+    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+    /// A folder in which images may lie that the named one refers to.
+    #[arg(long, value_name = "DIR")]
+    pub allow_folder: Vec<PathBuf>,
+    /// Take a parent that was changed since its child was made.
+    #[arg(long)]
+    pub force_parent: bool,
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    #[arg(long)]
+    pub replay_journal: bool,
+    /// Most bytes a second that are copied, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
+    pub datastore: Option<PathBuf>,
+}
+
+impl DiskImport {
+    /// The request: paths mean what they mean here, whoever serves the datastore.
+    fn request(&self) -> Result<DiskRequest, String> {
+        let absolute = |path: &PathBuf| {
+            std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
+        };
+        let way = match (self.in_place, self.live) {
+            (true, _) => ImportWay::InPlace,
+            (false, true) => ImportWay::Live,
+            (false, false) => ImportWay::Copy,
+        };
+        Ok(DiskRequest::Import {
+            name: self.name.clone(),
+            import: ImportOptions {
+                path: absolute(&self.path)?,
+                way,
+                target: MigrateOptions {
+                    format: self.format,
+                    provisioning: self.provisioning.into(),
+                    delta: self.delta,
+                },
+                permitted: self.allow_folder.iter().map(absolute).collect::<Result<_, _>>()?,
+                force_parent: self.force_parent,
+                replay_journal: self.replay_journal,
+                rate: self.rate,
+            },
+        })
+    }
 }
 
 /// Verbs of disks.
@@ -187,6 +285,10 @@ pub enum DiskCommand {
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
+    /// Move a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
+    Migrate(DiskMigrate),
+    /// Make a disk of images that are there already, with the tree of their snapshots.
+    Import(DiskImport),
 }
 
 impl DiskCommand {
@@ -217,6 +319,23 @@ impl DiskCommand {
             Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
             Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
+            Self::Migrate(migrate) => DiskRequest::Migrate {
+                name: migrate.name.clone(),
+                target: MigrateOptions {
+                    format: migrate.format,
+                    provisioning: migrate.provisioning.into(),
+                    delta: migrate.delta,
+                },
+                to: match &migrate.to {
+                    Some(path) => Some(
+                        std::path::absolute(path)
+                            .map_err(|error| format!("'{}' is no path: {error}", path.display()))?,
+                    ),
+                    None => None,
+                },
+                rate: migrate.rate,
+            },
+            Self::Import(import) => import.request()?,
             Self::Consolidate { name, rate } => DiskRequest::Consolidate { name: name.clone(), rate: *rate },
         }))
     }

@@ -133,9 +133,12 @@ pub enum ImageCommand {
         /// Capacity, such as 10G; with --parent the parent's unless given.
         #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "parent")]
         size: Option<u64>,
-        /// Its format. The long form of it, as -d is the datastore's.
-        #[arg(long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
+        /// Its format.
+        #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
         format: ImageKind,
+        /// Not needed here. Without its short form, which is the format: `-d sesparse` must not pass for a datastore.
+        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true)]
+        datastore: Option<PathBuf>,
         /// The image below it: a snapshot's child, for formats that can be one.
         #[arg(long, value_name = "IMAGE")]
         parent: Option<PathBuf>,
@@ -156,7 +159,7 @@ impl ImageCommand {
             Self::Check { path, repair, opening } => {
                 ImageRequest::Check { path: path.clone(), repair: *repair, options: opening.options() }
             }
-            Self::Create { path, size, format, parent, adapter, opening } => ImageRequest::Create {
+            Self::Create { path, size, format, parent, adapter, opening, datastore: _ } => ImageRequest::Create {
                 new: NewImage {
                     path: path.clone(),
                     capacity: *size,

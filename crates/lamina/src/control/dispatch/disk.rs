@@ -1,11 +1,12 @@
 //! Requests about disks.
 
-use super::Watch;
+use super::{Service, Watch};
 use crate::control::message::{DiskRequest, Reply};
-use disk::{Datastore, Progress, Result, Throttled};
+use disk::{Progress, Result, Throttled};
 
 /// Carries out one.
-pub fn dispatch(datastore: &Datastore, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
+pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = service.datastore;
     let progress: &dyn Progress = watch;
     Ok(match request {
         DiskRequest::Create { name, new } => Reply::Disk(datastore.create_disk(&name, &new, progress)?),
@@ -26,6 +27,20 @@ pub fn dispatch(datastore: &Datastore, request: DiskRequest, watch: &dyn Watch) 
         }
         DiskRequest::Wipe { name } => Reply::Reclaimed { reclaimed: datastore.wipe_disk(&name, progress)?, name },
         DiskRequest::Shrink { name } => Reply::Reclaimed { reclaimed: datastore.shrink_disk(&name, progress)?, name },
+        DiskRequest::Migrate { name, target, to, rate } => {
+            let progress = &Throttled { progress, rate };
+            Reply::Disk(match to {
+                Some(path) => datastore.migrate_away(&name, &target, &path, progress)?,
+                None => datastore.migrate(&name, &target, progress)?,
+            })
+        }
+        DiskRequest::Import { name, import } => {
+            let info = datastore.import(&name, &import, progress)?;
+            if service.serving.is_some() {
+                datastore.start_imports();
+            }
+            Reply::Disk(info)
+        }
         DiskRequest::Consolidate { name, rate } => {
             Reply::Disk(datastore.consolidate_disk(&name, &Throttled { progress, rate })?)
         }

@@ -34,7 +34,7 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
     Ok(match request {
         Request::Status => Reply::Status { status: datastore.status()?, serving: service.serving.cloned() },
         Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
-        Request::Disk(request) => disk::dispatch(datastore, request, watch)?,
+        Request::Disk(request) => disk::dispatch(service, request, watch)?,
         Request::Snapshot(request) => snapshot::dispatch(datastore, request, watch)?,
         Request::Clone { disk, at, names, full: false } => {
             Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)

@@ -1,7 +1,9 @@
 //! What can be asked of a disk.
 
+use disk::migrate::{ImportOptions, MigrateOptions};
 use disk::{NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
 
 /// Verbs of disks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -88,6 +90,24 @@ pub enum DiskRequest {
         /// Most bytes a second; 0 for as fast as it goes.
         rate: u64,
     },
+    /// Move a disk to another format, provisioning type or datastore.
+    Migrate {
+        /// The disk.
+        name: String,
+        /// What it is to be.
+        target: MigrateOptions,
+        /// The other datastore.
+        to: Option<PathBuf>,
+        /// Most bytes a second; 0 for as fast as it goes.
+        rate: u64,
+    },
+    /// Make a disk of images that are there.
+    Import {
+        /// The new disk.
+        name: String,
+        /// How.
+        import: ImportOptions,
+    },
 }
 
 impl DiskRequest {
@@ -104,7 +124,9 @@ impl DiskRequest {
             | Self::PunchZero { .. }
             | Self::Wipe { .. }
             | Self::Shrink { .. }
-            | Self::Consolidate { .. } => true,
+            | Self::Consolidate { .. }
+            | Self::Migrate { .. }
+            | Self::Import { .. } => true,
         }
     }
 }

@@ -213,6 +213,33 @@ fn killed_anywhere() {
     }
 }
 
+/// A reader that holds on for too long has grains forgotten; the marks say where they are, also in a closed image.
+#[test]
+fn what_is_forgotten_is_found_when_opened_again() {
+    for closed in [false, true] {
+        let disk = simulated(5);
+        let layer = create(&disk, IoMode::Buffered, CAPACITY, writing());
+        for at in (0..64 * MIB).step_by(MIB as usize) {
+            layer.write(at, &[&stamped(256, at + 1)]).unwrap();
+        }
+        layer.flush().unwrap();
+        let reader = layer.epoch();
+        let grains = 64 * MIB / GRAIN;
+        assert!(grains / 2 > super::super::epoch::WAITING_MAX as u64);
+        for grain in (0..grains).step_by(2) {
+            layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
+        }
+        layer.flush().unwrap();
+        if closed {
+            layer.close().unwrap();
+        }
+        drop((reader, layer));
+        let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+        assert_clean(&layer);
+        assert_eq!(layer.usage().unwrap().mapped, grains / 2 * GRAIN);
+    }
+}
+
 /// The bar: half of a disk is deleted, and at least 99 of 100 dead grains go back to the file system.
 #[test]
 fn deleting_half_returns_its_space() {
