@@ -229,6 +229,12 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
+                    // And at once, when the merge has hardly ended: a write that failed promises nothing.
+                    if !world.dead && world.random.percent(30) {
+                        world.flush(&chain);
+                        let soon = world.disk.operations() + world.random.below(6);
+                        world.disk.cut_after(soon);
+                    }
                     world.record.drain(gone.clone());
                     Ok(())
                 };
