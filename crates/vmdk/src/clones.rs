@@ -7,7 +7,8 @@
 //!    or another disk's, is forgotten.
 
 use crate::disk::{Disk, Options, check_name, fresh_record, lock_is_free};
-use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, RECORD_NAME, Standing};
+use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};
+use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};
 use layer::descriptor::Adapter;
 use layer::image::Folder;
@@ -163,7 +164,7 @@ impl Disk {
             Ok(folder) => folder,
             Err(error) => return error.kind() != ErrorKind::NotFound,
         };
-        match record::load(&**folder.directory()) {
+        match stored::load(&**folder.directory()) {
             Ok(found) if found.uuid != clone.uuid => false,
             // Being made: by somebody who holds its lock, or by nobody any more.
             Ok(found) => {

@@ -3,8 +3,10 @@
 //!
 //! ```text
 //! record     what a disk is: images and their parents, snapshots, tunables, what is under way; one file, one commit
+//! stored     the file that holds it
 //! vmsd       VMware's list of snapshots: read when a folder is adopted, written beside the record
-//! disk       opening, creating and removing; the head's chain; figures
+//! disk       opening, creating and removing; the head's chain
+//! figures    what people see of a disk, and the tunables that they turn
 //! adopt      a folder of another maker becomes a disk: its chain, and the whole tree of its snapshots
 //! line       images from one of them down to the base, open as one chain
 //! images     making, naming, editing and removing the files of one image
@@ -38,6 +40,7 @@
 mod adopt;
 mod clones;
 mod disk;
+mod figures;
 mod images;
 mod line;
 mod maintain;
@@ -46,13 +49,15 @@ mod record;
 mod revert;
 mod settle;
 mod snapshot;
+mod stored;
 #[cfg(test)]
 mod tests;
 pub mod vmsd;
 
 pub use adopt::Adopt;
 pub use clones::{CloneReference, Origin};
-pub use disk::{Disk, FileInfo, FolderFinder, Info, NewDisk, Options, Tuning};
+pub use disk::{Disk, FolderFinder, NewDisk, Options};
+pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;
 pub use record::{DeltaFormat, Node, Record, SnapshotRecord, Standing};

@@ -11,9 +11,8 @@
 
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
-use crate::record::{
-    Fate, FileRecord, MergeSide, Merging, ParentNow, RECORD_NAME, RECORD_NEW, Record, Settlement, write_new,
-};
+use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Record, Settlement};
+use crate::stored::{RECORD_NAME, RECORD_NEW, write_new};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
