@@ -118,7 +118,7 @@ fn the_limit_of_levels_is_told() {
     store.run("disk tune vm1 --levels-max 3").ok();
     store.run("snapshot create vm1@a").ok();
     store.run("snapshot create vm1@b").ok();
-    store.run("snapshot create vm1@c").fails(2, "limit of 3");
+    store.run("snapshot create vm1@c").fails(2, "limit is 3");
     store.run("disk tune vm1 --levels-max 4").ok();
     store.run("snapshot create vm1@c").ok();
 }

@@ -49,7 +49,8 @@ fn write_on(store: &Store, history: &Mutex<History>, killed: &AtomicBool) {
     let name = history.lock().name.clone();
     let mut client = match Client::connect(&store.socket(), &name) {
         Ok(client) => client,
-        Err(error) => panic!("{name}: {error}"),
+        // Killed before it could answer.
+        Err(_) => return process::until("the server was killed", || killed.load(Ordering::Acquire)),
     };
     loop {
         match history.lock().step(&mut client) {
