@@ -118,7 +118,8 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
 
 #[test]
 fn a_cut_at_every_operation() {
-    for seed in 0..4 {
+    // Through the page cache without punching, and past it with.
+    for seed in [0, 3] {
         let mut after = 0;
         while !cut(seed, after, false) {
             after += 1;
