@@ -33,8 +33,8 @@ mod tables;
 mod tests;
 mod write;
 
-pub use check::Check;
 pub use crate::runs::options::{CACHE_BYTES, OpenOptions};
+pub use check::Check;
 pub use create::{CreateOptions, create};
 pub use shrink::Shrunk;
 

@@ -36,8 +36,8 @@ mod recover;
 mod tests;
 mod write;
 
-pub use check::Check;
 pub use crate::runs::options::{CACHE_BYTES, OpenOptions};
+pub use check::Check;
 pub use create::{CreateOptions, create};
 pub use layout::{BLOCK, UNIT};
 
