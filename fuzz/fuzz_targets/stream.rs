@@ -7,7 +7,7 @@ use lamina_fuzz::layers::{look, quiet_disk};
 use lamina_fuzz::{Input, images};
 use layer::stream::Stream;
 use libfuzzer_sys::fuzz_target;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 fuzz_target!(|data: &[u8]| {
     static BASES: OnceLock<Vec<Sectors>> = OnceLock::new();
@@ -16,7 +16,10 @@ fuzz_target!(|data: &[u8]| {
     let disk = quiet_disk();
     let file = file.write(&disk.directory(), "image");
     let before = disk.operations();
-    if let Ok(layer) = Stream::open(file, "image") {
+    let whole = Stream::open(Arc::clone(&file), "image").is_ok();
+    let layer = Stream::salvage(file, "image");
+    assert!(!whole || layer.is_ok(), "opened whole, and not what is left of it");
+    if let Ok(layer) = layer {
         look(&layer, &mut input);
         let _ = (layer.descriptor(), layer.warnings());
     }

@@ -424,12 +424,13 @@ impl Disk {
         let gone = made.flat_map(|node| self.files(&record, node)).collect();
         record.pending = Some(Pending { gone, fate: Some(Fate::Deleting), ..Pending::new("delete") });
         let line = self.drop_head();
-        self.commit(record)?;
-        self.state.lock().closed = true;
+        let committed = self.commit(record);
+        self.state.lock().closed = committed.is_ok();
         if let Some(line) = line {
-            // What could not be flushed is being thrown away.
+            // What could not be flushed is being thrown away; or the disk stays, and was written all there is.
             let _ = line.chain.close();
         }
+        committed?;
         self.forget()
     }
 }

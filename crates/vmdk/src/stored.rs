@@ -59,5 +59,6 @@ pub(crate) fn write_new(directory: &dyn Directory, name: &str, bytes: &[u8]) -> 
         file.write_at(&[bytes], 0, false)?;
         file.sync()
     };
-    write().during(|| format!("writing '{name}'"))
+    // What is not whole takes room that others could use: on a full file system, all that is left.
+    write().inspect_err(|_| drop(directory.remove(name))).during(|| format!("writing '{name}'"))
 }

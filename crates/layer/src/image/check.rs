@@ -115,7 +115,7 @@ impl Work<'_> {
             !compressed && matches!(format, Format::HostedSparse | Format::VmfsSparse | Format::VsanSparse);
         let mut checked = Checked { file: place.name.clone(), ..Checked::default() };
         if self.repair && repairable && flat.writable {
-            let how = ExtentOptions { flat, parent, journal: self.options.journal };
+            let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
             let before = self.look(format, place, file(false)?, flat, parent, watch)?;
             open_extent(format, place, file(true)?, how)?.layer.close()?;
             checked.repaired = before.problems.len() as u64;
@@ -165,7 +165,7 @@ impl Work<'_> {
                 Ok(Checked { format: "vsansparse".into(), problems, dead, ..Checked::default() })
             }
             _ => {
-                let how = ExtentOptions { flat, parent, journal: self.options.journal };
+                let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
                 let layer = open_extent(format, place, file, how)?.layer;
                 let mut checked = Checked { format: layer.format().into(), ..Checked::default() };
                 match walk(&*layer, watch) {

@@ -74,13 +74,15 @@ pub(super) struct ExtentOptions {
     pub(super) parent: bool,
     /// What to do about a journal that was not replayed.
     pub(super) journal: DirtyJournal,
+    /// Whether what is left of a stream that was cut is taken.
+    pub(super) force: bool,
 }
 
 impl ExtentOptions {
     /// All of a file that is an image by itself.
     pub(super) fn alone(options: &OpenOptions) -> Self {
         let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
-        Self { flat, parent: false, journal: options.journal }
+        Self { flat, parent: false, journal: options.journal, force: options.force }
     }
 }
 
@@ -112,7 +114,8 @@ pub(super) fn open_extent(
             return Ok(OpenExtent { layer, flat: Some(flat), engine: None, parent: None });
         }
         Format::HostedSparse if is_compressed(&*file, &image)? => {
-            let layer: Arc<dyn Layer> = Arc::new(Stream::open(file, &image)?);
+            let open = if options.force { Stream::salvage } else { Stream::open };
+            let layer: Arc<dyn Layer> = Arc::new(open(file, &image)?);
             return Ok(OpenExtent { layer, flat: None, engine: None, parent: None });
         }
         Format::HostedSparse => {

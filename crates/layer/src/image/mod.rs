@@ -74,7 +74,8 @@ pub struct OpenOptions {
     pub format: Option<Format>,
     /// How many parents below the image are followed.
     pub levels_max: usize,
-    /// Whether a parent that was changed since its child was made is taken all the same.
+    /// Whether a parent that was changed since its child was made is taken all the same, and what is left of a
+    /// stream that was cut.
     pub force: bool,
     /// What to do about the journal of a SEsparse image that was not closed properly.
     pub journal: DirtyJournal,
@@ -472,7 +473,7 @@ fn open_resolved(
     let mode = extent.format.mode(options.mode, offset, Some(length));
     let file = extent.place.open(mode, access(writable))?;
     let flat = FlatOptions { offset, capacity: Some(length), writable, thin: descriptor.thin() };
-    let how = ExtentOptions { flat, parent, journal: options.journal };
+    let how = ExtentOptions { flat, parent, journal: options.journal, force: options.force };
     let opened = open_extent(extent.format, &extent.place, file, how)?;
     if opened.layer.capacity() < length {
         let text = format!("'{label}' holds {} bytes of disk, and {length} by its line", opened.layer.capacity());

@@ -30,7 +30,8 @@ pub struct OpeningArguments {
     /// What the image is, instead of what its first bytes say. Say raw for raw disks: their first bytes are the guest's.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
-    /// Take a parent that was changed since its child was made. What is read may be garbage.
+    /// Take a parent that was changed since its child was made, and what is left of a stream that was cut. What is read
+    /// may be garbage.
     #[arg(long)]
     pub force_parent: bool,
     /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
