@@ -100,8 +100,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mode = plan.mode();
     let (server, _) = datastore.serve(&Serving::plain(mode), &disk("full", FLAT))?;
     if cells.iter().any(|cell| cell.full) {
-        for side in 0..SIDES.len() {
-            say(&format!("filling a disk of {}", SIDES[side].0));
+        for (side, (word, _)) in SIDES.iter().enumerate() {
+            say(&format!("filling a disk of {word}"));
             fill(&datastore.endpoint(&disk("full", side)), plan.disk_size)?;
         }
     }
