@@ -1,8 +1,8 @@
 //! Bar 4 of VMware's formats: SEsparse and VMFSsparse against a thin flat disk, over sizes of requests, patterns, and
 //! disks that are empty or full.
 //!
-//! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are a
-//! fixed number of bytes, no block twice, with a flush at the end that counts, each run to a fresh disk: every one of
+//! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
+//! a fixed number of bytes, no block twice, with a flush at the end that counts, each run to a fresh disk: every one of
 //! them is a first write. The others last a set time. Random requests go 16 at a time, those in order 4 at a time,
 //! which is what a guest's read-ahead and write-back keep up.
 
