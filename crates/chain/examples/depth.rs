@@ -46,9 +46,8 @@ fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Ch
     let depth = if deltas.is_some() { DEPTH } else { 0 };
     let formats: Vec<Format> = (0..depth).filter_map(|_| deltas).chain([Format::Flat]).collect();
     let name = |level: usize| format!("{}-{level}", deltas.map_or("alone", |_| "deep"));
-    let new = |(level, format): (usize, &Format)| {
-        format.create(directory, &name(level), capacity, IoMode::Buffered).unwrap()
-    };
+    let new =
+        |(level, format): (usize, &Format)| format.create(directory, &name(level), capacity, IoMode::Buffered).unwrap();
     let layers: Vec<Arc<dyn Layer>> = formats.iter().enumerate().map(new).collect();
     let mut block = vec![0; GRAIN as usize];
     for grain in 0..grains {

@@ -76,7 +76,7 @@ impl Chain {
         Ok(Self {
             read_only,
             levels_max: AtomicUsize::new(options.levels_max),
-            current: RwLock::new(Arc::new(Levels::new(0, stack, None, Vec::new()))),
+            current: RwLock::new(Arc::new(Levels::new(0, stack, None, None, Vec::new()))),
             generation: AtomicU64::new(0),
             identities,
             metadata: MetadataCache::new(options.metadata)?,
@@ -199,6 +199,17 @@ impl Chain {
     /// Until the last one inside the old gate is out, what these write is guarded by the new levels as well: their top,
     /// and the target of their merge, may give places to others although the new levels do not write there.
     pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
+        let moving = self.levels().moving;
+        self.publish_moving(stack, job, moving)
+    }
+
+    /// As [`Chain::publish`], and says which level's places move from here on.
+    pub(crate) fn publish_moving(
+        &self,
+        stack: Vec<Arc<Level>>,
+        job: Option<Arc<Job>>,
+        moving: Option<LevelKey>,
+    ) -> (Arc<Levels>, Duration) {
         let old = self.levels();
         let written = [Some(old.top()), old.job.as_ref().map(|job| &job.target)];
         let stays = |level: &Level| {
@@ -207,18 +218,24 @@ impl Chain {
         let leaving: Vec<Arc<Level>> =
             written.into_iter().flatten().filter(|level| level.reuses && !stays(level)).cloned().collect();
         let begun = Instant::now();
-        self.swap(stack.clone(), job.clone(), leaving.clone());
+        self.swap(stack.clone(), job.clone(), moving, leaving.clone());
         let pause = begun.elapsed();
         old.gate.drain();
         if !leaving.is_empty() {
-            self.swap(stack, job, Vec::new()).gate.drain();
+            self.swap(stack, job, moving, Vec::new()).gate.drain();
         }
         (old, pause)
     }
 
-    fn swap(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>, leaving: Vec<Arc<Level>>) -> Arc<Levels> {
+    fn swap(
+        &self,
+        stack: Vec<Arc<Level>>,
+        job: Option<Arc<Job>>,
+        moving: Option<LevelKey>,
+        leaving: Vec<Arc<Level>>,
+    ) -> Arc<Levels> {
         let generation = self.generation.load(Ordering::SeqCst) + 1;
-        let new = Arc::new(Levels::new(generation, stack, job, leaving));
+        let new = Arc::new(Levels::new(generation, stack, job, moving, leaving));
         let mut current = self.current.write();
         self.generation.store(generation, Ordering::SeqCst);
         current.gate.retire();

@@ -214,7 +214,7 @@ impl Chain {
             && levels.stack.len() >= HOLDERS_LEVELS_MIN
             && let Some(found) = self.resolve_by_holder(levels, range)?
         {
-            self.metadata.fill(&self.changes, &token, range, &found, 1);
+            self.metadata.fill(&self.changes, &token, range, &levels.lasting(&found), 1);
             out.extend_from_slice(&found);
             return Ok(true);
         }
@@ -228,7 +228,7 @@ impl Chain {
             other => other,
         }
         .map_err(|error| error.context(&self.name))?;
-        self.metadata.fill(&self.changes, &token, range, &found.mappings, found.levels);
+        self.metadata.fill(&self.changes, &token, range, &levels.lasting(&found.mappings), found.levels);
         let asked = found.mappings.iter().filter(|found| found.start < range.end && range.start < found.end());
         asked.for_each(|mapping| push(out, *mapping));
         Ok(true)

@@ -127,7 +127,7 @@ impl Chain {
             Change::Zero(keep) => self.clear(levels, top, &whole, keep),
         };
         match result {
-            Ok(()) => self.metadata.replace(&whole, &self.answer(levels, &whole)),
+            Ok(()) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
                 return Err(error.context(&self.name));

@@ -573,43 +573,102 @@ fn what_a_crash_left_is_removed_by_the_next() {
     }
 }
 
+/// Writes to the disk while it is read.
+struct Meanwhile<F: Fn(u64) + Sync>(F);
+
+impl<F: Fn(u64) + Sync> Progress for Meanwhile<F> {
+    fn update(&self, done: u64, _: u64) {
+        (self.0)(done);
+    }
+
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
 #[test]
 fn a_disk_is_read_as_it_was_when_the_conversion_began() {
+    for format in ["native", "vmdk", "sesparse"] {
+        let outer = folder();
+        let path = outer.path();
+        let store = store(&path.join("store"));
+        let native = disk::NewDisk::native(64 * MIB, disk::Provisioning::Thin);
+        let new = disk::NewDisk { format: format.parse().unwrap(), ..native };
+        store.create_disk("vm", &new, &NoProgress).unwrap();
+        let device = store.device("vm", false).unwrap();
+        let write = |byte: u8, at: u64| {
+            device.write(at, backend::Buffer::copy_of(&[byte; 4096]), 4096, false).unwrap();
+        };
+        (0..64).for_each(|number| write(1, number * MIB));
+        let to = path.join("out.raw");
+        let conversion = Conversion {
+            from: Address::Disk("vm".into()),
+            to: Address::Path(to.clone()),
+            format: TargetFormat::Image(ImageKind::Raw),
+            options: ImageOptions::default(),
+            rate: 0,
+        };
+        let writing = Meanwhile(|done| (0..64).for_each(|number| write(2, number * MIB + done % MIB / 4096 * 4096)));
+        conversion.run(Some(&store), &writing).unwrap();
+        let bytes = std::fs::read(&to).unwrap();
+        for number in 0..64 {
+            let at = (number * MIB) as usize;
+            let rest = &bytes[at + 4096..at + MIB as usize];
+            assert!(bytes[at..at + 4096] == [1; 4096] && rest.iter().all(|byte| *byte == 0), "{format}");
+        }
+        assert!(store.snapshots(None).unwrap().is_empty(), "{format}");
+        assert_eq!(device.read(0, 4096).unwrap(), [2; 4096], "{format}: what was written meanwhile stays");
+    }
+}
+
+#[test]
+fn disks_in_vmwares_formats_are_ends_too() {
     let outer = folder();
     let path = outer.path();
     let store = store(&path.join("store"));
-    store.create_disk("vm", 64 * MIB, disk::Provisioning::Thin, &NoProgress).unwrap();
-    let device = store.device("vm", false).unwrap();
-    let write = |byte: u8, at: u64| {
-        device.write(at, backend::Buffer::copy_of(&[byte; 4096]), 4096, false).unwrap();
-    };
-    (0..64).for_each(|number| write(1, number * MIB));
-    /// Writes to the disk while it is read.
-    struct Meanwhile<F: Fn(u64) + Sync>(F);
-    impl<F: Fn(u64) + Sync> Progress for Meanwhile<F> {
-        fn update(&self, done: u64, _: u64) {
-            (self.0)(done);
+    let mut model = vec![0; ODD as usize];
+    scribble(&mut model, &mut Random(12), |_, _| {});
+    std::fs::write(path.join("a.raw"), &model).unwrap();
+    for kind in ImageKind::ALL.into_iter().filter(|kind| *kind != ImageKind::Raw) {
+        let ends = [
+            (Address::Path(path.join("a.raw")), Address::Disk("vm".into()), TargetFormat::Image(kind)),
+            (Address::Disk("vm".into()), Address::Disk("back".into()), TargetFormat::Native),
+            (Address::Disk("back".into()), Address::Path(path.join("b.raw")), TargetFormat::Image(ImageKind::Raw)),
+        ];
+        for (from, to, format) in ends {
+            let options = ImageOptions {
+                format: matches!(from, Address::Path(_)).then_some(SourceFormat::Raw),
+                ..Default::default()
+            };
+            let conversion = Conversion { from, to, format, options, rate: 0 };
+            conversion.run(Some(&store), &NoProgress).unwrap_or_else(|error| panic!("{kind}: {error}"));
         }
-        fn cancelled(&self) -> bool {
-            false
+        assert!(disk_content(&store, "vm") == model, "{kind}");
+        assert!(std::fs::read(path.join("b.raw")).unwrap() == model, "{kind}");
+        // Nothing is left of one that was stopped.
+        for patience in [0, 2, 5] {
+            let conversion = Conversion {
+                from: Address::Disk("back".into()),
+                to: Address::Disk("other".into()),
+                format: TargetFormat::Image(kind),
+                options: ImageOptions::default(),
+                rate: 0,
+            };
+            let error = conversion.run(Some(&store), &Patience(AtomicU64::new(patience))).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Interrupted, "{kind}: {error}");
         }
+        assert_eq!(names(&path.join("store/images")), ["vm"], "{kind}");
+        assert!(store.snapshots(None).unwrap().is_empty());
+        store.delete_disk("vm", false).unwrap();
+        store.delete_disk("back", false).unwrap();
+        std::fs::remove_file(path.join("b.raw")).unwrap();
     }
-    let to = path.join("out.raw");
-    let conversion = Conversion {
-        from: Address::Disk("vm".into()),
-        to: Address::Path(to.clone()),
-        format: TargetFormat::Image(ImageKind::Raw),
-        options: ImageOptions::default(),
-        rate: 0,
-    };
-    let writing = Meanwhile(|done| (0..64).for_each(|number| write(2, number * MIB + done % MIB / 4096 * 4096)));
-    conversion.run(Some(&store), &writing).unwrap();
-    let bytes = std::fs::read(&to).unwrap();
-    for number in 0..64 {
-        let at = (number * MIB) as usize;
-        assert!(bytes[at..at + 4096] == [1; 4096] && bytes[at + 4096..at + MIB as usize].iter().all(|b| *b == 0));
+    for format in [TargetFormat::Ova, TargetFormat::StreamOptimized] {
+        let (from, to) = (Address::Path(path.join("a.raw")), Address::Disk("vm".into()));
+        let conversion = Conversion { from, to, format, options: ImageOptions::default(), rate: 0 };
+        assert_eq!(conversion.run(Some(&store), &NoProgress).err().unwrap().kind(), ErrorKind::Unsupported);
     }
-    assert!(store.snapshots(None).unwrap().is_empty());
+    store.close().unwrap();
 }
 
 #[test]

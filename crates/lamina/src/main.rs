@@ -22,6 +22,7 @@ use control::{Reply, Request, SnapshotRequest};
 use disk::{Datastore, Error, ErrorKind, InitOptions};
 use follow::Follow;
 use output::{Extents, Form};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -79,6 +80,7 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<End, End> {
     let form = Form::new(cli.json);
     start_logging(&cli)?;
+    raise_file_limit();
     let request = cli.command.request().map_err(End::Usage)?;
     match (cli.command, request) {
         (_, Some(request)) if !request.needs_datastore() => ask(None, form, request),
@@ -124,6 +126,14 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
         .with_ansi(io::stderr().is_terminal())
         .try_init()
         .map_err(|e| End::Failed(Error::new(ErrorKind::Unsupported, format!("logging cannot start: {e}"))))
+}
+
+/// Every disk made of images keeps files open: as many as this process may have. Where that cannot be raised, fewer
+/// disks can be open at once, and opening one more says so.
+fn raise_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    let _ = setrlimit(Resource::Nofile, limit);
 }
 
 fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {

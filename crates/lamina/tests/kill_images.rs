@@ -62,6 +62,11 @@ fn write_on(store: &Store, history: &Mutex<History>, killed: &AtomicBool) {
     process::until("the server was killed", || killed.load(Ordering::Acquire));
 }
 
+/// Disks are called as their deltas are.
+fn delta_of(disk: &str) -> &str {
+    disk
+}
+
 /// Runs a command that may be cut off; true when it was done.
 fn attempt(store: &Store, arguments: &str) -> bool {
     let outcome = store.command(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).output().unwrap();
@@ -81,21 +86,24 @@ fn operate(store: &Store, history: &Mutex<History>, operation: &str, random: &mu
         };
         let any = snapshots.get(random.below(snapshots.len().max(1) as u64) as usize);
         let wanted = if snapshots.len() < 2 { "snapshot create" } else { operation };
-        let done = match (wanted.split_once(" --"), wanted, any) {
-            (None, "snapshot create", _) if snapshots.len() < SNAPSHOTS => {
+        let fits = delta_of(&disk) == "sesparse" || !matches!(operation, "disk wipe" | "disk shrink");
+        let wanted = if fits { wanted } else { "disk consolidate" };
+        let deletes =
+            wanted.starts_with("snapshot delete") || wanted == "snapshot create" && snapshots.len() >= SNAPSHOTS;
+        let done = match (wanted.split_once(" --"), any) {
+            (option, Some(name)) if deletes => {
+                let option = option.map_or(String::new(), |(_, option)| format!(" --{option}"));
+                attempt(store, &format!("snapshot delete {disk}@{name}{option}"))
+            }
+            _ if wanted == "snapshot create" => {
                 let mut history = history.lock();
                 let name = format!("s{}-{number}", history.version);
                 history.snapshot_taken(&name);
                 attempt(store, &format!("snapshot create {disk}@{name}"))
             }
-            (Some((verb, option)), _, Some(name)) => attempt(store, &format!("{verb} {disk}@{name} --{option}")),
-            (None, "snapshot create" | "snapshot delete", Some(name)) => {
-                attempt(store, &format!("snapshot delete {disk}@{name}"))
-            }
-            (None, verb, _) => attempt(store, &format!("{verb} {disk}")),
-            _ => false,
+            _ => attempt(store, &format!("{wanted} {disk}")),
         };
-        if done && wanted.starts_with("snapshot delete") {
+        if done && deletes {
             let gone = any.cloned();
             history.lock().snapshots.retain(|(name, _)| Some(name) != gone.as_ref());
         }
@@ -122,7 +130,8 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
     for kill in 0..KILLS {
         let history = &histories[kill as usize % histories.len()];
         let operation = OPERATIONS[random.below(OPERATIONS.len() as u64) as usize];
-        let mut server = store.serve("");
+        let options = ["", "--io direct", "--queue threads"][(kill / 3 % 3) as usize];
+        let mut server = store.serve(options);
         let killed = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| write_on(&store, history, &killed));

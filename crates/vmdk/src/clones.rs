@@ -102,13 +102,17 @@ impl Disk {
     pub fn clones(&self) -> Vec<CloneReference> {
         let record = self.record();
         let named = |node| record.snapshot_of(node).map(|snapshot| snapshot.name.clone());
-        let clones = record.clones.iter();
-        let shown = clones.map(|clone| CloneReference {
+        let shown = self.live_clones(&record).map(|clone| CloneReference {
             uuid: clone.uuid.clone(),
             name: clone.name.clone(),
             snapshot: named(clone.node),
         });
         shown.collect()
+    }
+
+    /// The clones of a record that are still there.
+    pub(crate) fn live_clones<'a>(&'a self, record: &'a record::Record) -> impl Iterator<Item = &'a CloneRecord> {
+        record.clones.iter().filter(|clone| self.is_there(record, clone))
     }
 
     /// The snapshot of another disk that this one is a linked clone of.
@@ -124,9 +128,6 @@ impl Disk {
 
     /// An error with their names while clones stand on an image.
     pub(crate) fn refuse_clones(&self, snapshot: &str, node: u32) -> Result<()> {
-        if self.record().clones.iter().all(|clone| clone.node != node) {
-            return Ok(());
-        }
         self.drop_stale_clones()?;
         let record = self.record();
         let clones = record.clones.iter().filter(|clone| clone.node == node);

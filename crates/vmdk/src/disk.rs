@@ -214,6 +214,7 @@ impl Disk {
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
             // A creation that never had a record has nothing else either.
             remove(directory, RECORD_NEW)?;
+            directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
         let disk = Self::assemble(home, loaded?, options, lock);
         disk.recover()?;

@@ -121,7 +121,29 @@ impl Disk {
     /// Puts a descriptor right that nobody has open for writing.
     pub(crate) fn settle_closed(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let place = self.place(record, record.node(settlement.node)?)?;
+        if let Some(text) = &settlement.text {
+            let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
+            let Some(range) = storage::embedded_place(&*file)? else { return Ok(()) };
+            return storage::write_embedded(&*file, range, &Descriptor::parse(text.as_bytes())?);
+        }
         edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
+    }
+
+    /// The same settlements, with the whole text for descriptors inside of extents.
+    pub(crate) fn with_texts(&self, record: &Record, settlements: Vec<Settlement>) -> Result<Vec<Settlement>> {
+        let mut whole = Vec::with_capacity(settlements.len());
+        for mut settlement in settlements {
+            let place = self.place(record, record.node(settlement.node)?)?;
+            if signature(&place)? == Signature::HostedSparse
+                && let Some(mut descriptor) = load_descriptor(&place)?
+            {
+                self.apply(&settlement, &mut descriptor);
+                // What is no UTF-8 is in the disk data base; such a text is put right in place.
+                settlement.text = String::from_utf8(descriptor.to_bytes()?).ok();
+            }
+            whole.push(settlement);
+        }
+        Ok(whole)
     }
 
     /// What a settlement does to a descriptor.

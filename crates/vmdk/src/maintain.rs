@@ -157,16 +157,17 @@ impl Disk {
         let line = self.head_line()?;
         let level = line.expect(node)?;
         if level.image.layer().writable() {
-            return work(&level.image);
+            return line.chain.while_moving(level.key, || work(&level.image));
         }
         if !self.may_change(&record, node) || self.options.overlay.is_some() {
             let text = format!("'{}' is only read by this disk: nothing to {what}", level.image.place().label());
             return Err(Error::new(ErrorKind::ReadOnly, text));
         }
         drop(level);
+        // The level's other opening, of which the cache may know places, has them where they are until it is moved.
         let claim = self.claim(&[node])?;
         self.set_writing(&line, node)?;
-        let result = line.expect(node).and_then(|level| work(&level.image));
+        let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
         let closed = self.set_reading(&line, node);
         drop(claim);
         let result = result?;

@@ -234,12 +234,18 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
+        // Opened before anything is given up: what somebody else has open for writing is found out here.
+        let writable = match below.image.layer().writable() {
+            true => None,
+            false => Some(Arc::new(self.open_image(&record, target, true)?)),
+        };
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
         self.commit(announced)?;
-        let outcome = self.set_writing(&line, target).and_then(|()| {
+        let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
+        let outcome = exchanged.and_then(|()| {
             let mut commit = || self.commit_down(&line, sources, target);
             line.chain.merge_down(top.key, below.key, 0, watch, &mut commit)
         });
@@ -254,11 +260,11 @@ impl Disk {
         let mut after = record.clone();
         let taken = after.children(newest);
         let place = self.place(&record, record.node(target)?)?;
-        let mut settle = vec![Settlement { node: target, content, parent: None }];
+        let mut settle = vec![Settlement { node: target, content, parent: None, text: None }];
         for child in &taken {
             let folder = self.folder(&record, record.node(*child)?.folder.as_deref())?;
             let parent = ParentNow::Of { content, hint: parent_hint(&folder, &place) };
-            settle.push(Settlement { node: *child, content: None, parent: Some(parent) });
+            settle.push(Settlement { node: *child, content: None, parent: Some(parent), text: None });
         }
         let mut gone = Vec::new();
         for source in sources {
@@ -277,6 +283,7 @@ impl Disk {
         if after.head == newest {
             after.head = target;
         }
+        let settle = self.with_texts(&record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge down") });
         // What the record names is durable: the chain has flushed both sides. The descriptor says nothing new yet.
         debug_assert!(line.level(target).is_some());
@@ -330,7 +337,7 @@ impl Disk {
         };
         // What stands on it remembers the content it had; nothing stands on a head.
         let content = if record.head == target { None } else { content };
-        let settle = vec![Settlement { node: target, content, parent: Some(parent) }];
+        let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
         let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
         let below = lower.parent;
         let mut after = record.clone();
@@ -343,6 +350,7 @@ impl Disk {
         let more = after.take_unneeded();
         let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
         let gone = gone.into_iter().chain(more).collect();
+        let settle = self.with_texts(&record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge up") });
         self.commit(after)
     }

@@ -253,6 +253,10 @@ pub struct Settlement {
     /// Its parent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<ParentNow>,
+    /// All of the new text, where the descriptor is inside of an extent: it is written in place there, and what a power
+    /// cut leaves of it need not be one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
 }
 
 /// Which way a merge goes.
@@ -475,7 +479,10 @@ impl Record {
     }
 
     /// Reads the bytes of the file.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self> {
+    ///
+    /// # Errors
+    /// `Corrupt` for what is none, `Unsupported` for one of another version.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
         let corrupt = |what: &str| Err(Error::new(ErrorKind::Corrupt, format!("the record of the disk {what}")));
         let Some(end) = bytes.iter().take(64).position(|byte| *byte == b'\n') else {
             return corrupt("is none: it does not begin as one");

@@ -17,6 +17,7 @@ use crate::record::{
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
+use layer::descriptor::Descriptor;
 use layer::descriptor::storage::NEW_SUFFIX;
 use layer::image::parent_hint;
 use std::collections::{BTreeSet, HashSet};
@@ -101,7 +102,11 @@ impl Disk {
         let level = self.open_head().and_then(|line| line.level(settlement.node));
         match level {
             Some(level) if level.image.layer().writable() => {
-                level.image.update_descriptor(|descriptor| self.apply(settlement, descriptor))
+                let whole = settlement.text.as_deref().map(|text| Descriptor::parse(text.as_bytes())).transpose()?;
+                level.image.update_descriptor(|descriptor| match whole {
+                    Some(whole) => *descriptor = whole,
+                    None => self.apply(settlement, descriptor),
+                })
             }
             _ => self.settle_closed(record, settlement),
         }
@@ -116,11 +121,13 @@ impl Disk {
                 let place = self.place(record, node)?;
                 let child = self.place(record, record.node(above)?)?;
                 let parent = ParentNow::Of { content: content_of(&place)?, hint: parent_hint(&child.folder, &place) };
-                Ok(Some(Settlement { node: above, content: None, parent: Some(parent) }))
+                Ok(Some(Settlement { node: above, content: None, parent: Some(parent), text: None }))
             }
             // A head keeps its new identity: nothing stands on it.
             MergeSide::Up if merging.node == record.head => Ok(None),
-            MergeSide::Up => Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None })),
+            MergeSide::Up => {
+                Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None }))
+            }
         }
     }
 

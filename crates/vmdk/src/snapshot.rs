@@ -162,6 +162,7 @@ impl Disk {
     pub fn snapshots(&self) -> Vec<Snapshot> {
         let record = self.record();
         let current = record.current().map(|snapshot| snapshot.uid);
+        let clones: Vec<_> = self.live_clones(&record).collect();
         let shown = record.snapshots.iter().map(|snapshot| Snapshot {
             name: snapshot.name.clone(),
             uid: snapshot.uid,
@@ -170,12 +171,7 @@ impl Disk {
             capacity: snapshot.capacity,
             current: Some(snapshot.uid) == current,
             description: snapshot.description.clone(),
-            clones: record
-                .clones
-                .iter()
-                .filter(|clone| clone.node == snapshot.node)
-                .map(|clone| clone.name.clone())
-                .collect(),
+            clones: clones.iter().filter(|clone| clone.node == snapshot.node).map(|clone| clone.name.clone()).collect(),
         });
         shown.collect()
     }

@@ -42,6 +42,7 @@ fn record() -> Record {
                 node: 2,
                 content: Some(7),
                 parent: Some(ParentNow::None { adapter: "ide".to_owned(), uuid: None }),
+                text: Some("# Disk DescriptorFile".to_owned()),
             }],
             merging: Some(Merging { side: MergeSide::Down, node: 1, above: Some(2), content: None }),
             ..Pending::new("test")

@@ -226,6 +226,34 @@ impl Chain {
         self.wait_unused(&old, &())
     }
 
+    /// Does work on a level that moves its grains about: wiping, shrinking. A layer gives a place to others when
+    /// nobody holds an epoch from before that; but what the cache knows of places holds none. So while this lasts
+    /// nothing of the level is cached, and whoever reads holds its epoch, wherever in the stack it is.
+    pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _operation = self.operation.try_lock().ok_or_else(|| {
+            Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
+        })?;
+        let old = {
+            let _control = self.control.lock();
+            let levels = self.levels();
+            if levels.position(key).is_none() {
+                return Err(Error::new(ErrorKind::NotFound, format!("{}: the level is not in the chain", self.name)));
+            }
+            self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
+        };
+        // Whoever began before may still put into the cache what he finds, and holds no epoch of a lower level.
+        self.wait_unused(&old, &())?;
+        drop(old);
+        if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
+            self.metadata.purge(level.number());
+        }
+        let result = work();
+        let _control = self.control.lock();
+        let levels = self.levels();
+        self.publish_moving(levels.stack.clone(), levels.job.clone(), None);
+        result
+    }
+
     fn merge(
         &self,
         side: Side,

@@ -130,7 +130,11 @@ impl Holders {
         let at = at.or_else(|| (0..WAYS).min_by_key(|at| (set[*at].number != 0, set[*at].helped))).unwrap_or(0);
         let gone = &set[at];
         if gone.number != 0 && gone.number != number {
-            if gone.helped >= HELPS_TO_PAY { self.paid += 1 } else { self.wasted += 1 }
+            if gone.helped >= HELPS_TO_PAY {
+                self.paid += 1
+            } else {
+                self.wasted += 1
+            }
             // What helped long ago does not stay for ever.
             set.iter_mut().for_each(|span| span.helped /= 2);
         }
@@ -234,7 +238,11 @@ mod tests {
         for block in 0..SPAN_BLOCKS as u64 {
             let at = first + block * 8;
             assert_eq!(wide.get(at, at + 8), narrow.get(at, at + 8));
-            assert_eq!(wide.get(at, at + 8) == holders.get(at, at + 8), at + 8 <= first + 100 || [1, 63].contains(&block), "{block}");
+            assert_eq!(
+                wide.get(at, at + 8) == holders.get(at, at + 8),
+                at + 8 <= first + 100 || [1, 63].contains(&block),
+                "{block}"
+            );
         }
         holders.purge(7);
         assert_eq!(holders.get(first, first + 8), Holder::Unknown);

@@ -48,9 +48,7 @@ impl Format {
     pub fn open(self, directory: &dyn Directory, name: &str, mode: IoMode, writable: bool) -> Result<Arc<dyn Layer>> {
         let file = directory.open(name, mode).during(|| format!("opening {name}"))?;
         Ok(match self {
-            Self::Flat => {
-                Flat::open(file, name, FlatOptions { offset: 0, capacity: None, writable, thin: true })?
-            }
+            Self::Flat => Flat::open(file, name, FlatOptions { offset: 0, capacity: None, writable, thin: true })?,
             Self::VmfsSparse => {
                 let options = vmfssparse::OpenOptions { writable, ..vmfssparse::OpenOptions::reading(name) };
                 Arc::new(VmfsSparse::open(file, &options)?)

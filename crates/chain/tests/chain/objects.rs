@@ -3,8 +3,8 @@
 
 use crate::formats::Format;
 use crate::random::Random;
-use backend::local::{LocalDirectory, LocalQueues};
 use backend::IoMode;
+use backend::local::{LocalDirectory, LocalQueues};
 use chain::{Chain, ErrorKind, Options};
 use layer::{Content, Layer};
 use std::sync::Arc;

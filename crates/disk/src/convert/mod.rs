@@ -112,7 +112,11 @@ impl Conversion {
         // The target first: what cannot be made is not read for.
         target::check(&self.to, self.format)?;
         let mut warnings = Vec::new();
-        let source: Box<dyn Source> = match &self.from {
+        let _use = match &self.from {
+            Address::Disk(name) => Some(datastore()?.uses.share(crate::names::split(name).0)?),
+            Address::Path(_) => None,
+        };
+        let source: Box<dyn Source + '_> = match &self.from {
             Address::Path(path) => source::open(path, &self.options, progress, &mut warnings)?,
             Address::Disk(name) => disk_source(datastore()?, name)?,
         };
@@ -123,7 +127,7 @@ impl Conversion {
             Address::Path(path) => target::make(path, self.format, capacity, progress)?,
             Address::Disk(name) => {
                 reservation = Some(datastore()?.reserve(name)?);
-                disk_target(datastore()?, name, self.format, capacity)?
+                disk_target(datastore()?, name, self.format, capacity, progress)?
             }
         };
         let files = target.files;
@@ -138,18 +142,29 @@ impl Conversion {
 }
 
 /// A disk or snapshot of a datastore to read.
-fn disk_source(datastore: &Datastore, name: &str) -> Result<Box<dyn Source>> {
+fn disk_source<'a>(datastore: &'a Datastore, name: &str) -> Result<Box<dyn Source + 'a>> {
     let (disk, snapshot) = crate::names::split(name);
-    datastore.native.conversion_source(disk, snapshot)
+    match datastore.foreign.find(disk) {
+        Some(entry) => datastore.foreign.conversion_source(&entry, snapshot),
+        None => datastore.native.conversion_source(disk, snapshot),
+    }
 }
 
 /// A new disk of a datastore, whose name is reserved.
-fn disk_target(datastore: &Datastore, name: &str, format: TargetFormat, capacity: u64) -> Result<target::Target> {
-    if format != TargetFormat::Native {
-        let text =
-            format!("disk '{name}' cannot be made as {format}: native is what a datastore makes of a conversion");
-        return Err(Error::new(ErrorKind::Unsupported, text));
-    }
-    let sink = datastore.native.conversion_target(name, capacity)?;
+fn disk_target<'a>(
+    datastore: &'a Datastore,
+    name: &str,
+    format: TargetFormat,
+    capacity: u64,
+    progress: &dyn Progress,
+) -> Result<target::Target<'a>> {
+    let sink = match format {
+        TargetFormat::Native => datastore.native.conversion_target(name, capacity)?,
+        TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
+        TargetFormat::StreamOptimized | TargetFormat::Ova => {
+            let text = format!("disk '{name}' cannot be {format}: nobody can write into that; choose another format");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+    };
     Ok(target::Target { sink, files: Vec::new() })
 }

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use store::{Error, ErrorKind, Result};
 
 /// A sink, and the files that it is made of.
-pub(crate) struct Target {
-    pub(crate) sink: Box<dyn Sink>,
+pub(crate) struct Target<'a> {
+    pub(crate) sink: Box<dyn Sink + 'a>,
     pub(crate) files: Vec<PathBuf>,
 }
 
@@ -50,7 +50,12 @@ pub(crate) fn folder_of(path: &Path) -> Result<(Folder, String)> {
 }
 
 /// Begins a target.
-pub(super) fn make(path: &Path, format: TargetFormat, capacity: u64, progress: &dyn Progress) -> Result<Target> {
+pub(super) fn make(
+    path: &Path,
+    format: TargetFormat,
+    capacity: u64,
+    progress: &dyn Progress,
+) -> Result<Target<'static>> {
     let (folder, name) = folder_of(path)?;
     // What a conversion to the same name left when the power went.
     let removed = storage::sweep_one(&**folder.directory(), &name)?;

@@ -43,7 +43,7 @@ impl Foreign {
     }
 
     /// Takes a snapshot under a name that is free.
-    fn snapshot_for(&self, entry: &Arc<Entry>, name: &str, description: &str) -> Result<String> {
+    pub(super) fn snapshot_for(&self, entry: &Arc<Entry>, name: &str, description: &str) -> Result<String> {
         let mut free = name.to_owned();
         let mut number = 2;
         while entry.find_snapshot(&free).is_ok() {

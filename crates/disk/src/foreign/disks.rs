@@ -272,7 +272,8 @@ impl Foreign {
         for entry in self.entries() {
             sums.disks += 1;
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
-            sums.provisioned = sums.provisioned.saturating_add(entry.capacity()?);
+            // What cannot be looked at is told of by 'check'.
+            sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
             let path = self.images()?.join(&entry.folder);
             for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
                 // A file may go while it is looked at.

@@ -5,6 +5,7 @@
 //! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
 //! clones      linked and full
 //! moving      ends of a migration
+//! convert     ends of a conversion
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -19,6 +20,7 @@
 //!    Long work does not hold it, and finds by itself what is in use.
 
 mod clones;
+mod convert;
 mod device;
 mod disks;
 mod maintain;
@@ -177,6 +179,10 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
+                // What a crash left of files that no record names: nobody else makes any in this folder.
+                if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
+                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                }
                 let disk = self.with_overlay(disk, &path)?;
                 let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
                 names::check("disk", &name)?;

@@ -246,10 +246,11 @@ fn clients_are_counted_and_see_their_own_access() {
     assert_eq!(reader.read(0, 1).unwrap(), [1]);
     assert_eq!(switches.refuse_in_use(&identity, "disk 'a'").unwrap_err().kind(), ErrorKind::Busy);
     let moved = Identity::Native(8);
-    switches.rename(&identity, moved.clone());
-    assert_eq!((switches.clients(&identity), switches.clients(&moved)), (0, 2));
+    let other = Switches::default();
+    switches.hand_over(&identity, &other, moved.clone());
+    assert_eq!((switches.clients(&identity), other.clients(&moved)), (0, 2));
     drop((writer, reader));
-    assert!(switches.refuse_in_use(&moved, "disk 'a'").is_ok());
+    assert!(other.refuse_in_use(&moved, "disk 'a'").is_ok());
 }
 
 /// What the indirection costs against a request served from memory without any medium: the cheapest there is.

@@ -25,7 +25,8 @@ use super::map::CapturedRoot;
 use super::page::{self, Kind};
 use crate::aligned::AlignedFile;
 use crate::runs::cache::Captured;
-use crate::{Error, ErrorKind, IoContext, Result, read_only};
+use crate::runs::options::check_open;
+use crate::{IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -154,14 +155,7 @@ impl VsanSparse {
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        if writer.stopped.load(Ordering::Acquire) {
-            let what = format!("{}: an earlier failure of the medium stopped all changes", self.image);
-            return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
-        }
-        match open {
-            true => Ok(()),
-            false => Err(read_only("closed vsansparse").context(&self.image)),
-        }
+        check_open(&self.image, "vsansparse", writer.stopped.load(Ordering::Acquire), open)
     }
 
     pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use super::super::NativeLayer;
 use super::super::testbed::{Random, aligned};
-use crate::{ChainedDevice, Datastore, Device, InitOptions, NoProgress, Provisioning};
+use crate::{ChainedDevice, Datastore, Device, InitOptions, NewDisk, NoProgress, Provisioning};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use chain::Chain;
@@ -48,7 +48,7 @@ impl World {
         file.sync().unwrap();
         folder.sync().unwrap();
         let datastore = Datastore::open_in(medium.directory(), options(seed)).unwrap();
-        datastore.create_disk("over", CAPACITY as u64, Provisioning::Thin, &NoProgress).unwrap();
+        datastore.create_disk("over", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
         datastore.close().unwrap();
     }
 
