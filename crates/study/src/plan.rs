@@ -164,10 +164,12 @@ pub struct Settings {
     /// speed: the peers alone, without lamina
     #[arg(long, global = true)]
     pub peers_only: bool,
-    /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and migrate (may be given several times)
+    /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
+    /// migrate (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
-    /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick 1,8,32]
+    /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick
+    /// 1,8,32]
     #[arg(long, global = true, value_delimiter = ',')]
     pub depths: Vec<u32>,
     /// snapshots: how many to take under load [default: 300, quick 100]

@@ -1,8 +1,8 @@
 //! Bar 4 of VMware's formats: SEsparse and VMFSsparse against a thin flat disk, over sizes of requests, patterns, and
 //! disks that are empty or full.
 //!
-//! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are a
-//! fixed number of bytes, no block twice, with a flush at the end that counts, each run to a fresh disk: every one of
+//! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
+//! a fixed number of bytes, no block twice, with a flush at the end that counts, each run to a fresh disk: every one of
 //! them is a first write. The others last a set time. Random requests go 16 at a time, those in order 4 at a time,
 //! which is what a guest's read-ahead and write-back keep up.
 
@@ -100,8 +100,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mode = plan.mode();
     let (server, _) = datastore.serve(&Serving::plain(mode), &disk("full", FLAT))?;
     if cells.iter().any(|cell| cell.full) {
-        for side in 0..SIDES.len() {
-            say(&format!("filling a disk of {}", SIDES[side].0));
+        for (side, (word, _)) in SIDES.iter().enumerate() {
+            say(&format!("filling a disk of {word}"));
             fill(&datastore.endpoint(&disk("full", side)), plan.disk_size)?;
         }
     }

@@ -1,7 +1,7 @@
 //! Bar 6 of VMware's formats: an SEsparse disk, half of whose data was discarded, is wiped and shrunk under load.
 //!
-//! The load is random 4 KiB writes to the part of the disk that stays, whose grains are all there: it takes and frees no
-//! space. Its rates before and after are what the rate during the work is held against. Discarded are random runs of
+//! The load is random 4 KiB writes to the part of the disk that stays, whose grains are all there: it takes and frees
+//! no space. Its rates before and after are what the rate during the work is held against. Discarded are random runs of
 //! 64 KiB from the whole rest of the disk, so that live grains lie behind dead ones everywhere and have to be moved.
 
 use super::load::{Load, rate, worst};
