@@ -1,16 +1,16 @@
-//! What depth costs: random 4 KiB reads through 32 deltas of each format over a flat base, against that base alone, with
-//! a warm metadata cache and with a working set that overflows it.
+//! What depth costs: random 4 KiB reads through 32 deltas of each format over a flat base, against that base alone,
+//! with a warm metadata cache and with a working set that overflows it.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT] [SET]
 //! ```
 //!
 //! Every grain of the disk lies in a level of its own choice, so each 4 KiB is an extent of its own: the worst there
-//! is. Files are in FOLDER (default: the system's folder for temporary files), read in two ways: through the page cache,
-//! one read after the other, which makes everything but the medium count; and from the medium, 32 at a time. The deltas
-//! are closed after they were written and opened again for reading. Both sides are measured in turn; the figures are
-//! medians, ratios those of the rounds. What goes through the page cache is measured in time of the processor, which
-//! others on the machine disturb less.
+//! is. Files are in FOLDER (default: the system's folder for temporary files), read in two ways: through the page
+//! cache, one read after the other, which makes everything but the medium count; and from the medium, 32 at a time.
+//! The deltas are closed after they were written and opened again for reading. Both sides are measured in turn; the
+//! figures are medians, ratios those of the rounds. What goes through the page cache is measured in time of the
+//! processor, which others on the machine disturb less.
 
 #![allow(clippy::unwrap_used)]
 

@@ -18,9 +18,10 @@
 //! to round, the first round warms up and is not counted. A figure is the median of the rounds, a ratio the median of
 //! the ratios within a round. Nothing is left to be written back when a round begins.
 //!
-//! How a disk was filled decides how Linux keeps it in memory: large aligned writes make large folios, and ext4 looks at
-//! every block of a folio for each small write into it. VMFSsparse, whose grains lie across such borders, gets smaller
-//! ones. That is what the figures of small writes to full disks show; with fill=64 all formats have the same folios.
+//! How a disk was filled decides how Linux keeps it in memory: large aligned writes make large folios, and ext4 looks
+//! at every block of a folio for each small write into it. VMFSsparse, whose grains lie across such borders, gets
+//! smaller ones. That is what the figures of small writes to full disks show; with fill=64 all formats have the same
+//! folios.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,11 +1,11 @@
 //! A server killed with SIGKILL at random moments of every operation on disks in VMware's formats, while a client
 //! writes.
 //!
-//! Three disks, one for each delta format. In each round one of them is written to and operated on: snapshots are taken,
-//! deleted upwards and downwards, gone back to; levels wiped, shrunk and consolidated; the base inflated and punched;
-//! clones made. The kill comes at a random instant of that. Afterwards the datastore opens, every sector of the disk and
-//! of each snapshot that is still listed holds what it may hold ([`history`]), the check is clean, and QEMU reads the
-//! same from the files.
+//! Three disks, one for each delta format. In each round one of them is written to and operated on: snapshots are
+//! taken, deleted upwards and downwards, gone back to; levels wiped, shrunk and consolidated; the base inflated and
+//! punched; clones made. The kill comes at a random instant of that. Afterwards the datastore opens, every sector of
+//! the disk and of each snapshot that is still listed holds what it may hold ([`history`]), the check is clean, and
+//! QEMU reads the same from the files.
 
 #![allow(clippy::unwrap_used)]
 

@@ -1,8 +1,8 @@
 //! How fast a layer is beside a plain sparse file, which is what a thin flat disk is: {4 .. 512 KiB} x {in order, at
 //! random} x {read, write} x {empty, full}, on one thread. Figures for people, printed; run optimised and alone, with
-//! `--ignored --nocapture`. `LAMINA_BENCH_FOLDER` says where the files go, `LAMINA_BENCH_MODE` (`buffered`, `direct`) how
-//! they are opened; with `LAMINA_BENCH_CLOCK=processor` the time counts that the thread has been running, which others on
-//! the machine disturb less (and which says nothing of a medium).
+//! `--ignored --nocapture`. `LAMINA_BENCH_FOLDER` says where the files go, `LAMINA_BENCH_MODE` (`buffered`, `direct`)
+//! how they are opened; with `LAMINA_BENCH_CLOCK=processor` the time counts that the thread has been running, which
+//! others on the machine disturb less (and which says nothing of a medium).
 
 use crate::model::Random;
 use crate::{Content, Layer};

@@ -2,9 +2,10 @@
 //!
 //! 1. The source knows its clones before they are disks: while one is named, nothing that it stands on is merged,
 //!    shrunk or removed.
-//! 2. A clone refers to the source's images where they are, as to anybody's foreign images. They stay what they are, by 1.
-//! 3. Nobody tells a source that a clone is gone: it looks when it matters. A clone whose folder has no record any more,
-//!    or another disk's, is forgotten.
+//! 2. A clone refers to the source's images where they are, as to anybody's foreign images. They stay what they are,
+//!    by 1.
+//! 3. Nobody tells a source that a clone is gone: it looks when it matters. A clone whose folder has no record any
+//!    more, or another disk's, is forgotten.
 
 use crate::disk::{Disk, Options, check_name, fresh_record, lock_is_free};
 use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};

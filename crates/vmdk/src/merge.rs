@@ -17,8 +17,8 @@
 //!    that is left over is merged by the next deletion or consolidation, or found by [`Disk::redundant`]. Merging up,
 //!    the snapshot stays until the commit.
 //! 2. The image that is written is open twice at no time, and nobody reads it through another chain.
-//! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and is
-//!    held until one child is left.
+//! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
+//!    is held until one child is left.
 
 use crate::disk::{Claim, Disk, is_writable_kind};
 use crate::images::content_of;
@@ -39,8 +39,8 @@ pub enum Direction {
 }
 
 impl Disk {
-    /// Deletes a snapshot. Where one image stands on its, they become one, in the direction asked for or in the one that
-    /// copies less. Where several do, its image is held until one is left.
+    /// Deletes a snapshot. Where one image stands on its, they become one, in the direction asked for or in the one
+    /// that copies less. Where several do, its image is held until one is left.
     ///
     /// # Errors
     /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging

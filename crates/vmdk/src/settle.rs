@@ -4,8 +4,8 @@
 //! operation, finishes what an error has interrupted when the next operation begins, and recovers a disk after a crash:
 //!
 //! 1. descriptors are put right: the CID of an image that took another's place, the hints of those above it;
-//! 2. a merge that was not committed: down, the image above the target learns the target's new CID, for what it shows is
-//!    the same; up, the target gets its CID back, for the same reason;
+//! 2. a merge that was not committed: down, the image above the target learns the target's new CID, for what it shows
+//!    is the same; up, the target gets its CID back, for the same reason;
 //! 3. files that are not needed any more, or were never finished, are removed;
 //! 4. the record says that nothing is under way, and VMware's list is written.
 

@@ -98,13 +98,13 @@ impl Sink for DeviceSink {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let device = &self.device;
-        let mut take = |piece: &super::Piece| {
+        let take = |piece: &super::Piece| {
             piece.runs.iter().try_for_each(|run| {
                 let bytes = piece.bytes(run);
                 device.write(piece.start + run.start as u64, Buffer::copy_of(bytes), bytes.len(), false)
             })
         };
-        while pieces.next(&mut take)? {}
+        while pieces.next(take)? {}
         Ok(())
     }
 

@@ -13,8 +13,8 @@
 //!    leave nothing that looks like a disk; what a crash leaves is swept, by the datastore at its next opening and in a
 //!    folder at the next conversion to the same name.
 //! 2. **The source is not changed**, and does not change: of a disk in use a snapshot is read.
-//! 3. **Zeros are not written.** What the source does not hold is passed over; what it holds is looked at. So the target
-//!    is as thin as its format allows, and a thick one has its space all the same.
+//! 3. **Zeros are not written.** What the source does not hold is passed over; what it holds is looked at. So the
+//!    target is as thin as its format allows, and a thick one has its space all the same.
 //! 4. **Memory is bounded**: [`copy::PIECES`] pieces, whatever is converted.
 //! 5. A source is what its user says, and untrusted: everything that [`layer::image`] says of foreign images.
 

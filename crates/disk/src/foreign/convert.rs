@@ -108,10 +108,10 @@ impl Sink for ForeignSink<'_> {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let chain = &self.chain;
-        let mut take = |piece: &Piece| {
+        let take = |piece: &Piece| {
             piece.runs.iter().try_for_each(|run| chain.write(piece.start + run.start as u64, piece.bytes(run)))
         };
-        while pieces.next(&mut take)? {}
+        while pieces.next(take)? {}
         Ok(())
     }
 

@@ -12,8 +12,8 @@
 //!
 //! What a disk is, is `vmdk`'s; here it gets a folder, a place among the names of the datastore, and clients.
 //!
-//! 1. A folder is a disk of the datastore when it has a record and no [`INCOMPLETE`] mark. Opening the datastore removes
-//!    what was being made; what cannot be opened is left alone and told by `check`.
+//! 1. A folder is a disk of the datastore when it has a record and no [`INCOMPLETE`] mark. Opening the datastore
+//!    removes what was being made; what cannot be opened is left alone and told by `check`.
 //! 2. Every record is read when the datastore is opened; images are opened when somebody uses the disk, and closed with
 //!    the datastore.
 //! 3. `Entry::clients` is held while a client comes, and while a disk is deleted or reverted: neither meets the other.
@@ -259,7 +259,8 @@ impl Foreign {
         }
     }
 
-    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is none.
+    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is
+    /// none.
     pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
         let path = datastore.join(IMAGES).join(folder);
         if !path.is_dir() {
@@ -383,8 +384,8 @@ impl Foreign {
     }
 }
 
-/// The folder that a record calls `reference`. A datastore may have been moved since: what is not where it was is looked
-/// for among its own.
+/// The folder that a record calls `reference`. A datastore may have been moved since: what is not where it was is
+/// looked for among its own.
 fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
     let path = Path::new(reference);
     if !path.is_dir()

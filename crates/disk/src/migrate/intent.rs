@@ -10,9 +10,9 @@
 //!    has been done: so nothing is ever left behind that no file speaks of.
 //! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed): each stage is there or not.
 //! 3. What a stage calls for may be done any number of times.
-//! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided by
-//!    the file of the source: committed there, the target stays; anything else, or no file, and it goes. So the file of
-//!    the source goes last.
+//! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided
+//!    by the file of the source: committed there, the target stays; anything else, or no file, and it goes. So the
+//!    file of the source goes last.
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 

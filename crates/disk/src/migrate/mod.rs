@@ -13,10 +13,10 @@
 //! native_layer  a native disk as the top layer of a chain: what a guest runs on while its image is brought in
 //! ```
 //!
-//! 1. **There is one disk.** Which of the two copies it is, says one record, replaced whole; every mark, name and folder
-//!    follows from it, and can be made to follow again after a crash.
-//! 2. **Clients notice nothing.** No request waits for more than one step of the copier, none fails for a failure of the
-//!    copy before the record has turned, and what was acknowledged durable before it is durable in both.
+//! 1. **There is one disk.** Which of the two copies it is, says one record, replaced whole; every mark, name and
+//!    folder follows from it, and can be made to follow again after a crash.
+//! 2. **Clients notice nothing.** No request waits for more than one step of the copier, none fails for a failure of
+//!    the copy before the record has turned, and what was acknowledged durable before it is durable in both.
 //! 3. **It ends or it was not.** Each byte is passed once whatever is written meanwhile; until the record turns, a
 //!    failure or a request to stop leaves the disk as it was.
 //! 4. Formats are met as devices ([`crate::Device`]) and as trees of snapshots (`tree::Original`, `tree::Replica`), and

@@ -6,9 +6,10 @@
 //!     ── wait for requests inside the mirror ── remove the source ── remove the record
 //! ```
 //!
-//! 1. Until `committed` is durable every failure, and a request to stop, puts the clients back on the source and removes
-//!    the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
-//! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and go.
+//! 1. Until `committed` is durable every failure, and a request to stop, puts the clients back on the source and
+//!    removes the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
+//! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and
+//!    go.
 //! 3. Nobody can open a disk by its name while the name changes hands (`turning`); requests of those who have it open
 //!    go on.
 

@@ -96,13 +96,13 @@ impl Sink for NativeSink {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let writer = BulkWriter::new(&self.engine, self.id);
-        let mut take = |piece: &Piece| {
+        let take = |piece: &Piece| {
             piece.runs.iter().try_for_each(|run| {
                 let block = (piece.start + run.start as u64) / BLOCK_SIZE as u64;
                 writer.write(block, piece.blocks(run))
             })
         };
-        while pieces.next(&mut take)? {}
+        while pieces.next(take)? {}
         Ok(())
     }
 

@@ -2,8 +2,8 @@
 //! for its snapshots.
 //!
 //! Rounds of requests that do not overlap are sent at once and all answered before the next one. The first version of a
-//! sector is the last that a flush or FUA made durable, the last one is the newest. Where there was no crash, the newest
-//! is what a read must find; after one, any of them, and what was found has to stay.
+//! sector is the last that a flush or FUA made durable, the last one is the newest. Where there was no crash, the
+//! newest is what a read must find; after one, any of them, and what was found has to stay.
 
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]

@@ -16,7 +16,8 @@
 //! 1. The name leads to nothing until [`Unfinished::finish`], and then to a whole image. So a conversion fills an image
 //!    between [`begin`] and `finish`, and nobody can take a half for a disk.
 //! 2. The text that names the extents is durable, under a temporary name, before any of them is made: what a crash
-//!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a whole.
+//!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a
+//!    whole.
 //! 3. Nothing that was there before is written over, and after an error nothing new is left.
 
 use super::{Folder, Image, OpenOptions, Place};
@@ -213,7 +214,8 @@ impl NewParent {
     }
 }
 
-/// How an image in `folder` names its parent: by its name in the same folder, by its whole path elsewhere, as ESXi does.
+/// How an image in `folder` names its parent: by its name in the same folder, by its whole path elsewhere, as ESXi
+/// does.
 pub fn parent_hint(folder: &Folder, parent: &Place) -> String {
     match folder.path() == parent.folder.path() {
         true => parent.name.clone(),

@@ -168,7 +168,8 @@ fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
     Ok(OpenExtent { layer, flat: None, engine: None, parent })
 }
 
-/// The backing file of a qcow2 image. Its format is never guessed: the guest of a raw disk decides what that looks like.
+/// The backing file of a qcow2 image. Its format is never guessed: the guest of a raw disk decides what that looks
+/// like.
 fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentReference> {
     let refused = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{image}' {what}")));
     let name = backing.name.as_str();

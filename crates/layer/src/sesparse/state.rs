@@ -213,9 +213,7 @@ impl State {
         while start < run.end() {
             let end = (start / PAGE_ENTRIES + 1).saturating_mul(PAGE_ENTRIES).min(run.end());
             let owner = |grain: u64| {
-                first.map_or(0, |first| {
-                    Owner { entry: first.entry + (grain - run.start) as u16, ..first }.encode()
-                })
+                first.map_or(0, |first| Owner { entry: first.entry + (grain - run.start) as u16, ..first }.encode())
             };
             self.cache.set_all(backmap_page(start), page_index(start), (start..end).map(owner));
             start = end;

@@ -31,8 +31,8 @@ pub(super) struct TableIndex {
 }
 
 impl Index {
-    /// Finds the index; the header returned is the one that counts. `cut`: also of a stream whose end is missing, as far
-    /// as it goes.
+    /// Finds the index; the header returned is the one that counts. `cut`: also of a stream whose end is missing, as
+    /// far as it goes.
     pub(super) fn open(
         file: &dyn File,
         header: Header,

@@ -1,6 +1,6 @@
 //! Power cuts at random writes of every operation, in all delta formats: the disk opens, every flushed byte is there,
-//! every other sector is as it was or as somebody wrote it since, snapshots are exactly what they were, the operation is
-//! done or not begun, and no file is left that no record names.
+//! every other sector is as it was or as somebody wrote it since, snapshots are exactly what they were, the operation
+//! is done or not begun, and no file is left that no record names.
 //!
 //! A seed is a history: a disk with some snapshots, then operations until the power goes, then the same again on what
 //! is left. Guests write from the progress reports of the long operations.

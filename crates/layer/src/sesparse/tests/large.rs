@@ -88,9 +88,8 @@ fn qemu_reads_chains_beyond_two_tebibytes() {
     let capacity: u64 = 5 << 40;
     let sectors = capacity / 512;
     let describe = |name: &str, cid: u32, parent: Option<(u32, &str)>, kind: &str, extent: &str| {
-        let (parent_cid, hint) = parent.map_or((u32::MAX, String::new()), |(cid, name)| {
-            (cid, format!("parentFileNameHint=\"{name}\"\n"))
-        });
+        let (parent_cid, hint) =
+            parent.map_or((u32::MAX, String::new()), |(cid, name)| (cid, format!("parentFileNameHint=\"{name}\"\n")));
         let create = if kind == "VMFS" { "vmfs" } else { "seSparse" };
         let text = format!(
             "# Disk DescriptorFile\nversion=1\nCID={cid:08x}\nparentCID={parent_cid:08x}\ncreateType=\"{create}\"\n{hint}\
