@@ -27,7 +27,8 @@ fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
 /// How images are opened.
 #[derive(Debug, Args)]
 pub struct OpeningArguments {
-    /// What the image is, instead of what its first bytes say. Say raw for raw disks: their first bytes are the guest's.
+    /// What the image is, instead of what its first bytes say. Say raw for raw disks: their first bytes are the
+    /// guest's.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
     /// Take a parent that was changed since its child was made, and what is left of a stream that was cut. What is read
