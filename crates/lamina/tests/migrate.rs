@@ -18,6 +18,32 @@ const SECTORS: usize = (8 << 20) / SECTOR;
 const REQUEST_SECTORS_MAX: u64 = 256;
 const READ_BYTES: usize = 1 << 20;
 const DISK: u64 = 1;
+/// How the file that records a migration begins.
+const RECORD: &str = "migration-";
+
+/// How far a migration is by its record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Copying,
+    Committed,
+}
+
+/// What the only migration's record says. `None` before there is one, and when it is gone.
+fn stage(store: &Store) -> Option<Stage> {
+    let names = process::files(&store.path());
+    let name = names.iter().find(|name| name.starts_with(RECORD) && !name.ends_with(".new"))?;
+    let text = std::fs::read_to_string(store.path().join(name)).ok()?;
+    Some(if text.contains("\"committed\"") { Stage::Committed } else { Stage::Copying })
+}
+
+/// When the server is killed.
+#[derive(Clone, Copy, Debug)]
+enum Moment {
+    /// After this part of the time that a migration usually takes.
+    Part(f64),
+    /// As soon as the record says this.
+    Reached(Stage),
+}
 
 /// For each sector the versions that a crash may leave: first the durable one, last the newest.
 struct Model {
@@ -99,7 +125,7 @@ fn format(store: &Store) -> String {
 /// What no migration may leave behind.
 fn nothing_is_left(store: &Store) {
     let names = process::files(&store.path());
-    assert!(!names.iter().any(|name| name.starts_with("migration-")), "{names:?}");
+    assert!(!names.iter().any(|name| name.starts_with(RECORD)), "{names:?}");
     let images = store.path().join("images");
     if images.exists() {
         let folders = process::files(&images);
@@ -130,13 +156,20 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
     let formats = ["thin", "sesparse", "native", "vsansparse", "vmfssparse", "zeroedthick", "native"];
     let mut random = Random(20_261_121);
     let (mut kills, mut moved, mut stayed, mut now) = (0, 0, 0, "native".to_owned());
+    // Kills by what the record said when the server was dead.
+    let (mut without, mut copying, mut committed) = (0, 0, 0);
     let mut next = 0;
     // How long a migration takes here, learnt as it goes, so that the kills meet all of it.
     let mut usual = Duration::from_millis(300);
-    while kills < KILLS || (moved == 0 || stayed == 0) && kills < 3 * KILLS {
+    while kills < KILLS {
         let mut server = store.serve("");
         let wanted = formats[next % formats.len()];
-        let killed = AtomicBool::new(false);
+        let moment = match random.below(4) {
+            0 => Moment::Reached(Stage::Committed),
+            1 => Moment::Reached(Stage::Copying),
+            _ => Moment::Part(random.below(130) as f64 / 100.0),
+        };
+        let mut at_death = None;
         std::thread::scope(|scope| {
             let writer = scope.spawn(|| {
                 let mut client = match Client::connect(&store.socket(), "a") {
@@ -154,16 +187,29 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
             let mut command = store.command(&format!("disk migrate a -d {wanted} --rate 60M"));
             let begun = Instant::now();
             let mut migration = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-            let wait = usual.mul_f64(random.below(130) as f64 / 100.0);
-            while begun.elapsed() < wait && migration.try_wait().unwrap().is_none() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            if migration.try_wait().unwrap().is_some() {
-                usual = (usual + begun.elapsed()) / 2;
-            }
-            killed.store(true, Ordering::Release);
-            assert_eq!(server.stop("KILL"), None);
+            let ended = loop {
+                if migration.try_wait().unwrap().is_some() {
+                    break true;
+                }
+                match moment {
+                    Moment::Part(part) if begun.elapsed() >= usual.mul_f64(part) => break false,
+                    Moment::Reached(wanted) if stage(&store) >= Some(wanted) => break false,
+                    _ => std::thread::sleep(Duration::from_micros(200)),
+                }
+            };
+            server.kill();
+            at_death = stage(&store);
             kills += 1;
+            match (ended, moment) {
+                (true, _) => usual = (usual + begun.elapsed()) / 2,
+                (false, Moment::Part(part)) if part > 1.0 => usual = usual.mul_f64(1.25),
+                _ => {}
+            }
+            match at_death {
+                None => without += 1,
+                Some(Stage::Copying) => copying += 1,
+                Some(Stage::Committed) => committed += 1,
+            }
             writer.join().unwrap();
             // A command that finds nobody serving does the work itself, and is killed at it, now and then.
             if random.once_in(2) {
@@ -179,6 +225,7 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
         let mut server = store.serve("");
         let found = format(&store);
         assert!(found == now || found == wanted, "{found} is neither {now} nor {wanted}");
+        assert!(found == wanted || at_death != Some(Stage::Committed), "{found}, though {wanted} was committed");
         if found == wanted && now != wanted {
             moved += 1
         } else {
@@ -194,8 +241,12 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
         assert_eq!(server.stop("TERM"), Some(0));
         store.is_clean();
     }
-    println!("{kills} kills: {moved} times the disk had moved, {stayed} times it had not; {} requests", model.version);
-    assert!(moved > 0 && stayed > 0);
+    println!(
+        "{kills} kills, {copying} in the copying, {committed} after the commit, {without} without a record: {moved} times \
+         the disk had moved, {stayed} times it had not; {} requests; a migration takes {usual:.0?}",
+        model.version
+    );
+    assert!(moved > 0 && stayed > 0 && copying > KILLS / 4 && committed > 0);
 }
 
 #[test]
@@ -211,7 +262,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
     // Refused with the reason while it moves, and stopped by Ctrl-C.
     let mut command = store.command("disk migrate a -d native --rate 500K");
     let migration = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    process::until("it has begun", || process::files(&store.path()).iter().any(|name| name.starts_with("migration-")));
+    process::until("it has begun", || process::files(&store.path()).iter().any(|name| name.starts_with(RECORD)));
     store.run("snapshot create a@x").fails(4, "migrated");
     store.run("disk delete a").fails(4, "migrated");
     for _ in 0..50 {

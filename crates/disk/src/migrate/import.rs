@@ -132,7 +132,7 @@ impl Datastore {
                 let (folder, disk) = (adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
                 drop(adopted);
                 let removed = self.foreign.remove_moved(&folder, disk);
-                return copied.and_then(|()| removed).and_then(|()| self.disk(name));
+                return copied.and(removed).and_then(|()| self.disk(name));
             }
             ImportWay::InPlace => self.foreign.complete(&adopted.entry.folder).map(|()| {
                 self.foreign.insert(adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));

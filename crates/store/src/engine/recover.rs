@@ -252,8 +252,8 @@ impl Engine {
             for snapshot in unsealed {
                 self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
             }
-            // Disks that are incomplete are for the owner of the store to look at: the record of a migration may say that
-            // one of them is the disk. And they go together with their snapshots, as any disk does.
+            // Disks that are incomplete are for the owner of the store to look at: the record of a migration may say
+            // that one of them is the disk. And they go together with their snapshots, as any disk does.
             let mut incomplete: Vec<u64> = meta
                 .catalog
                 .objects()

@@ -1,3 +1,5 @@
+//! Migrations from within: the mirror, the layer of a native disk above images, and what opening settles.
+
 #![allow(clippy::unwrap_used)]
 
 mod mirror;

@@ -161,8 +161,8 @@ fn nothing_flushed_is_lost_in_a_power_cut() {
                         2 => world.datastore.engine().pump().map(|_| ()),
                         _ => {
                             let mut bytes = Vec::with_capacity(length);
-                            for at in start..start + count {
-                                sectors[at].push(version);
+                            for (at, versions) in sectors.iter_mut().enumerate().skip(start).take(count) {
+                                versions.push(version);
                                 bytes.extend(sector(version, at));
                             }
                             world.device.write(offset, aligned(offset, &bytes), length, false)
