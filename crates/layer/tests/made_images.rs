@@ -318,7 +318,7 @@ fn makers_of_one_name_do_not_harm_each_other() {
             let new = NewImage::new("vm.vmdk", MIB, kind);
             let Ok(unfinished) = begin(&folder, &new, &mut || turn, &mut go_on) else { continue };
             let image = unfinished.open(&writing()).unwrap();
-            image.layer().write(0, &[&[number as u8 + 1; 4096]]).unwrap();
+            image.layer().write(0, &[&[number as u8 + 1; 65536]]).unwrap();
             image.layer().close().unwrap();
             drop(image);
             match turn % 5 {
@@ -329,7 +329,7 @@ fn makers_of_one_name_do_not_harm_each_other() {
                     let Ok(finished) = unfinished.finish() else { continue };
                     let image = Image::open(Place::plain(Arc::clone(&directory), "vm.vmdk"), &OpenOptions::default());
                     let read = read_chain(&[Arc::clone(image.unwrap().layer())]);
-                    assert!(read[..4096].iter().all(|byte| *byte == number as u8 + 1), "{kind} of {number}");
+                    assert!(read[..65536].iter().all(|byte| *byte == number as u8 + 1), "{kind} of {number}");
                     made.fetch_add(1, Ordering::Relaxed);
                     // The descriptor last: without it, the leftover of another claims the extent.
                     finished.files.iter().rev().for_each(|file| directory.remove(file).unwrap());

@@ -333,7 +333,8 @@ pub fn create(
     random: &mut dyn FnMut() -> u64,
     watch: Watch<'_>,
 ) -> Result<Made> {
-    begin(folder, image, random, watch)?.finish()
+    let descriptor = image.descriptor(random)?;
+    begin_described(folder, image, descriptor, random, watch)?.finish()
 }
 
 /// Makes an empty image but for its name, so that it can be filled first. What is neither finished nor abandoned is
@@ -344,7 +345,21 @@ pub fn begin(
     random: &mut dyn FnMut() -> u64,
     watch: Watch<'_>,
 ) -> Result<Unfinished> {
-    let descriptor = image.descriptor(random)?;
+    let mut descriptor = image.descriptor(random)?;
+    // What is filled has no longer the content of an empty disk.
+    if let Some(descriptor) = &mut descriptor {
+        descriptor.renew_content(random);
+    }
+    begin_described(folder, image, descriptor, random, watch)
+}
+
+fn begin_described(
+    folder: &Folder,
+    image: &NewImage<'_>,
+    descriptor: Option<Descriptor>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Unfinished> {
     let directory = &**folder.directory();
     let unfinished = |lock| Unfinished {
         folder: folder.clone(),
