@@ -93,7 +93,9 @@ fn what_a_crash_left_is_repaired_on_request() {
     let text = run_in(path, "image check vm.vmdk").ok();
     assert!(text.contains("not closed properly") && text.ends_with("clean\n"), "{text}");
     assert_eq!(std::fs::read(&extent).unwrap(), bytes, "checking changes nothing");
-    assert_eq!(run_in(path, "image check --repair vm.vmdk").ok(), "clean\n");
+    // Repaired, it may still hold space that nothing names.
+    let text = run_in(path, "image check --repair vm.vmdk").ok();
+    assert!(text.ends_with("clean\n") && !text.contains("not closed properly"), "{text}");
     assert_eq!(std::fs::read(&extent).unwrap()[1648], 0);
     assert!(
         tool(
@@ -188,6 +190,18 @@ fn interrupted_it_leaves_nothing() {
     }
 }
 
+/// Bytes of a generator (xorshift).
+fn incompressible(length: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..length / 8).flat_map(|_| next()).collect()
+}
+
 /// Runs one test of this file again on a small file system of its own, as `full.rs` does.
 const INSIDE: &str = "LAMINA_TEST_FULL_TARGET";
 
@@ -209,8 +223,8 @@ fn a_full_folder_is_left_as_it_was() {
     };
     let folder = tempfile::tempdir().unwrap();
     let raw = folder.path().join("a.raw");
-    let bytes: Vec<u8> = (0..40 * MIB as u32).map(|at| at.wrapping_mul(2_654_435_761).rotate_left(9) as u8).collect();
-    std::fs::write(&raw, bytes).unwrap();
+    // No format can make this fit.
+    std::fs::write(&raw, incompressible(40 * MIB)).unwrap();
     let target = Path::new(&target);
     for format in [
         "thin",

@@ -5,8 +5,9 @@
 
 mod scratch;
 
-use backend::IoMode;
+use backend::local::{LocalDirectory, LocalQueues};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Directory, IoMode};
 use layer::descriptor::storage;
 use layer::image::create::{Unfinished, begin};
 use layer::image::{Folder, Image, ImageKind, Made, NewImage, NewParent, OpenOptions, Place, create, open_chain};
@@ -15,6 +16,8 @@ use scratch::{Random, folder, go_on, read_by_qemu};
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
 /// Ends within a grain of every sparse format.
@@ -294,4 +297,52 @@ fn a_plain_folder_has_no_other() {
     let new = NewImage { mode: IoMode::Direct, ..NewImage::new("vm.vmdk", MIB, ImageKind::EagerZeroedThick) };
     create(&folder, &new, &mut || 3, &mut go_on).unwrap();
     assert_eq!(directory.list().unwrap(), ["vm-flat.vmdk", "vm.vmdk"]);
+}
+
+/// Makers and sweepers of one name at once: whoever comes to the end has all of it.
+#[test]
+fn makers_of_one_name_do_not_harm_each_other() {
+    let outer = tempfile::tempdir().unwrap();
+    let (made, swept) = (AtomicU64::new(0), AtomicU64::new(0));
+    let end = Instant::now() + Duration::from_secs(2);
+    let work = |number: u64| {
+        let directory: Arc<dyn Directory> = Arc::new(LocalDirectory::open(outer.path(), LocalQueues::Threads).unwrap());
+        let folder = Folder::plain(Arc::clone(&directory));
+        for turn in number.. {
+            if Instant::now() > end {
+                return;
+            }
+            let Ok(removed) = storage::sweep_one(&*directory, "vm.vmdk") else { continue };
+            swept.fetch_add(removed.len() as u64, Ordering::Relaxed);
+            let kind = [ImageKind::VmfsSparse, ImageKind::MonolithicSparse, ImageKind::Thin][turn as usize % 3];
+            let new = NewImage::new("vm.vmdk", MIB, kind);
+            let Ok(unfinished) = begin(&folder, &new, &mut || turn, &mut go_on) else { continue };
+            let image = unfinished.open(&writing()).unwrap();
+            image.layer().write(0, &[&[number as u8 + 1; 65536]]).unwrap();
+            image.layer().close().unwrap();
+            drop(image);
+            match turn % 5 {
+                // As if it had been killed.
+                0 => drop(unfinished),
+                1 => unfinished.abandon(),
+                _ => {
+                    let Ok(finished) = unfinished.finish() else { continue };
+                    let image = Image::open(Place::plain(Arc::clone(&directory), "vm.vmdk"), &OpenOptions::default());
+                    let read = read_chain(&[Arc::clone(image.unwrap().layer())]);
+                    assert!(read[..65536].iter().all(|byte| *byte == number as u8 + 1), "{kind} of {number}");
+                    made.fetch_add(1, Ordering::Relaxed);
+                    // The descriptor last: without it, the leftover of another claims the extent.
+                    finished.files.iter().rev().for_each(|file| directory.remove(file).unwrap());
+                }
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for number in 0..4 {
+            let work = &work;
+            scope.spawn(move || work(number));
+        }
+    });
+    let (made, swept) = (made.into_inner(), swept.into_inner());
+    assert!(made > 10 && swept > 10, "{made} made, {swept} swept: the test misses its aim");
 }

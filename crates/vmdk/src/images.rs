@@ -54,6 +54,7 @@ impl Disk {
                 true => layer::sesparse::DirtyJournal::Replay,
                 false => layer::sesparse::DirtyJournal::Refuse,
             },
+            held: false,
             random: self.options.random.clone(),
         }
     }

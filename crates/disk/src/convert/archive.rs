@@ -4,7 +4,7 @@ use super::copy::{Pieces, Sink};
 use crate::progress::Progress;
 use backend::{Access, File, IoMode, Lock};
 use layer::SECTOR;
-use layer::descriptor::storage::NEW_SUFFIX;
+use layer::descriptor::storage::{self, NEW_SUFFIX};
 use layer::descriptor::{self, Adapter, ContentId, CreateType, Descriptor, ExtentKind, ExtentLine, Uuid};
 use layer::image::{Folder, system_entropy};
 use layer::ova::{Algorithm, Controller, Machine, OvaOptions, OvaWriter, PlannedDisk};
@@ -42,10 +42,9 @@ impl NewFile {
         }
     }
 
-    fn create(&self) -> Result<Arc<dyn File>> {
+    fn create(&self) -> Result<(Arc<dyn File>, Box<dyn Lock>)> {
         self.refuse_existing()?;
-        let temporary = self.temporary();
-        self.folder.directory().create(&temporary, IoMode::Buffered).during(|| format!("creating '{temporary}'"))
+        storage::create_unfinished(&**self.folder.directory(), &self.name, IoMode::Buffered)
     }
 
     /// Gives the file its name, durably.
@@ -119,20 +118,14 @@ impl StreamSink {
     /// Makes the file, empty.
     pub(super) fn new(folder: &Folder, name: &str, capacity: u64, archive: bool) -> Result<Self> {
         if !archive {
-            descriptor::storage::check_name(name)?;
+            storage::check_name(name)?;
         } else if stem(name).is_none() {
             let text = format!("'{}' is no name for an archive: NAME.ova is", name.escape_debug());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         let new = NewFile { folder: folder.clone(), name: name.to_owned() };
-        let file = new.create()?;
-        match folder.directory().lock(&new.temporary()) {
-            Ok(lock) => Ok(Self { new, file, capacity, archive, _lock: lock }),
-            Err(error) => {
-                new.abandon();
-                Err(Error::io(format!("locking '{}'", new.temporary()), error))
-            }
-        }
+        let (file, lock) = new.create()?;
+        Ok(Self { new, file, capacity, archive, _lock: lock })
     }
 
     fn write_stream(&self, out: impl Write, pieces: &mut Pieces<'_>) -> Result<()> {

@@ -8,15 +8,18 @@
 //!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
 //! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
 //!    very descriptor, and nothing that any finished descriptor of the folder names.
+//! 4. Whoever makes a disk holds the lock of the temporary file from the moment it appears until the disk has its name
+//!    or is gone, and whoever sweeps in a folder of others takes that lock first ([`sweep_one`]).
 //!
 //! An embedded descriptor cannot be replaced by renaming: only digits of its content identity are overwritten, each
 //! within its sector ([`renew_embedded`]).
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
-use backend::{Access, Directory, File, IoMode};
+use backend::{Access, Directory, File, IoMode, Lock};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What the name of an unfinished descriptor ends with.
 pub const NEW_SUFFIX: &str = ".lamina-new";
@@ -58,6 +61,28 @@ pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
+    /// While it is held, nobody takes the text for what a crash has left.
+    lock: Box<dyn Lock>,
+}
+
+/// Makes the file that is to become `name`, under its temporary name, and locks it.
+///
+/// # Errors
+/// `Exists` when there is one; `Busy` when somebody who sweeps took it for what a crash had left.
+pub fn create_unfinished(
+    directory: &dyn Directory,
+    name: &str,
+    mode: IoMode,
+) -> Result<(Arc<dyn File>, Box<dyn Lock>)> {
+    let temporary = format!("{name}{NEW_SUFFIX}");
+    directory.create_locked(&temporary, mode).map_err(|error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => is_being_made(name),
+        _ => Error::io(format!("creating '{temporary}'"), error),
+    })
+}
+
+fn is_being_made(name: &str) -> Error {
+    Error::new(ErrorKind::Busy, format!("'{name}' is being made elsewhere"))
 }
 
 impl<'a> Pending<'a> {
@@ -81,16 +106,20 @@ impl<'a> Pending<'a> {
         }
     }
 
-    /// Goes on with a creation that this process began, and whose text is still under its temporary name.
-    pub fn resume(directory: &'a dyn Directory, name: &str) -> Self {
-        Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}") }
+    /// Goes on with a creation that this process began, and whose text is still under its temporary name and locked.
+    pub fn resume(directory: &'a dyn Directory, name: &str, lock: Box<dyn Lock>) -> Self {
+        Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
+    }
+
+    /// Leaves it as it is, for [`Pending::resume`]: its lock.
+    pub fn suspend(self) -> Box<dyn Lock> {
+        self.lock
     }
 
     fn write(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
         let text = descriptor.to_bytes().map_err(|error| error.context(format!("descriptor '{name}'")))?;
-        let temporary = format!("{name}{NEW_SUFFIX}");
-        let file = directory.create(&temporary, IoMode::Buffered).during(|| format!("creating '{temporary}'"))?;
-        let pending = Self { directory, name: name.to_owned(), temporary };
+        let (file, lock) = create_unfinished(directory, name, IoMode::Buffered)?;
+        let pending = Self::resume(directory, name, lock);
         let written = file.write_at(&[&text], 0, false).and_then(|()| file.sync());
         match written.during(|| format!("writing '{}'", pending.temporary)) {
             Ok(()) => Ok(pending),
@@ -155,23 +184,26 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
 /// As [`sweep`] for what was to become `name`, in a folder that others may own.
 ///
 /// # Errors
-/// `Busy` while somebody still makes it: who fills an image has its first extent locked.
+/// `Busy` while somebody still makes it, and has its text locked, or has one of its extents open for writing.
 pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
-    let names = directory.list().during(|| "listing the folder".to_owned())?;
+    let list = || directory.list().during(|| "listing the folder".to_owned());
     let temporary = format!("{name}{NEW_SUFFIX}");
-    if !names.contains(&temporary) {
+    if !list()?.contains(&temporary) {
         return Ok(Vec::new());
     }
-    let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
-    // Held until everything is gone.
-    let mut locks = Vec::new();
-    for file in &remains {
-        let lock = directory.lock(file).map_err(|error| match error.kind() {
-            std::io::ErrorKind::WouldBlock => Error::new(ErrorKind::Busy, format!("'{name}' is being made elsewhere")),
+    let lock = |file: &str| {
+        directory.lock(file).map_err(|error| match error.kind() {
+            std::io::ErrorKind::WouldBlock => is_being_made(name),
             _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
-        })?;
-        locks.push(lock);
-    }
+        })
+    };
+    // Held until everything is gone. What was read before the lock was taken may have been finished meanwhile; then
+    // the lock has made an empty file, which names nothing.
+    let _text = lock(&temporary)?;
+    let names = list()?;
+    let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
+    let extents = remains.iter().filter(|file| **file != temporary);
+    let _extents = extents.map(|file| lock(file)).collect::<Result<Vec<_>>>()?;
     for file in &remains {
         directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
     }

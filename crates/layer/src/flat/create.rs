@@ -16,7 +16,6 @@ use crate::descriptor::storage::{self, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{Access, Directory, File, IoMode};
-use std::sync::Arc;
 
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
 pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
@@ -100,10 +99,11 @@ pub fn create(
     let descriptor = disk.descriptor(random)?;
     let pending = Pending::begin(directory, disk.name, &descriptor)?;
     let mut made = Vec::new();
-    let mut making = Making { directory, disk: disk.name, done: 0, total: disk.capacity, watch };
+    let mut making = Making { disk: disk.name, done: 0, total: disk.capacity, watch };
     let outcome = descriptor.extents.iter().try_for_each(|extent| {
         let Some(name) = &extent.file else { return Ok(()) };
-        let file = making.begin(name, disk.mode, extent.length())?;
+        let mode = Flat::mode_for(disk.mode, 0, extent.length());
+        let file = directory.create(name, mode).during(|| format!("creating '{name}'"))?;
         made.push(name);
         making.fill(&*file, name, extent.length(), disk.provisioning)
     });
@@ -137,8 +137,8 @@ pub fn create_raw(
         _ => return Err(Error::new(ErrorKind::Exists, format!("there is a file '{name}' already"))),
     }
     let temporary = format!("{name}{}", storage::NEW_SUFFIX);
-    let mut making = Making { directory, disk: name, done: 0, total: capacity, watch };
-    let file = making.begin(&temporary, mode, capacity)?;
+    let (file, _lock) = storage::create_unfinished(directory, name, Flat::mode_for(mode, 0, capacity))?;
+    let mut making = Making { disk: name, done: 0, total: capacity, watch };
     let made = making
         .fill(&*file, &temporary, capacity, provisioning)
         .and_then(|()| directory.rename(&temporary, name).during(|| format!("renaming '{temporary}' to '{name}'")));
@@ -152,24 +152,19 @@ pub fn create_raw(
     }
 }
 
-/// Makes one extent of a disk in `directory`: length, space and zeros, durable but for its name. After an error the
-/// file may be there.
-pub(crate) fn make_extent(
-    directory: &dyn Directory,
+/// Makes one extent of a disk in a new file: length, space and zeros, durable but for its name.
+pub(crate) fn fill_extent(
+    file: &dyn File,
     name: &str,
     length: u64,
     provisioning: Provisioning,
-    mode: IoMode,
     watch: Watch<'_>,
 ) -> Result<()> {
-    let mut making = Making { directory, disk: name, done: 0, total: length, watch };
-    let file = making.begin(name, mode, length)?;
-    making.fill(&*file, name, length, provisioning)
+    Making { disk: name, done: 0, total: length, watch }.fill(file, name, length, provisioning)
 }
 
 /// A disk being made.
 struct Making<'a> {
-    directory: &'a dyn Directory,
     disk: &'a str,
     done: u64,
     total: u64,
@@ -177,10 +172,6 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
-    fn begin(&self, name: &str, mode: IoMode, length: u64) -> Result<Arc<dyn File>> {
-        self.directory.create(name, Flat::mode_for(mode, 0, length)).during(|| format!("creating '{name}'"))
-    }
-
     /// Gives a new file its length, its space and its zeros.
     fn fill(&mut self, file: &dyn File, name: &str, length: u64, provisioning: Provisioning) -> Result<()> {
         let during = || format!("making '{name}' of {length} bytes");

@@ -18,17 +18,19 @@
 //! 2. The text that names the extents is durable, under a temporary name, before any of them is made: what a crash
 //!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a
 //!    whole.
-//! 3. Nothing that was there before is written over, and after an error nothing new is left.
+//! 3. The file with the temporary name is locked as long as an image is unfinished: who comes meanwhile is told.
+//! 4. Nothing that was there before is written over, and after an error nothing new is left.
 
 use super::{Folder, Image, OpenOptions, Place};
 use crate::descriptor::storage::{self, NEW_SUFFIX, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
-use crate::flat::{self, Provisioning, Watch};
+use crate::flat::{self, Flat, Provisioning, Watch};
 use crate::{Error, ErrorKind, IoContext, Layer, Result, SECTOR, hosted, sesparse, vmfssparse, vsansparse};
-use backend::{Access, Directory, IoMode};
+use backend::{Access, Directory, File, IoMode, Lock};
 use std::fmt;
 use std::ops::ControlFlow;
 use std::str::FromStr;
+use std::sync::Arc;
 
 /// What an image is made of: a format, and for flat ones how they have their space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -252,6 +254,14 @@ impl<'a> NewImage<'a> {
         Self { parent: Some(parent), ..self }
     }
 
+    /// How an extent of that length is written while it is made.
+    fn mode_of(&self, length: u64) -> IoMode {
+        match self.kind.provisioning() {
+            Some(_) => Flat::mode_for(self.mode, 0, length),
+            None => IoMode::Buffered,
+        }
+    }
+
     /// The descriptor that it will have; `None` for raw files.
     pub fn descriptor(&self, random: &mut dyn FnMut() -> u64) -> Result<Option<Descriptor>> {
         flat::check_capacity(self.capacity)?;
@@ -288,6 +298,8 @@ pub struct Unfinished {
     descriptor: Option<Descriptor>,
     /// Extents that were made, without the file that bears the temporary name.
     extents: Vec<String>,
+    /// Of the file with the temporary name.
+    lock: Box<dyn Lock>,
 }
 
 /// An image that was made.
@@ -321,7 +333,8 @@ pub fn create(
     random: &mut dyn FnMut() -> u64,
     watch: Watch<'_>,
 ) -> Result<Made> {
-    begin(folder, image, random, watch)?.finish()
+    let descriptor = image.descriptor(random)?;
+    begin_described(folder, image, descriptor, random, watch)?.finish()
 }
 
 /// Makes an empty image but for its name, so that it can be filled first. What is neither finished nor abandoned is
@@ -332,44 +345,42 @@ pub fn begin(
     random: &mut dyn FnMut() -> u64,
     watch: Watch<'_>,
 ) -> Result<Unfinished> {
-    let descriptor = image.descriptor(random)?;
+    let mut descriptor = image.descriptor(random)?;
+    // What is filled has no longer the content of an empty disk.
+    if let Some(descriptor) = &mut descriptor {
+        descriptor.renew_content(random);
+    }
+    begin_described(folder, image, descriptor, random, watch)
+}
+
+fn begin_described(
+    folder: &Folder,
+    image: &NewImage<'_>,
+    descriptor: Option<Descriptor>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Unfinished> {
     let directory = &**folder.directory();
-    let mut unfinished = Unfinished {
+    let unfinished = |lock| Unfinished {
         folder: folder.clone(),
         name: image.name.to_owned(),
         descriptor: descriptor.clone(),
         extents: Vec::new(),
+        lock,
     };
-    let single = unfinished.is_single();
-    match &descriptor {
-        Some(descriptor) if !single => {
-            Pending::begin(directory, image.name, descriptor)?;
-        }
-        _ => refuse_existing(directory, image.name)?,
-    }
-    let made = match &descriptor {
-        Some(descriptor) if !single => {
-            let mut before = 0;
-            descriptor.extents.iter().try_for_each(|extent| {
-                let Some(name) = &extent.file else { return Ok(()) };
-                let total = image.capacity;
-                let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
-                let made = make_extent(directory, name, extent.length(), image, None, random, &mut shifted);
-                // What was there before is not ours to remove.
-                if !matches!(&made, Err(error) if error.kind() == ErrorKind::Exists) {
-                    unfinished.extents.push(name.clone());
-                }
-                before += extent.length();
-                made
-            })
+    let (unfinished, made) = match &descriptor {
+        Some(descriptor) if !is_single(Some(descriptor)) => {
+            let mut unfinished = unfinished(Pending::begin(directory, image.name, descriptor)?.suspend());
+            let made = make_extents(directory, descriptor, image, &mut unfinished.extents, random, watch);
+            (unfinished, made)
         }
         embedded => {
+            refuse_existing(directory, image.name)?;
+            let (file, lock) = storage::create_unfinished(directory, image.name, image.mode_of(image.capacity))?;
+            let unfinished = unfinished(lock);
             let temporary = unfinished.temporary();
-            let made = make_extent(directory, &temporary, image.capacity, image, embedded.as_ref(), random, watch);
-            if matches!(&made, Err(error) if error.kind() == ErrorKind::Exists) {
-                return made.map(|()| unfinished);
-            }
-            made
+            let made = make_extent(file, &temporary, image.capacity, image, embedded.as_ref(), random, watch);
+            (unfinished, made)
         }
     };
     match made {
@@ -381,12 +392,12 @@ pub fn begin(
     }
 }
 
-impl Unfinished {
-    /// Whether the one file with the temporary name is all of it.
-    fn is_single(&self) -> bool {
-        self.descriptor.as_ref().is_none_or(|descriptor| descriptor.create_type == CreateType::MonolithicSparse)
-    }
+/// Whether the one file with the temporary name is all of an image.
+fn is_single(descriptor: Option<&Descriptor>) -> bool {
+    descriptor.is_none_or(|descriptor| descriptor.create_type == CreateType::MonolithicSparse)
+}
 
+impl Unfinished {
     fn temporary(&self) -> String {
         format!("{}{NEW_SUFFIX}", self.name)
     }
@@ -398,40 +409,72 @@ impl Unfinished {
             None => Some(super::Format::Flat),
         };
         let place = Place { folder: self.folder.clone(), name: self.temporary() };
-        Image::open(place, &OpenOptions { format, ..options.clone() })
+        // Of an image in one file, the lock is the one that is held anyhow.
+        let held = is_single(self.descriptor.as_ref());
+        Image::open(place, &OpenOptions { format, held, ..options.clone() })
     }
 
     /// Gives it its name, durably. What was written into it must be durable.
     pub fn finish(self) -> Result<Made> {
-        let directory = &**self.folder.directory();
-        let pending = Pending::resume(directory, &self.name);
+        let Self { folder, name, descriptor: _, extents, lock } = self;
+        let directory = &**folder.directory();
+        let pending = Pending::resume(directory, &name, lock);
         // Whoever made a file of that name meanwhile keeps it.
-        if let Err(error) = refuse_existing(directory, &self.name).and_then(|()| pending.rename()) {
-            self.abandon();
+        if let Err(error) = refuse_existing(directory, &name).and_then(|()| pending.rename()) {
+            take_back(pending, directory, &extents);
             return Err(error);
         }
         pending.settle()?;
-        let mut files = vec![self.name.clone()];
-        files.extend(self.extents);
-        Ok(Made { place: Place { folder: self.folder.clone(), name: self.name }, files })
+        let mut files = vec![name.clone()];
+        files.extend(extents);
+        Ok(Made { place: Place { folder, name }, files })
     }
 
     /// Takes it back, as far as the folder lets itself be changed; what stays is swept.
     pub fn abandon(self) {
         let directory = &**self.folder.directory();
-        for extent in &self.extents {
-            // While the unfinished text names it, it is found again.
-            if directory.remove(extent).is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
-                return;
-            }
-        }
-        Pending::resume(directory, &self.name).abandon();
+        take_back(Pending::resume(directory, &self.name, self.lock), directory, &self.extents);
     }
 }
 
-/// Makes one extent, or the one file that is all of the image.
-fn make_extent(
+fn take_back(pending: Pending<'_>, directory: &dyn Directory, extents: &[String]) {
+    for extent in extents {
+        // While the unfinished text names it, it is found again.
+        if directory.remove(extent).is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
+            return;
+        }
+    }
+    pending.abandon();
+}
+
+/// Makes the extents of an image, and says which of them it made, or may have made.
+fn make_extents(
     directory: &dyn Directory,
+    descriptor: &Descriptor,
+    image: &NewImage<'_>,
+    extents: &mut Vec<String>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let mut before = 0;
+    for extent in &descriptor.extents {
+        let Some(name) = &extent.file else { continue };
+        let (length, total) = (extent.length(), image.capacity);
+        let file = directory.create(name, image.mode_of(length)).during(|| format!("creating '{name}'"));
+        // What was there before is not ours to remove.
+        if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
+            extents.push(name.clone());
+        }
+        let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
+        make_extent(file?, name, length, image, None, random, &mut shifted)?;
+        before += length;
+    }
+    Ok(())
+}
+
+/// Makes one extent in a new file, or the one file that is all of the image.
+fn make_extent(
+    file: Arc<dyn File>,
     name: &str,
     length: u64,
     image: &NewImage<'_>,
@@ -440,13 +483,12 @@ fn make_extent(
     watch: Watch<'_>,
 ) -> Result<()> {
     if let Some(provisioning) = image.kind.provisioning() {
-        return flat::make_extent(directory, name, length, provisioning, image.mode, watch);
+        return flat::fill_extent(&*file, name, length, provisioning, watch);
     }
     if watch(0, length).is_break() {
         let text = format!("making '{}' was stopped; nothing of it is left", image.name);
         return Err(Error::new(ErrorKind::Interrupted, text));
     }
-    let file = directory.create(name, IoMode::Buffered).during(|| format!("creating '{name}'"))?;
     match image.kind {
         ImageKind::VmfsSparse => vmfssparse::create(file, name, &vmfssparse::CreateOptions::new(length)),
         ImageKind::SeSparse => {

@@ -32,7 +32,10 @@ impl Home {
         embedded: Option<(Arc<dyn File>, Range<u64>)>,
         random: Entropy,
     ) -> Self {
-        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed: AtomicBool::new(false) }
+        // An unfinished image was begun with an identity that nobody knows yet. Its text must not be replaced either:
+        // it bears the lock of whoever makes it.
+        let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
+        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed }
     }
 
     /// Changes the descriptor, on the medium first.

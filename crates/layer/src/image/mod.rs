@@ -79,6 +79,8 @@ pub struct OpenOptions {
     pub force: bool,
     /// What to do about the journal of a SEsparse image that was not closed properly.
     pub journal: DirtyJournal,
+    /// Whether the caller holds the lock that opening for writing takes.
+    pub held: bool,
     /// Where new identities come from.
     pub random: Entropy,
 }
@@ -92,6 +94,7 @@ impl Default for OpenOptions {
             levels_max: LEVELS_MAX,
             force: false,
             journal: DirtyJournal::Refuse,
+            held: false,
             random: system_entropy(),
         }
     }
@@ -488,7 +491,7 @@ fn access(writable: bool) -> backend::Access {
 
 /// The lock of whoever writes an image: on its first extent, which is never renamed while the image exists.
 fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>>> {
-    if !options.writable {
+    if !options.writable || options.held {
         return Ok(None);
     }
     // Taking a lock creates what is missing; a missing extent is an error.
