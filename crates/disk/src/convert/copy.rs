@@ -340,10 +340,10 @@ mod tests {
         assert!(runs(&bytes, 4096).is_empty());
         bytes[4096] = 1;
         bytes[3 * 4096 - 1] = 1;
-        assert_eq!(runs(&bytes, 4096), vec![4096..3 * 4096]);
+        assert_eq!(runs(&bytes, 4096), std::slice::from_ref(&(4096..3 * 4096)));
         bytes[5 * 4096 + 511] = 1;
         assert_eq!(runs(&bytes, 4096), [4096..3 * 4096, 5 * 4096..5 * 4096 + 512]);
-        assert_eq!(runs(&bytes, 16384), vec![0..5 * 4096 + 512]);
+        assert_eq!(runs(&bytes, 16384), std::slice::from_ref(&(0..5 * 4096 + 512)));
         let length = bytes.len() as u64;
         let piece = Piece { start: 1 << 20, length, runs: runs(&bytes, 4096), buffer: Some(Buffer::copy_of(&bytes)) };
         let zeros: Vec<Range<u64>> =
