@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use backend::{Directory, IoMode};
+use backend::IoMode;
 use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
