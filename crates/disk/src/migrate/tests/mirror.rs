@@ -251,9 +251,10 @@ fn the_rate_is_kept() {
 
 #[test]
 fn a_request_waits_for_one_step_and_not_for_the_copier() {
-    // 10 ms for each change of the target: the copier alone takes 250 of them.
-    let source = MemoryDevice::new(content(3, 100));
-    let target = MemoryDevice::slow(vec![0; CAPACITY], Duration::from_millis(10));
+    // 10 ms for each change of the target: steps are as small as they get, and the copier alone takes dozens of them.
+    const LARGE: usize = 2 << 20;
+    let source = MemoryDevice::new(vec![7; LARGE]);
+    let target = MemoryDevice::slow(vec![0; LARGE], Duration::from_millis(10));
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     let done = AtomicBool::new(false);
     let begun = Instant::now();
@@ -268,7 +269,7 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
         let mut worst = Duration::ZERO;
         while !done.load(Ordering::SeqCst) {
             let begun = Instant::now();
-            let offset = random.below(CAPACITY as u64 / 4096) * 4096;
+            let offset = random.below(LARGE as u64 / 4096) * 4096;
             mirror.write(offset, Buffer::zeroed(1), 4096, false).unwrap();
             worst = worst.max(begun.elapsed());
         }
