@@ -36,6 +36,7 @@ mod recover;
 mod tests;
 mod write;
 
+pub use crate::runs::options::{CACHE_BYTES, OpenOptions};
 pub use check::Check;
 pub use create::{CreateOptions, create};
 pub use layout::{BLOCK, UNIT};
@@ -50,34 +51,6 @@ use map::{Map, State};
 use page::{DATA, ZERO, ZERO_RESERVED};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Memory for map pages of one object, unless told otherwise: 8 MiB are a million fragments.
-pub const CACHE_BYTES: usize = 8 << 20;
-
-/// How an object is opened.
-#[derive(Clone, Debug)]
-pub struct OpenOptions {
-    /// What messages call the image.
-    pub image: String,
-    /// Open it for writing.
-    pub writable: bool,
-    /// A parent shows through where the object has nothing. Without one, zeros need no entry.
-    pub parent: bool,
-    /// Bytes of memory for map pages that can be read again.
-    pub cache_bytes: usize,
-}
-
-impl OpenOptions {
-    /// For reading an image over a parent.
-    pub fn reading(image: impl Into<String>) -> Self {
-        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
-    }
-
-    /// For writing an image over a parent.
-    pub fn writing(image: impl Into<String>) -> Self {
-        Self { writable: true, ..Self::reading(image) }
-    }
-}
 
 /// An open delta object.
 pub struct VsanSparse {
