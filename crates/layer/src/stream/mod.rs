@@ -29,7 +29,7 @@ use crate::hosted::descriptor::read_descriptor;
 use crate::hosted::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
 use crate::hosted::header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, Header};
 use crate::hosted::read_header;
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file};
 use backend::File;
 use index::Index;
 use inflate::Grains;
@@ -170,10 +170,7 @@ impl Layer for Stream {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(&self.file),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, &self.file, &self.image)
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {

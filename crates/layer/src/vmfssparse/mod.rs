@@ -40,7 +40,7 @@ pub use shrink::Shrunk;
 
 use crate::aligned::AlignedFile;
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
 use backend::File;
 use commit::Writer;
 use header::{HEADER_SIZE, Header};
@@ -173,10 +173,7 @@ impl Layer for VmfsSparse {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(self.file.file()),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, self.file.file(), &self.image)
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {

@@ -43,7 +43,7 @@ pub use layout::{BLOCK, UNIT};
 
 use crate::aligned::AlignedFile;
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use crate::{Content, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
 use backend::File;
 use commit::Writer;
 use header::Header;
@@ -156,10 +156,7 @@ impl Layer for VsanSparse {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(self.file.file()),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, self.file.file(), &self.image)
     }
 
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
