@@ -6,4 +6,6 @@ mod adopting;
 mod crashes;
 mod histories;
 mod operations;
+#[path = "../../../chain/tests/chain/random.rs"]
+mod random;
 mod world;
