@@ -8,7 +8,6 @@ mod bytes;
 mod damage;
 mod outside;
 mod shrinking;
-mod speed;
 
 struct Cowd {
     capacity: u64,
