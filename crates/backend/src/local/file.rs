@@ -197,6 +197,12 @@ impl File for LocalFile {
         }
     }
 
+    fn will_need(&self, offset: u64, length: u64) {
+        if self.mode == IoMode::Buffered {
+            will_need_call(&self.file, offset, length);
+        }
+    }
+
     fn sync(&self) -> io::Result<()> {
         // Never retried after a failure: the kernel reports a lost write once and then forgets it.
         self.file.sync_data()
@@ -307,6 +313,17 @@ fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) {
 
 #[cfg(not(target_os = "linux"))]
 fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) {}
+
+/// A hint: whoever reads meets the errors.
+#[cfg(target_os = "linux")]
+fn will_need_call(file: &std::fs::File, offset: u64, length: u64) {
+    // No length would mean all the rest.
+    let Some(length) = std::num::NonZeroU64::new(length) else { return };
+    let _ = rustix::fs::fadvise(file, offset, Some(length), rustix::fs::Advice::WillNeed);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn will_need_call(_file: &std::fs::File, _offset: u64, _length: u64) {}
 
 #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
 fn reserve_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {

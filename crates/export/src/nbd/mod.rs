@@ -14,6 +14,7 @@
 //!    the device.
 //! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
 
+mod ahead;
 pub mod handshake;
 mod inbox;
 pub mod limits;

@@ -51,8 +51,8 @@ impl Slice {
         Ok(counted as f64 / self.seconds)
     }
 
-    /// Writes or reads so many bytes, no block twice, and flushes: requests per second, the flush counted.
-    pub(super) fn run_once(&self, client: &mut Client, bytes: u64, seed: u64) -> Result<f64> {
+    /// Writes or reads so many bytes, no block twice: requests per second, without and with a flush behind them.
+    pub(super) fn run_once(&self, client: &mut Client, bytes: u64, seed: u64) -> Result<[f64; 2]> {
         let all = self.size / u64::from(self.block);
         let count = (bytes / u64::from(self.block)).clamp(1, all);
         let order = match self.pattern.random() {
@@ -62,8 +62,9 @@ impl Slice {
         let offsets = order.into_iter().take(count as usize).map(|index| u64::from(index) * u64::from(self.block));
         let began = Instant::now();
         client.run(self.depth as usize, offsets.map(|offset| self.request(offset)), |_| ())?;
+        let written = began.elapsed();
         client.flush()?;
-        Ok(count as f64 / began.elapsed().as_secs_f64())
+        Ok([written, began.elapsed()].map(|time| count as f64 / time.as_secs_f64()))
     }
 
     /// Without end: anywhere, or from some place on and round the disk.
