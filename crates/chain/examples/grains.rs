@@ -1,5 +1,5 @@
-//! What the delta formats cost: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its own, over
-//! request sizes x {sequential, random} x {read, write} x {empty, full}.
+//! What the delta formats cost: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its
+//! own, over request sizes x {sequential, random} x {read, write} x {empty, full}.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example grains [WORD]...

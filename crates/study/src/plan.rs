@@ -168,8 +168,8 @@ pub struct Settings {
     /// migrate (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
-    /// grains: measure nothing; take the latest figures of each cell from the results folder, where runs with --cell left
-    /// them
+    /// grains: measure nothing; take the latest figures of each cell from the results folder, where runs with --cell
+    /// left them
     #[arg(long, global = true)]
     pub merge: bool,
     /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick

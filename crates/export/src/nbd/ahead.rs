@@ -1,9 +1,9 @@
 //! Reading ahead for clients that read in order from a cold medium.
 //!
-//! Linux reads ahead in files. What follows on a disk may lie anywhere in several files: grains in the order in which they
-//! were written, blocks of many levels. Only who knows the disk can tell what comes next, and has it brought into the
-//! page cache while the client still waits for what it asked for. Nothing is brought as long as reads find their bytes
-//! there, and nothing where files are open past the page cache.
+//! Linux reads ahead in files. What follows on a disk may lie anywhere in several files: grains in the order in which
+//! they were written, blocks of many levels. Only who knows the disk can tell what comes next, and has it brought into
+//! the page cache while the client still waits for what it asked for. Nothing is brought as long as reads find their
+//! bytes there, and nothing where files are open past the page cache.
 
 use std::ops::Range;
 

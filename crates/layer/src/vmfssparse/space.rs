@@ -2,9 +2,9 @@
 //!
 //! 1. New places are taken from the end, so that what is written together lies together. Where grains allow it, a place
 //!    is as far from a 4 KiB border of the file as its grain is from one of the disk, and from a border of up to 64 KiB
-//!    where so much is written at once: aligned blocks of the guest stay aligned, cost one page of memory or medium each
-//!    when they are read or written again, and large ones lie in large folios. What is skipped is taken by the next
-//!    tables and small writes.
+//!    where so much is written at once: aligned blocks of the guest stay aligned, cost one page of memory or medium
+//!    each when they are read or written again, and large ones lie in large folios. What is skipped is taken by the
+//!    next tables and small writes.
 //! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and nobody can have been
 //!    told of: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
 //! 3. With direct I/O the file grows ahead of its use, since each write that makes a file longer waits for all others.

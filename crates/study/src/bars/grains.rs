@@ -2,9 +2,9 @@
 //! disks that are empty or full.
 //!
 //! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
-//! a fixed number of bytes, no block twice, each run to a fresh disk: every one of them is a first write. How they compare
-//! together with a flush behind them, most of which is the medium's time, is told beside. The others are short slices,
-//! the formats taking turns. Random requests go 16 at a time, those
+//! a fixed number of bytes, no block twice, each run to a fresh disk: every one of them is a first write. How they
+//! compare together with a flush behind them, most of which is the medium's time, is told beside. The others are short
+//! slices, the formats taking turns. Random requests go 16 at a time, those
 //! in order 4 at a time, which is what a guest's read-ahead and write-back keep up. Full disks were filled by the same
 //! requests through the same server, and nothing waits to be written back when a slice begins.
 

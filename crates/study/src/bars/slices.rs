@@ -1,8 +1,8 @@
 //! Short slices of one load on several disks in turn, so that what the machine does besides falls on all of them alike.
 //!
 //! A slice lasts a fraction of a second, its beginning does not count, and every disk gets the same requests. A figure
-//! is the median of a disk's slices, a ratio the median of the ratios within a round: long runs one after another differ
-//! by what happened in between, and on a small virtual machine that is more than what is measured.
+//! is the median of a disk's slices, a ratio the median of the ratios within a round: long runs one after another
+//! differ by what happened in between, and on a small virtual machine that is more than what is measured.
 
 use crate::error::Result;
 use crate::fio::Pattern;
