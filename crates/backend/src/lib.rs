@@ -98,6 +98,11 @@ pub trait File: Send + Sync {
         let _ = (offset, length, wait);
     }
 
+    /// Has the operating system begin to bring a range into its cache, if it caches this file.
+    fn will_need(&self, offset: u64, length: u64) {
+        let _ = (offset, length);
+    }
+
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).
     fn sync(&self) -> io::Result<()>;
 

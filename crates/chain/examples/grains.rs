@@ -1,12 +1,13 @@
-//! What the sparse formats cost: SEsparse and VMFSsparse beside a thin flat disk, each as a chain of its own, over
-//! request sizes x {sequential, random} x {read, write} x {empty, full}.
+//! What the delta formats cost: SEsparse, VMFSsparse and vsanSparse beside a thin flat disk, each as a chain of its
+//! own, over request sizes x {sequential, random} x {read, write} x {empty, full}.
 //!
 //! ```text
 //! cargo run --release -p lamina-chain --example grains [WORD]...
 //!
 //! read write sequential random empty full      only these cells
-//! flat sesparse vmfssparse                     only these formats
+//! flat sesparse vmfssparse vsansparse          only these formats
 //! 4 8 16 32 64 128 256 512                     only these sizes, in KiB
+//! direct                                       files are opened past the page cache
 //! flush                                        writes end with a flush that counts
 //! delta                                        each above an empty thin base, as a snapshot has it
 //! rounds=N threads=N mib=N capacity=N          of a cell; of each run; moved by a run; of a disk, in MiB
@@ -14,14 +15,12 @@
 //! folder=PATH                                  where the files are, instead of the system's temporary folder
 //! ```
 //!
-//! Files go through the page cache. All formats do the same requests in turn; the order of turns changes from round
+//! All formats do the same requests in turn; the order of turns changes from round
 //! to round, the first round warms up and is not counted. A figure is the median of the rounds, a ratio the median of
 //! the ratios within a round. Nothing is left to be written back when a round begins.
 //!
-//! How a disk was filled decides how Linux keeps it in memory: large aligned writes make large folios, and ext4 looks
-//! at every block of a folio for each small write into it. VMFSsparse, whose grains lie across such borders, gets
-//! smaller ones. That is what the figures of small writes to full disks show; with fill=64 all formats have the same
-//! folios.
+//! Through the page cache, how a disk was filled decides how Linux keeps it: in folios as large as the writes that made
+//! it, up to the 64 KiB at which files here are written.
 
 #![allow(clippy::unwrap_used)]
 
@@ -32,13 +31,14 @@ use layer::Layer;
 use layer::flat::{Flat, FlatOptions};
 use layer::sesparse::{self, SeSparse};
 use layer::vmfssparse::{self, CreateOptions, OpenOptions, VmfsSparse};
+use layer::vsansparse::{self, VsanSparse};
 use std::sync::Arc;
 use std::time::Instant;
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const SIZES: [u64; 8] = [4, 8, 16, 32, 64, 128, 256, 512];
-const FORMATS: [&str; 3] = ["flat", "sesparse", "vmfssparse"];
+const FORMATS: [&str; 4] = ["flat", "sesparse", "vmfssparse", "vsansparse"];
 /// Requests of one run at the most: small ones need not move as much to be measured.
 const REQUESTS_MAX: u64 = 8192;
 
@@ -76,6 +76,10 @@ impl Plan {
     /// Whether one of several is wanted: all are, unless some are named.
     fn wants(&self, all: &[&str], one: &str) -> bool {
         self.has(one) || !all.iter().any(|other| self.has(other))
+    }
+
+    fn mode(&self) -> IoMode {
+        if self.has("direct") { IoMode::Direct } else { IoMode::Buffered }
     }
 
     fn formats(&self) -> Vec<&'static str> {
@@ -119,7 +123,7 @@ struct Disk {
 impl Disk {
     fn make(directory: &LocalDirectory, format: &str, plan: &Plan) -> Self {
         let flat = |name: &str| -> Arc<dyn Layer> {
-            let file = directory.create(name, IoMode::Buffered).unwrap();
+            let file = directory.create(name, plan.mode()).unwrap();
             file.set_len(plan.capacity).unwrap();
             let options = FlatOptions { offset: 0, capacity: None, writable: true, thin: true };
             Flat::open(file, name, options).unwrap()
@@ -129,11 +133,18 @@ impl Disk {
         let top: Arc<dyn Layer> = match format {
             "flat" => flat(format),
             "sesparse" => {
-                let file = directory.create(format, IoMode::Buffered).unwrap();
+                let file = directory.create(format, plan.mode()).unwrap();
                 Arc::new(SeSparse::create(file, format, plan.capacity, sesparse::Options::default()).unwrap())
             }
+            "vsansparse" => {
+                let file: Arc<dyn File> = directory.create(format, plan.mode()).unwrap();
+                let made = vsansparse::CreateOptions { capacity: plan.capacity, id: [7; 16] };
+                vsansparse::create(Arc::clone(&file), format, &made).unwrap();
+                let options = vsansparse::OpenOptions { parent, ..vsansparse::OpenOptions::writing(format) };
+                Arc::new(VsanSparse::open(file, &options).unwrap())
+            }
             _ => {
-                let file: Arc<dyn File> = directory.create(format, IoMode::Buffered).unwrap();
+                let file: Arc<dyn File> = directory.create(format, plan.mode()).unwrap();
                 vmfssparse::create(Arc::clone(&file), format, &CreateOptions::new(plan.capacity)).unwrap();
                 Arc::new(VmfsSparse::open(file, &OpenOptions { parent, ..OpenOptions::writing(format) }).unwrap())
             }

@@ -43,8 +43,6 @@ mod proving;
 pub mod qcow2;
 mod runs;
 pub mod sesparse;
-#[cfg(test)]
-mod speed;
 pub mod stream;
 pub mod vmfssparse;
 pub mod vsansparse;

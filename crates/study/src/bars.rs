@@ -11,6 +11,7 @@ pub mod migrate;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
+mod slices;
 pub mod snapshots;
 pub mod speed;
 pub mod thin;
@@ -38,6 +39,8 @@ pub struct Setting {
     pub scratch: Scratch,
     /// The product.
     pub lamina: PathBuf,
+    /// Where earlier results lie.
+    pub results: PathBuf,
 }
 
 impl Setting {

@@ -9,7 +9,7 @@
 
 use crate::error::{Doing, Error, Result};
 use crate::random::Random;
-use std::io::{BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -31,6 +31,8 @@ const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const REPLY_TIME_MAX: Duration = Duration::from_secs(120);
 /// Most bytes in one request.
 pub const LENGTH_MAX: u32 = 4 << 20;
+/// Payloads from this length on are sent from where they lie.
+const SENT_ALONE_MIN: u32 = 32 << 10;
 /// Bytes that are stamped as one.
 const BLOCK: usize = 4096;
 /// Most bytes of one option reply.
@@ -242,7 +244,17 @@ impl Client {
                 match request {
                     Request::Write { .. } => {
                         let at = self.random.below(u64::from(LENGTH_MAX)) as usize;
-                        message.extend_from_slice(&self.content[at..at + length as usize]);
+                        let payload = &self.content[at..at + length as usize];
+                        if length < SENT_ALONE_MIN {
+                            message.extend_from_slice(payload);
+                        } else {
+                            let doing = || "sending NBD requests".to_string();
+                            self.stream.write_all(&message).doing(doing)?;
+                            message.clear();
+                            slots[slot] = Some((Instant::now(), request));
+                            self.stream.write_all(payload).doing(doing)?;
+                            continue;
+                        }
                     }
                     Request::Stamped { version, .. } => {
                         for at in (offset..offset + u64::from(length)).step_by(BLOCK) {
@@ -293,9 +305,14 @@ impl Client {
             return Err(Error::Io { what: "NBD request refused by the server".into(), source: error });
         }
         let length = if let Request::Read { length, .. } = request { length } else { 0 };
-        let copied = std::io::copy(&mut (&mut self.replies).take(u64::from(length)), &mut std::io::sink());
-        if copied.doing(doing)? != u64::from(length) {
-            return Err(Error::Answer("NBD server closed the connection in a reply".into()));
+        let mut left = length as usize;
+        while left > 0 {
+            let part = self.replies.fill_buf().doing(doing)?.len().min(left);
+            if part == 0 {
+                return Err(Error::Answer("NBD server closed the connection in a reply".into()));
+            }
+            self.replies.consume(part);
+            left -= part;
         }
         each(request, Timing { sent, answered: Instant::now() });
         Ok(slot)

@@ -149,10 +149,10 @@ pub struct Settings {
     /// Seed of layouts and loads
     #[arg(long, global = true, default_value_t = 1)]
     pub seed: u64,
-    /// Runs of each cell [default: 5, quick 3]
+    /// Runs of each cell [default: 5, quick 3]; chains and grains make N runs of 2 N - 1 rounds of short slices
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
-    /// Seconds of each run [default: 2.5, quick 1]
+    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
     /// Only this mode [default: both where a bar has two]
@@ -168,6 +168,10 @@ pub struct Settings {
     /// migrate (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
+    /// grains: measure nothing; take the latest figures of each cell from the results folder, where runs with --cell
+    /// left them
+    #[arg(long, global = true)]
+    pub merge: bool,
     /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick
     /// 1,8,32]
     #[arg(long, global = true, value_delimiter = ',')]
@@ -204,6 +208,8 @@ pub struct Plan {
     pub peers_only: bool,
     /// Parts of the names of wanted cells; empty for all.
     pub cells: Vec<String>,
+    /// Nothing is measured.
+    pub merge: bool,
     /// Snapshot depths beside 0.
     pub depths: Vec<u32>,
     /// Snapshots taken under load.
@@ -248,6 +254,7 @@ impl Settings {
             disk_size,
             peers_only: self.peers_only,
             cells: self.cell.clone(),
+            merge: self.merge,
             depths,
             snapshots: self.snapshots.unwrap_or(pick(300, 100)).clamp(10, 100_000),
             clones: self.clones.unwrap_or(pick(10_000, 1_000)).clamp(1, 1_000_000),

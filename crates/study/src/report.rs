@@ -173,9 +173,49 @@ pub fn keep(folder: &Path, study: &str, machine: &Machine, plan: &Plan, outcome:
     Ok(path)
 }
 
+/// The samples of each cell that earlier runs of a study left in the results folder, the latest of each.
+pub fn earlier(folder: &Path, study: &str) -> Result<Vec<Value>> {
+    let listed = fs::read_dir(folder).doing(|| format!("listing {}", folder.display()))?;
+    let mut paths: Vec<PathBuf> = listed.flatten().map(|entry| entry.path()).collect();
+    let name = |path: &PathBuf| path.file_name().is_some_and(|name| is_of(&name.to_string_lossy(), study));
+    paths.retain(name);
+    // Their names end with the time.
+    paths.sort();
+    let mut cells: Vec<Value> = Vec::new();
+    for path in paths {
+        let text = fs::read_to_string(&path).doing(|| format!("reading {}", path.display()))?;
+        let value: Value =
+            serde_json::from_str(&text).map_err(|e| Error::Answer(format!("{}: {e}", path.display())))?;
+        for cell in value["raw"].as_array().into_iter().flatten() {
+            cells.retain(|other| other["cell"] != cell["cell"]);
+            cells.push(cell.clone());
+        }
+    }
+    Ok(cells)
+}
+
+fn is_of(name: &str, study: &str) -> bool {
+    let stamp = name.strip_prefix(study).and_then(|rest| rest.strip_prefix('-')?.strip_suffix(".json"));
+    stamp.is_some_and(|stamp| stamp.starts_with(|c: char| c.is_ascii_digit()))
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn of_each_cell_the_latest_samples_are_taken() {
+        let folder = std::env::temp_dir().join(format!("study-earlier-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        let put = |name: &str, raw: Value| fs::write(folder.join(name), json!({ "raw": raw }).to_string()).unwrap();
+        put("grains-20260102T000000Z.json", json!([{ "cell": "a", "flat": 2 }]));
+        put("grains-20260101T000000Z.json", json!([{ "cell": "a", "flat": 1 }, { "cell": "b", "flat": 1 }]));
+        put("grains-of-something-else.json", json!([{ "cell": "b", "flat": 3 }]));
+        let found = earlier(&folder, "grains").unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(found, [json!({ "cell": "b", "flat": 1 }), json!({ "cell": "a", "flat": 2 })]);
+    }
 
     #[test]
     fn limits_are_met_at_the_limit_and_missed_beyond() {

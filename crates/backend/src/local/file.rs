@@ -14,6 +14,11 @@ use std::os::fd::{AsRawFd, RawFd};
 /// Slices in one system call (`IOV_MAX` of Linux and the BSDs).
 pub(crate) const VECTORS_MAX: usize = 1024;
 
+/// Most bytes of one write into the page cache, and what such writes are cut at. Linux keeps a fresh file in folios as
+/// large as the writes that made it, and ext4 looks at every block of a folio for each later write into it: after writes
+/// of 1 MiB, random ones of 4 KiB went at 180 MiB/s, after writes of 64 KiB at 810, and the large ones lost nothing.
+const CACHED_WRITE_MAX: u64 = 64 << 10;
+
 /// Zeros written at a time where a file system cannot punch holes.
 const ZEROS_LENGTH: usize = 256 << 10;
 
@@ -67,6 +72,30 @@ impl LocalFile {
             true => self.sync(),
             false => Ok(()),
         }
+    }
+
+    /// Writes through the page cache in pieces that end where multiples of [`CACHED_WRITE_MAX`] in the file do.
+    fn write_pieces(&self, slices: &[&[u8]], mut offset: u64) -> io::Result<()> {
+        let to_border = |offset: u64| (CACHED_WRITE_MAX - offset % CACHED_WRITE_MAX) as usize;
+        let mut piece: Vec<IoSlice<'_>> = Vec::with_capacity(slices.len());
+        let (mut gathered, mut left) = (0, to_border(offset));
+        for slice in slices {
+            let mut rest = *slice;
+            while !rest.is_empty() {
+                let (part, behind) = rest.split_at(rest.len().min(left));
+                piece.push(IoSlice::new(part));
+                rest = behind;
+                gathered += part.len() as u64;
+                left -= part.len();
+                if left == 0 {
+                    self.write_vectors(&mut piece, offset, false)?;
+                    offset += gathered;
+                    piece.clear();
+                    (gathered, left) = (0, to_border(offset));
+                }
+            }
+        }
+        self.write_vectors(&mut piece, offset, false)
     }
 
     /// What punching does where the file system has no holes.
@@ -150,6 +179,9 @@ impl File for LocalFile {
             total = total.saturating_add(slice.len() as u64);
         }
         check_range(offset, total)?;
+        if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
+            return self.write_pieces(slices, offset);
+        }
         match slices {
             [slice] => self.write_vectors(&mut [IoSlice::new(slice)], offset, durable),
             _ => {
@@ -162,6 +194,12 @@ impl File for LocalFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
             write_out_call(&self.file, offset, length, wait);
+        }
+    }
+
+    fn will_need(&self, offset: u64, length: u64) {
+        if self.mode == IoMode::Buffered {
+            will_need_call(&self.file, offset, length);
         }
     }
 
@@ -276,6 +314,17 @@ fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) {
 #[cfg(not(target_os = "linux"))]
 fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) {}
 
+/// A hint: whoever reads meets the errors.
+#[cfg(target_os = "linux")]
+fn will_need_call(file: &std::fs::File, offset: u64, length: u64) {
+    // No length would mean all the rest.
+    let Some(length) = std::num::NonZeroU64::new(length) else { return };
+    let _ = rustix::fs::fadvise(file, offset, Some(length), rustix::fs::Advice::WillNeed);
+}
+
+#[cfg(not(target_os = "linux"))]
+fn will_need_call(_file: &std::fs::File, _offset: u64, _length: u64) {}
+
 #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
 fn reserve_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {
     retry(|| rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), offset, length))
@@ -320,6 +369,27 @@ mod tests {
         let all = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
         let links = all.filter_map(|entry| std::fs::read_link(entry.path()).ok());
         links.filter(|link| link.starts_with(folder) && link.to_string_lossy().ends_with("(deleted)")).count()
+    }
+
+    #[test]
+    fn a_write_in_pieces_is_the_whole_write() {
+        let folder = std::env::temp_dir().join(format!("lamina-pieces-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let open = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(folder.join("file"));
+        let file = LocalFile::new(open.unwrap(), IoMode::Buffered);
+        let max = CACHED_WRITE_MAX as usize;
+        let bytes: Vec<u8> = (0..4 * max as u64).map(|at| (at * 31 % 251) as u8).collect();
+        let mut model = vec![0; 6 * max];
+        for (offset, cuts) in [(0, [0, max]), (512, [max - 512, max]), (max - 1, [1, 3 * max]), (2 * max, [7, 7])] {
+            let (first, rest) = bytes.split_at(cuts[0]);
+            let (second, third) = rest.split_at(cuts[1] - cuts[0].min(cuts[1]));
+            file.write_at(&[first, second, &[], third], offset as u64, false).unwrap();
+            model[offset..offset + bytes.len()].copy_from_slice(&bytes);
+            let mut found = vec![1; model.len()];
+            file.read_at(&mut found, 0).unwrap();
+            assert!(found == model, "at {offset}");
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]

@@ -3,7 +3,8 @@
 //! A session goes through phases, one file each: [`listener`] accepts it, [`handshake`] agrees on an export and on
 //! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (the words),
 //! [`options`] and [`requests`] (what a client says, judged), [`replies`] (what it is told), [`reads`] (reads under
-//! way), [`status`] (metadata contexts), [`transport`] and [`tls`] (what carries the bytes), [`limits`] (every bound).
+//! way), [`ahead`] (what streams will ask for), [`status`] (metadata contexts), [`transport`] and [`tls`] (what carries
+//! the bytes), [`limits`] (every bound).
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -14,6 +15,7 @@
 //!    the device.
 //! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
 
+mod ahead;
 pub mod handshake;
 mod inbox;
 pub mod limits;

@@ -11,6 +11,7 @@
 //! 3. The queue is dropped before the plans, and waits for what is in flight.
 
 use super::Exports;
+use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
 use super::pool::Pool;
 use super::protocol::{RequestHead, errno};
@@ -97,6 +98,7 @@ pub struct Reads<'a> {
     pending: usize,
     held: usize,
     luck: CacheLuck,
+    ahead: Ahead,
     completions: Vec<Completion>,
     armed: bool,
 }
@@ -114,6 +116,7 @@ impl<'a> Reads<'a> {
             pending: 0,
             held: 0,
             luck: CacheLuck::default(),
+            ahead: Ahead::default(),
             completions: Vec::new(),
             armed: false,
         }
@@ -136,7 +139,25 @@ impl<'a> Reads<'a> {
 
     /// Begins a read; it may be finished at once.
     pub fn begin(&mut self, ask: Ask, pool: &mut Pool) -> Option<Finished> {
-        self.plan(ask, 0, pool)
+        self.ahead.saw(ask.head.offset, ask.length as u64);
+        let finished = self.plan(ask, 0, pool);
+        if finished.is_none() {
+            self.ahead.missed();
+        }
+        self.read_ahead();
+        finished
+    }
+
+    /// Has what a stream will ask for brought into the page cache. Its places may be given to others meanwhile: then it
+    /// was in vain, and no more.
+    fn read_ahead(&mut self) {
+        let Some(range) = self.ahead.wanted(self.device.capacity()) else { return };
+        let Ok(plan) = self.device.plan_read(range.start, (range.end - range.start) as usize) else { return };
+        for segment in &plan.segments {
+            if let Segment::Media(media) = segment {
+                media.file.will_need(media.offset, media.length as u64);
+            }
+        }
     }
 
     /// Has the queue watch the socket too.

@@ -10,7 +10,6 @@ mod power_cuts;
 mod qemu;
 mod reclaim;
 mod threads;
-mod throughput;
 
 use super::{Maintenance, Options, Pace, SeSparse};
 use crate::{Content, Extent, Layer, Result};

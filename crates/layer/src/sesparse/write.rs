@@ -140,6 +140,12 @@ impl SeSparse {
     fn plan(state: &mut State, slot: u64, entries: &Range<u64>, claimed: &mut Vec<Run>) -> Step<Plan> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
+        if claimed.is_empty()
+            && let Some(pieces) = state.places(table, entries)?
+        {
+            announce(state, &pieces);
+            return Ok(Plan { table, pieces });
+        }
         state.need_backed(table_page(table, entries.start))?;
         let page = state.page(table_page(table, entries.start))?;
         let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
@@ -253,6 +259,28 @@ impl SeSparse {
             self.write_places(Run { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
         }
         Ok(())
+    }
+}
+
+impl State {
+    /// Where the grains of these entries are, if all of them have places: the usual case, without a copy or a change.
+    fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<Piece>>> {
+        let key = table_page(table, entries.start);
+        let readable = self.readable;
+        let page = self.cache.get(key).ok_or(Need::Page(key))?;
+        let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
+        let mut pieces: Vec<Piece> = Vec::with_capacity(1);
+        for (first, raw) in (0..).zip(words) {
+            let Some(Entry::Data(Grain(place))) = Entry::decode(raw) else { return Ok(None) };
+            if place >= readable {
+                return Ok(None);
+            }
+            match pieces.last_mut() {
+                Some(last) if last.place.end() == place => last.place.count += 1,
+                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new: false }),
+            }
+        }
+        Ok(Some(pieces))
     }
 }
 

@@ -1,8 +1,10 @@
 //! Where new grains and tables go.
 //!
 //! 1. New places are taken from the end, so that what is written together lies together. Where grains allow it, a place
-//!    is as far from a 4 KiB border of the file as its grain is from one of the disk: aligned blocks of the guest stay
-//!    aligned, and cost one page of memory or medium each when they are read or written again.
+//!    is as far from a 4 KiB border of the file as its grain is from one of the disk, and from a border of up to 64 KiB
+//!    where so much is written at once: aligned blocks of the guest stay aligned, cost one page of memory or medium
+//!    each when they are read or written again, and large ones lie in large folios. What is skipped is taken by the
+//!    next tables and small writes.
 //! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and nobody can have been
 //!    told of: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
 //! 3. With direct I/O the file grows ahead of its use, since each write that makes a file longer waits for all others.
@@ -15,6 +17,9 @@ use std::collections::BTreeMap;
 /// Sectors of a page.
 pub(super) const ALIGNMENT: u64 = 8;
 
+/// Largest border that places keep their distance to: as far as writes are cut apart below anyway.
+const ALIGNMENT_MAX: u64 = 128;
+
 /// Sectors by which a file in direct mode grows at a time: 16 MiB.
 const GROWTH: u64 = 32 << 10;
 
@@ -23,6 +28,11 @@ const HOLES_MAX: usize = 1 << 18;
 
 /// Holes looked at before a new place is taken from the end.
 const PROBES_MAX: usize = 32;
+
+/// The border that matters for so many sectors at once.
+fn alignment(sectors: u64) -> u64 {
+    1 << sectors.clamp(ALIGNMENT, ALIGNMENT_MAX).ilog2()
+}
 
 /// Consecutive sectors of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,7 +64,8 @@ impl Space {
 
     /// Takes `sectors` sectors in one piece for what stands at sector `lba` of the disk.
     pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
-        let skip = lba.wrapping_sub(self.free) % ALIGNMENT;
+        let alignment = alignment(sectors);
+        let skip = lba.wrapping_sub(self.free) % alignment;
         if !self.holes.is_empty()
             && (sectors >= ALIGNMENT || skip != 0)
             && let Some(place) = self.take_hole(sectors, lba)
@@ -95,8 +106,9 @@ impl Space {
 
     /// Takes `sectors` sectors out of a hole, if one of the lowest has room for them.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
+        let alignment = alignment(sectors);
         let fitting = self.holes.iter().take(PROBES_MAX).find_map(|(&start, &length)| {
-            let skip = if sectors < ALIGNMENT { 0 } else { lba.wrapping_sub(start) % ALIGNMENT };
+            let skip = if sectors < ALIGNMENT { 0 } else { lba.wrapping_sub(start) % alignment };
             (length >= skip + sectors).then_some((start, length, skip))
         });
         let (start, length, skip) = fitting?;

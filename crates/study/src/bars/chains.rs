@@ -7,14 +7,15 @@
 //! each other is the noise of the machine.
 
 use super::layout::{Spread, snapshot_name};
+use super::slices::{self, Slice, share};
 use super::{BLOCK, Setting, no_cell, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::{Error, Result};
-use crate::fio::{self, Job, Length, Pattern};
+use crate::fio::Pattern;
 use crate::nbd::{Client, Request};
 use crate::report::{Bar, Finding, Outcome};
+use crate::scratch;
 use crate::statistics::{median, ratio};
-use crate::{process, scratch};
 use serde_json::{Value, json};
 
 const BAR: Bar = Bar::Vmdk(3);
@@ -134,31 +135,27 @@ fn measure_cell(
     depth: u32,
 ) -> Result<Vec<Vec<f64>>> {
     let plan = &setting.plan;
+    let slice =
+        Slice { pattern: Pattern::RandomRead, block: BLOCK as u32, depth, size, seconds: slices::seconds(plan) };
+    let connect = |(disk, _): &(String, String)| {
+        let endpoint = datastore.endpoint(disk);
+        Client::connect(&endpoint.socket, &endpoint.export)
+    };
+    let mut clients = disks.iter().map(connect).collect::<Result<Vec<_>>>()?;
     let mut rates = vec![Vec::new(); disks.len()];
-    for run in 0..plan.runs as usize {
+    for round in 0..slices::rounds(plan) {
         for turn in 0..disks.len() {
-            let side = (turn + run) % disks.len();
-            process::go_on()?;
-            let job = Job {
-                pattern: Pattern::RandomRead,
-                block: BLOCK as u32,
-                depth,
-                flush_each: false,
-                length: Length::Time { seconds: plan.seconds, ramp: plan.ramp },
-                size,
-                seed: plan.seed + run as u64,
-            };
-            rates[side].push(fio::run(&setting.scratch, &datastore.endpoint(&disks[side].0), &job)?.rate);
+            let side = (turn + round) % disks.len();
+            rates[side].push(slice.run(&mut clients[side], plan.seed + round as u64)?);
         }
     }
     Ok(rates)
 }
 
 fn judge(state: &State, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
-    let base = median(&rates[0]);
-    outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), base, "/s"));
-    for ((disk, format), rates) in disks.iter().zip(rates).skip(1) {
-        let share = ratio(median(rates), base);
+    outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
+    for ((disk, format), of) in disks.iter().zip(rates).skip(1) {
+        let share = share(of, &rates[0]);
         outcome.findings.push(if disk == OTHER_BASE {
             Finding::note(BAR, format!("{cell}, another flat disk: share (noise)"), share, "")
         } else {

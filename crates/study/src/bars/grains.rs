@@ -2,19 +2,24 @@
 //! disks that are empty or full.
 //!
 //! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
-//! a fixed number of bytes, no block twice, with a flush at the end that counts, each run to a fresh disk: every one of
-//! them is a first write. The others last a set time. Random requests go 16 at a time, those in order 4 at a time,
-//! which is what a guest's read-ahead and write-back keep up.
+//! a fixed number of bytes, no block twice, each run to a fresh disk: every one of them is a first write. How they
+//! compare together with a flush behind them, most of which is the medium's time, is told beside. The others are short
+//! slices, the formats taking turns. Random requests go 16 at a time, those
+//! in order 4 at a time, which is what a guest's read-ahead and write-back keep up. Full disks were filled by the same
+//! requests through the same server, and nothing waits to be written back when a slice begins.
 
+use super::slices::{self, Slice, share};
 use super::{Setting, fill, no_cell, say};
 use crate::datastore::{Datastore, Serving};
-use crate::error::Result;
-use crate::fio::{self, Job, Length, Pattern};
+use crate::error::{Error, Result};
+use crate::fio::Pattern;
+use crate::nbd::Client;
 use crate::plan::Mode;
-use crate::report::{Bar, Finding, Outcome, figure, table};
-use crate::scratch;
-use crate::statistics::{median, ratio};
-use serde_json::{Value, json};
+use crate::report::{self, Bar, Finding, Outcome, figure, table};
+use crate::statistics::median;
+use crate::{process, scratch};
+use serde_json::{Map, Value, json};
+use std::time::Duration;
 
 const BAR: Bar = Bar::Vmdk(4);
 /// Least share of the flat disk's rate for requests in order ...
@@ -23,8 +28,20 @@ const SEQUENTIAL_SHARE_MIN: f64 = 0.9;
 const RANDOM_SHARE_MIN: f64 = 0.8;
 /// "Never worse than VMFSsparse", as far as two equal disks can be told apart on a noisy machine.
 const VMFSSPARSE_SHARE_MIN: f64 = 0.95;
-/// The disk's size divided by this is written to an empty one.
-const EMPTY_PART: u64 = 4;
+/// The disk's size divided by this is written to an empty one ...
+const EMPTY_PART: u64 = 8;
+/// ... by this many requests at the most.
+const EMPTY_REQUESTS_MAX: u64 = 16 << 10;
+
+/// How long a client that left may still count as one.
+const LEAVING_PAUSE: Duration = Duration::from_millis(5);
+const LEAVING_PAUSES: u32 = 200;
+
+/// Under this the results keep rates with a flush.
+const FLUSHED: &str = "with a flush";
+
+/// Of each side, of each round.
+type Rates = Vec<Vec<f64>>;
 
 const FLAT: usize = 0;
 const VMFSSPARSE: usize = 1;
@@ -92,6 +109,40 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     if cells.is_empty() {
         return Err(no_cell(plan, &all.iter().map(|cell| cell.name.as_str()).collect::<Vec<_>>()));
     }
+    let raw = if plan.merge { report::earlier(&setting.results, "grains")? } else { run(setting, &cells)? };
+    let mut outcome = Outcome::default();
+    let mut rows = Vec::new();
+    for cell in cells {
+        let Some(found) = raw.iter().find(|found| found["cell"] == cell.name.as_str()) else {
+            return Err(Error::Answer(format!("no results of {}: measure it first", cell.name)));
+        };
+        let rates = by_side(found);
+        judge(cell, &rates, &mut outcome);
+        if cell.first_writes() {
+            let flushed = by_side(&found[FLUSHED]);
+            let what = format!("{} with a flush: SEsparse's share of flat", cell.name);
+            outcome.findings.push(Finding::note(BAR, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
+        }
+        let mut row = vec![cell.name.clone()];
+        row.extend(rates.iter().map(|rates| figure(median(rates) * f64::from(cell.block) / f64::from(1 << 20))));
+        row.extend([VMFSSPARSE, SESPARSE].map(|side| figure(share(&rates[side], &rates[FLAT]))));
+        row.push(figure(share(&rates[SESPARSE], &rates[VMFSSPARSE])));
+        rows.push(row);
+    }
+    let head =
+        ["cell (MiB/s)", "flat", "vmfssparse", "sesparse", "vmfssparse/flat", "sesparse/flat", "sesparse/vmfssparse"];
+    println!("{}", table(&head, &rows));
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}
+
+fn by_side(found: &Value) -> [Vec<f64>; 3] {
+    SIDES.map(|(word, _)| found[word].as_array().into_iter().flatten().filter_map(Value::as_f64).collect())
+}
+
+/// The rates of each side in these cells.
+fn run(setting: &Setting, cells: &[&Cell]) -> Result<Vec<Value>> {
+    let plan = &setting.plan;
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "grains")?;
     for side in 0..SIDES.len() {
         create(&datastore, &disk("full", side), side, plan.disk_size)?;
@@ -105,67 +156,109 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             fill(&datastore.endpoint(&disk("full", side)), plan.disk_size)?;
         }
     }
-    let mut outcome = Outcome::default();
-    let (mut rows, mut raw) = (Vec::new(), Vec::new());
+    let mut raw = Vec::new();
     for cell in cells {
         say(&cell.name);
-        let rates = measure_cell(setting, &datastore, mode, cell)?;
-        let medians: Vec<f64> = rates.iter().map(|all| median(all)).collect();
-        judge(cell, &medians, &mut outcome);
-        let mut row = vec![cell.name.clone()];
-        row.extend(medians.iter().map(|rate| figure(rate * f64::from(cell.block) / f64::from(1 << 20))));
-        row.extend([VMFSSPARSE, SESPARSE].map(|side| figure(ratio(medians[side], medians[FLAT]))));
-        row.push(figure(ratio(medians[SESPARSE], medians[VMFSSPARSE])));
-        rows.push(row);
-        raw.push(json!({ "cell": cell.name, "flat": rates[0], "vmfssparse": rates[1], "sesparse": rates[2] }));
+        let (rates, flushed) = match cell.first_writes() {
+            true => measure_first_writes(setting, &datastore, cell)?,
+            false => (measure_slices(setting, &datastore, mode, cell)?, Vec::new()),
+        };
+        let by_side = |rates: &[Vec<f64>]| {
+            SIDES.iter().zip(rates).map(|((word, _), rates)| (word.to_string(), json!(rates))).collect::<Map<_, _>>()
+        };
+        let mut found = by_side(&rates);
+        found.insert("cell".into(), json!(cell.name));
+        found.insert(FLUSHED.into(), Value::Object(by_side(&flushed)));
+        raw.push(Value::Object(found));
     }
-    let head =
-        ["cell (MiB/s)", "flat", "vmfssparse", "sesparse", "vmfssparse/flat", "sesparse/flat", "sesparse/vmfssparse"];
-    println!("{}", table(&head, &rows));
     server.service.stop()?;
-    outcome.raw = Value::Array(raw);
-    Ok(outcome)
+    Ok(raw)
 }
 
-fn measure_cell(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &Cell) -> Result<Vec<Vec<f64>>> {
+/// Deletes a disk once the server has seen its client leave.
+fn delete(datastore: &Datastore, name: &str) -> Result<()> {
+    for _ in 0..LEAVING_PAUSES {
+        if datastore.delete(name).is_ok() {
+            return Ok(());
+        }
+        process::pause(LEAVING_PAUSE)?;
+    }
+    datastore.delete(name)
+}
+
+fn slice(setting: &Setting, cell: &Cell) -> Slice {
+    Slice {
+        pattern: cell.pattern,
+        block: cell.block,
+        depth: if cell.pattern.random() { 16 } else { 4 },
+        size: setting.plan.disk_size,
+        seconds: slices::seconds(&setting.plan),
+    }
+}
+
+/// One fresh disk after another.
+fn measure_first_writes(setting: &Setting, datastore: &Datastore, cell: &Cell) -> Result<(Rates, Rates)> {
     let plan = &setting.plan;
-    let mut rates = vec![Vec::new(); SIDES.len()];
-    for run in 0..plan.runs as usize {
+    let slice = slice(setting, cell);
+    let bytes = (plan.disk_size / EMPTY_PART).min(EMPTY_REQUESTS_MAX * u64::from(cell.block));
+    let (mut rates, mut flushed) = (vec![Vec::new(); SIDES.len()], vec![Vec::new(); SIDES.len()]);
+    for run in 0..slices::rounds(plan) {
         for turn in 0..SIDES.len() {
             let side = (turn + run) % SIDES.len();
-            let mut name = disk(if cell.full { "full" } else { "empty" }, side);
-            let mut length = Length::Time { seconds: plan.seconds, ramp: plan.ramp };
-            if cell.first_writes() {
-                name = "fresh".to_string();
-                create(datastore, &name, side, plan.disk_size)?;
-                length = Length::Bytes(plan.disk_size / EMPTY_PART);
-            }
+            create(datastore, "fresh", side, plan.disk_size)?;
             setting.scratch.settle()?;
-            match mode {
-                Mode::Direct => scratch::drop_cached(datastore.path())?,
-                Mode::Buffered if cell.pattern.writes() => {}
-                Mode::Buffered => scratch::warm(&datastore.images(&name))?,
+            let mut client = connect(datastore, "fresh")?;
+            let [without, with] = slice.run_once(&mut client, bytes, plan.seed + run as u64)?;
+            rates[side].push(without);
+            flushed[side].push(with);
+            drop(client);
+            delete(datastore, "fresh")?;
+        }
+    }
+    Ok((rates, flushed))
+}
+
+fn measure_slices(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &Cell) -> Result<Rates> {
+    let plan = &setting.plan;
+    let slice = slice(setting, cell);
+    let names = [FLAT, VMFSSPARSE, SESPARSE].map(|side| disk(if cell.full { "full" } else { "empty" }, side));
+    let mut clients = Vec::new();
+    for name in &names {
+        clients.push(connect(datastore, name)?);
+        if mode == Mode::Buffered && !cell.pattern.writes() {
+            scratch::warm(&datastore.images(name))?;
+        }
+    }
+    setting.scratch.settle()?;
+    let mut rates = vec![Vec::new(); SIDES.len()];
+    // The first round is not counted: whatever is done once is done in it.
+    for round in 0..=slices::rounds(plan) {
+        for turn in 0..SIDES.len() {
+            let side = (turn + round) % SIDES.len();
+            if cell.pattern.writes() {
+                setting.scratch.settle()?;
             }
-            let job = Job {
-                pattern: cell.pattern,
-                block: cell.block,
-                depth: if cell.pattern.random() { 16 } else { 4 },
-                flush_each: false,
-                length,
-                size: plan.disk_size,
-                seed: plan.seed + run as u64,
-            };
-            rates[side].push(fio::run(&setting.scratch, &datastore.endpoint(&name), &job)?.rate);
-            if cell.first_writes() {
-                datastore.delete(&name)?;
+            if mode == Mode::Direct {
+                scratch::drop_cached(&datastore.images(&names[side]))?;
+            }
+            let rate = slice.run(&mut clients[side], plan.seed + round as u64)?;
+            if round > 0 {
+                rates[side].push(rate);
             }
         }
     }
+    // Nothing of this cell is left to be done in the next.
+    clients.iter_mut().try_for_each(|client| if cell.pattern.writes() { client.flush() } else { Ok(()) })?;
     Ok(rates)
 }
 
-fn judge(cell: &Cell, medians: &[f64], outcome: &mut Outcome) {
-    let share = |side: usize, of: usize| ratio(medians[side], medians[of]);
+fn connect(datastore: &Datastore, name: &str) -> Result<Client> {
+    let endpoint = datastore.endpoint(name);
+    Client::connect(&endpoint.socket, &endpoint.export)
+}
+
+fn judge(cell: &Cell, rates: &[Vec<f64>; 3], outcome: &mut Outcome) {
+    let share = |side: usize, of: usize| share(&rates[side], &rates[of]);
     outcome.findings.extend([
         Finding::at_least(
             BAR,

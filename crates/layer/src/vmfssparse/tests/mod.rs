@@ -3,12 +3,12 @@
 use super::*;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
 mod bytes;
 mod damage;
 mod outside;
 mod shrinking;
-mod speed;
 
 struct Cowd {
     capacity: u64,
@@ -96,4 +96,34 @@ fn power_cuts_lose_nothing_that_was_flushed() {
         let subject = &SUBJECTS[seed as usize % SUBJECTS.len()];
         Trial::new(subject, seed, mode(seed)).run_with_cuts(60, 3);
     }
+}
+
+#[test]
+fn large_writes_keep_their_distance_to_large_borders_and_waste_nothing() {
+    const PIECE: u64 = 64 << 10;
+    let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+    let file = disk.directory().create("f", IoMode::Buffered).unwrap();
+    let subject = Cowd { capacity: 32 * 4096, grain: 1, cache_bytes: CACHE_BYTES };
+    subject.create(Arc::clone(&file)).unwrap();
+    let layer = subject.open(Arc::clone(&file), true).unwrap();
+    let bytes = vec![7; PIECE as usize];
+    // Every other one, so that many tables come between them, then the rest with small ones before.
+    for start in (0..layer.capacity()).step_by(2 * PIECE as usize) {
+        layer.write(start, &[&bytes]).unwrap();
+    }
+    for start in (PIECE..layer.capacity()).step_by(2 * PIECE as usize) {
+        layer.write(start, &[&bytes[..4096]]).unwrap();
+    }
+    let mut found = Vec::new();
+    layer.map(0..layer.capacity(), usize::MAX, &mut found).unwrap();
+    for extent in found.iter().filter(|extent| extent.length >= PIECE) {
+        let Content::Data { offset, .. } = extent.content else { continue };
+        assert_eq!(offset % PIECE, extent.start % PIECE, "{extent:?}");
+    }
+    let data = layer.capacity() / 2 + layer.capacity() / (2 * PIECE) * 4096;
+    let tables = 32 * 16 * 1024;
+    assert!(
+        layer.writer().unwrap().space.lock().free() * SECTOR <= data + tables + 2 * PIECE,
+        "what is skipped is used"
+    );
 }

@@ -9,7 +9,6 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 mod bytes;
 mod damage;
 mod recovery;
-mod speed;
 
 struct Vsan {
     capacity: u64,
