@@ -108,6 +108,11 @@ pub trait Device: Send + Sync {
     /// durable on return. May wait while the write buffer is full.
     fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()>;
 
+    /// How full the write buffer is, in percent: whoever works in the background lets it empty first.
+    fn pressure(&self) -> u32 {
+        0
+    }
+
     /// Gives a range back: it reads as zeros afterwards.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()>;
 

@@ -266,6 +266,10 @@ impl Device for SwitchedDevice {
         self.writer()?.device.write(offset, data, length, fua)
     }
 
+    fn pressure(&self) -> u32 {
+        self.switch.enter().device.pressure()
+    }
+
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.writer()?.device.discard(offset, length, fua)
     }

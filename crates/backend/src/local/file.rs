@@ -300,19 +300,21 @@ fn read_cached_call(_file: &std::fs::File, _buffer: &mut [u8], _offset: u64) -> 
 }
 
 #[cfg(target_os = "linux")]
-fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) {
+pub(super) fn write_out_call(file: &std::fs::File, offset: u64, length: u64, wait: bool) -> bool {
     let flags = match wait {
         true => libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER,
         false => libc::SYNC_FILE_RANGE_WRITE,
     };
-    let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) else { return };
+    let (Ok(offset), Ok(length)) = (i64::try_from(offset), i64::try_from(length)) else { return false };
     // SAFETY: a system call on a descriptor that is open for as long as `file` is borrowed; it touches no memory.
     // Its outcome does not matter: errors of the medium are kept for, and told by, the next flush.
-    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) };
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, length, flags) == 0 }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) {}
+fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool) -> bool {
+    false
+}
 
 /// A hint: whoever reads meets the errors.
 #[cfg(target_os = "linux")]

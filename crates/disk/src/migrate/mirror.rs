@@ -36,13 +36,23 @@ use store::{Error, ErrorKind, Result};
 
 /// Bytes that one step of the copier moves, at the most and where steps turn out slow.
 pub const STEP_MAX: u64 = 256 << 10;
-const STEP_MIN: u64 = 32 << 10;
+///
+/// No less than what a native target takes past its write buffer: a smaller step would wait, again and again, for room in
+/// a buffer that the guest's own writes fill.
+const STEP_MIN: u64 = 128 << 10;
 /// A step that takes longer is followed by a smaller one.
 const STEP_TIME: Duration = Duration::from_millis(10);
 /// Bytes that the cursor passes at once where there is nothing to do.
 const PASS_MAX: u64 = 64 << 20;
-/// Bytes after which what was copied is made durable, so that no flush ever finds much of it left.
-const CHECKPOINT: u64 = 8 << 20;
+/// Bytes after which what was copied is made durable, so that no flush ever finds much of it left. A native target puts
+/// what guests have in its write buffer into its journal each time, and writes it home once more later.
+const CHECKPOINT: u64 = 32 << 20;
+/// How full the target's write buffer may be, in percent, before the copier leaves the target to guests.
+const PRESSURE_MAX: u32 = 25;
+/// Between two looks whether it has emptied.
+const PRESSURE_PAUSE: Duration = Duration::from_millis(2);
+/// Bytes per second that the copier comes to, on the whole, however full the buffer stays: it ends.
+const RATE_MIN: u64 = 32 << 20;
 /// Largest part of a discard that holds its range at once.
 const DISCARD_STEP: u64 = 16 << 20;
 /// Extents asked for at a time.
@@ -188,6 +198,7 @@ impl MirrorDevice {
     /// Copies what is marked, front to back, and from then on keeps both copies alike. Once only.
     pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
         let mut throttle = Throttle::new(progress);
+        let began = Instant::now();
         let mut copied = Copied::default();
         let (mut step, mut unflushed) = (STEP_MAX, 0);
         let marked = self.work.bytes();
@@ -224,10 +235,24 @@ impl MirrorDevice {
             }
             progress.update(copied.read, marked.max(copied.read));
             throttle.wait(length)?;
+            self.give_way(began, copied.read, progress)?;
         }
         self.check()?;
         progress.update(copied.read, copied.read);
         Ok(copied)
+    }
+
+    /// Leaves the target to guests while they fill its write buffer, unless the copier has fallen behind by that.
+    fn give_way(&self, began: Instant, copied: u64, progress: &dyn Progress) -> Result<()> {
+        let due = Duration::from_secs_f64(copied as f64 / RATE_MIN as f64);
+        while self.target.pressure() > PRESSURE_MAX && began.elapsed() < due {
+            std::thread::sleep(PRESSURE_PAUSE);
+            self.check()?;
+            if progress.cancelled() {
+                return Err(stopped());
+            }
+        }
+        Ok(())
     }
 
     /// Moves the cursor over what is not marked.

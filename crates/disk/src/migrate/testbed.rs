@@ -4,7 +4,7 @@ use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusEx
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use parking_lot::Mutex;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use store::{Error, ErrorKind, Result};
 
@@ -67,6 +67,9 @@ pub(super) struct MemoryDevice {
     pub fail_after: AtomicU64,
     pub changes: AtomicU64,
     pub flushes: AtomicU64,
+    /// What it says of its write buffer, and how often it was asked.
+    pub pressure: AtomicU32,
+    pub pressure_asked: AtomicU64,
 }
 
 impl MemoryDevice {
@@ -84,6 +87,8 @@ impl MemoryDevice {
             fail_after: AtomicU64::new(u64::MAX),
             changes: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
+            pressure: AtomicU32::new(0),
+            pressure_asked: AtomicU64::new(0),
         })
     }
 
@@ -150,6 +155,11 @@ impl Device for MemoryDevice {
         let skip = (offset % BLOCK_SIZE as u64) as usize;
         self.change(offset, length as u64, Some(&data[skip..skip + length]))?;
         if fua { self.flush() } else { Ok(()) }
+    }
+
+    fn pressure(&self) -> u32 {
+        self.pressure_asked.fetch_add(1, Ordering::SeqCst);
+        self.pressure.load(Ordering::SeqCst)
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {

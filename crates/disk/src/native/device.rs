@@ -183,6 +183,10 @@ impl Device for NativeDevice {
         self.finish(fua)
     }
 
+    fn pressure(&self) -> u32 {
+        self.engine.buffer_percent()
+    }
+
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.write_zeroes(offset, length, self.thick, fua)
     }

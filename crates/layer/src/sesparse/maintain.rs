@@ -7,8 +7,8 @@ use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Longest rest after one step.
-const REST_MAX: Duration = Duration::from_millis(500);
+/// Longest rest after one step: enough for the share to hold after a commit whose flushes took a tenth of a second.
+const REST_MAX: Duration = Duration::from_secs(2);
 /// Rests are cut so, to notice that the work is not wanted any more.
 const REST_PART: Duration = Duration::from_millis(20);
 

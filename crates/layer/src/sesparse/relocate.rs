@@ -25,6 +25,9 @@ use std::time::Duration;
 
 /// Between two looks whether old writers are done.
 const QUIET_PAUSE: Duration = Duration::from_micros(200);
+/// Bytes cut off a file at a time. The file system holds the file while it discards them, and a guest's write to it
+/// waits.
+const CUT_STEP: u64 = 16 << 20;
 
 /// A grain that is to move, or to be looked at, and the entry that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,14 +181,25 @@ impl SeSparse {
 
     /// Cuts off the file what is free at its end. Returns how many bytes.
     pub(super) fn cut_end(&self) -> Result<u64> {
+        let mut cut = 0;
+        // Looked at again for each step: the file may grow between two of them.
+        while let step @ 1.. = self.cut_step()? {
+            cut += step;
+        }
+        Ok(cut)
+    }
+
+    fn cut_step(&self) -> Result<u64> {
         let _no_growth = self.length.lock();
         let Some(end) = self.settle(State::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
-        if length > bytes {
-            self.file.set_len(bytes).during(|| format!("cutting {} to {bytes} bytes", self.name))?;
+        let shorter = bytes.max(length.saturating_sub(CUT_STEP));
+        if length <= shorter {
+            return Ok(0);
         }
-        Ok(length.saturating_sub(bytes))
+        self.file.set_len(shorter).during(|| format!("cutting {} to {shorter} bytes", self.name))?;
+        Ok(length - shorter)
     }
 }
 

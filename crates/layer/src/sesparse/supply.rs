@@ -163,7 +163,11 @@ impl SeSparse {
         }
         let longer = (length + GROWTH).min(limit);
         let bytes = self.grain_offset(Grain(longer))?;
-        self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
+        // While its end is being cut, it may be long enough still.
+        let present = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
+        if present < bytes {
+            self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
+        }
         let mut state = self.state.lock();
         state.space.length = longer;
         state.readable = state.readable.max(longer);

@@ -55,6 +55,16 @@ fn is_whole(engine: &Engine) {
 }
 
 #[test]
+fn how_full_the_buffer_is_can_be_asked() {
+    let (_disk, engine) = made();
+    assert_eq!(engine.buffer_percent(), 0);
+    (0..64).for_each(|block| write(&engine, block * 2, 1));
+    assert_eq!(engine.buffer_percent(), 25);
+    engine.flush().unwrap();
+    assert_eq!(engine.buffer_percent(), 0);
+}
+
+#[test]
 fn what_is_left_of_the_map_is_known_after_a_restart() {
     let (disk, mut engine) = made();
     for round in 0..4 {

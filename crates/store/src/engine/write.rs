@@ -143,6 +143,12 @@ impl Engine {
         }
     }
 
+    /// How full the write buffer is.
+    pub fn buffer_percent(&self) -> u32 {
+        let limit = (self.options.write_buffer / BLOCK_SIZE).max(1) as u64;
+        (self.buffered.load(Ordering::Acquire) * 100 / limit).min(100) as u32
+    }
+
     fn wait_for_room(&self, blocks: u64) -> Result<()> {
         let limit = (self.options.write_buffer / BLOCK_SIZE) as u64;
         let before = self.buffered.fetch_add(blocks, Ordering::AcqRel);

@@ -216,6 +216,22 @@ fn a_flush_after_settling_covers_both() {
     assert!(target.durable()[5000..5100] == [8; 100] && source.durable()[5000..5100] == [8; 100]);
 }
 
+#[test]
+fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
+    let (source, target) = (MemoryDevice::new(content(4, 100)), MemoryDevice::new(vec![0; CAPACITY]));
+    let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
+    target.pressure.store(100, Ordering::SeqCst);
+    mirror.mark_data(&NoProgress).unwrap();
+    mirror.copy(&NoProgress).unwrap();
+    assert!(target.bytes() == source.bytes());
+    assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "nobody asked how the target is doing");
+    // Who stops it does not wait until the copier is behind either.
+    let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
+    mirror.mark_data(&NoProgress).unwrap();
+    let stopped = mirror.copy(&Throttled { progress: &CancelAfter(AtomicU64::new(4)), rate: 0 });
+    assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
+}
+
 /// Cancels after a while.
 struct CancelAfter(AtomicU64);
 
@@ -251,7 +267,7 @@ fn the_rate_is_kept() {
 
 #[test]
 fn a_request_waits_for_one_step_and_not_for_the_copier() {
-    // 10 ms for each change of the target: steps are as small as they get, and the copier takes some hundred of them.
+    // 10 ms for each change of the target: steps are as small as they get, and the copier takes some thirty of them.
     const LARGE: usize = 4 << 20;
     let source = MemoryDevice::new(vec![7; LARGE]);
     let target = MemoryDevice::slow(vec![0; LARGE], Duration::from_millis(10));
