@@ -64,11 +64,19 @@ impl Space {
 
     /// Takes `sectors` sectors in one piece for what stands at sector `lba` of the disk.
     pub(super) fn take(&mut self, file: &dyn File, sectors: u64, lba: u64) -> Result<u64> {
-        let alignment = alignment(sectors);
+        self.take_at(file, sectors, lba, alignment(sectors))
+    }
+
+    /// Takes `sectors` sectors that begin on the border of a page, for a table.
+    pub(super) fn take_pages(&mut self, file: &dyn File, sectors: u64) -> Result<u64> {
+        self.take_at(file, sectors, 0, ALIGNMENT)
+    }
+
+    fn take_at(&mut self, file: &dyn File, sectors: u64, lba: u64, alignment: u64) -> Result<u64> {
         let skip = lba.wrapping_sub(self.free) % alignment;
         if !self.holes.is_empty()
             && (sectors >= ALIGNMENT || skip != 0)
-            && let Some(place) = self.take_hole(sectors, lba)
+            && let Some(place) = self.take_hole_at(sectors, lba, alignment)
         {
             return Ok(place);
         }
@@ -106,7 +114,10 @@ impl Space {
 
     /// Takes `sectors` sectors out of a hole, if one of the lowest has room for them.
     pub(super) fn take_hole(&mut self, sectors: u64, lba: u64) -> Option<u64> {
-        let alignment = alignment(sectors);
+        self.take_hole_at(sectors, lba, ALIGNMENT)
+    }
+
+    fn take_hole_at(&mut self, sectors: u64, lba: u64, alignment: u64) -> Option<u64> {
         let fitting = self.holes.iter().take(PROBES_MAX).find_map(|(&start, &length)| {
             let skip = if sectors < ALIGNMENT { 0 } else { lba.wrapping_sub(start) % alignment };
             (length >= skip + sectors).then_some((start, length, skip))

@@ -167,7 +167,7 @@ impl VmfsSparse {
             return Ok(());
         }
         let mut space = writer.space.lock();
-        let place = space.take(self.file.file().as_ref(), TABLE_SECTORS, 0);
+        let place = space.take_pages(self.file.file().as_ref(), TABLE_SECTORS);
         let place = place.map_err(|error| error.context(&self.image))?;
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
