@@ -11,9 +11,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// Grains looked at for one batch; one page of the backmap.
 const BATCH: u64 = PAGE_ENTRIES / 2;
-/// Batches between two commits. What a commit costs guests is not the moving: its flushes write out whatever they have
-/// dirtied in the file since the last one.
-const BATCHES: u64 = 64;
+/// Batches between two commits: their flushes cost more than the moving.
+const BATCHES: u64 = 16;
 /// Times that the end of the file is gone through.
 const PASSES: usize = 3;
 
