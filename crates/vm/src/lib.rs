@@ -1,0 +1,23 @@
+//! Virtual machines: QEMU processes on disks of a datastore, and their clones.
+//!
+//! ```text
+//! definition   what a machine is: machine.toml
+//! identity     UUIDs and network addresses
+//! qmp          the protocol to QEMU and to the guest agent
+//! qemu         the QEMU found here: features, command lines, processes
+//! ```
+//!
+//! What holds:
+//!
+//! 1. A machine's process is its own: it goes on when we end or are killed, and is found again.
+//! 2. Nobody restarts a guest behind its user's back.
+//! 3. Features of QEMU are asked for, not concluded from versions.
+
+#![forbid(unsafe_code)]
+
+pub mod definition;
+pub mod identity;
+pub mod qemu;
+pub mod qmp;
+
+pub use backend::{Error, ErrorKind, Result};
