@@ -1,9 +1,11 @@
 //! Virtual machines: QEMU processes on disks of a datastore, and their clones.
 //!
 //! ```text
+//! disks        what machines need of a datastore
 //! definition   what a machine is: machine.toml
 //! identity     UUIDs and network addresses
 //! qmp          the protocol to QEMU and to the guest agent
+//! agent        the agent inside the guest
 //! qemu         the QEMU found here: features, command lines, processes
 //! ```
 //!
@@ -15,7 +17,9 @@
 
 #![forbid(unsafe_code)]
 
+pub mod agent;
 pub mod definition;
+pub mod disks;
 pub mod identity;
 pub mod qemu;
 pub mod qmp;

@@ -60,6 +60,11 @@ impl RunFolder {
         self.0.join("agent.sock")
     }
 
+    /// The file that QEMU holds locked while it lives.
+    pub fn pid_file(&self) -> PathBuf {
+        self.0.join("pid")
+    }
+
     /// What QEMU complained about.
     pub fn errors(&self) -> PathBuf {
         self.0.join("qemu.log")
@@ -108,6 +113,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
     add("-display", "none".into());
+    add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
     add(
         "-chardev",
