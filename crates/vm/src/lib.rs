@@ -20,7 +20,9 @@
 pub mod agent;
 pub mod definition;
 pub mod disks;
+mod durable;
 pub mod identity;
+pub mod machine;
 pub mod qemu;
 pub mod qmp;
 
