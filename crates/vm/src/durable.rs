@@ -3,11 +3,13 @@
 use backend::{IoContext, Result};
 use std::fs::{self, File};
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Puts `bytes` in the place of what `path` holds. Durable on return; before that, the old content stands.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let temporary = path.with_added_extension("new");
+    let mut temporary = path.as_os_str().to_owned();
+    temporary.push(".new");
+    let temporary = PathBuf::from(temporary);
     let work = || {
         let mut file = File::create(&temporary)?;
         file.write_all(bytes)?;

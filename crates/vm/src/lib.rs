@@ -23,6 +23,7 @@ pub mod disks;
 mod durable;
 pub mod identity;
 pub mod machine;
+pub mod machines;
 pub mod qemu;
 pub mod qmp;
 
