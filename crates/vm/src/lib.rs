@@ -22,6 +22,7 @@ pub mod definition;
 pub mod disks;
 mod durable;
 pub mod identity;
+pub mod instant;
 pub mod machine;
 pub mod machines;
 pub mod qemu;

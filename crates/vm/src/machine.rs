@@ -116,7 +116,10 @@ impl Machine {
         let path = self.folder.join(DEFINITION);
         let length = fs::metadata(&path).during(|| format!("looking at '{}'", path.display()))?.len();
         if length > crate::definition::TEXT_MAX as u64 {
-            return Err(Error::new(ErrorKind::Invalid, format!("'{}' is no definition: {length} bytes", path.display())));
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("'{}' is no definition: {length} bytes", path.display()),
+            ));
         }
         let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
         Definition::parse(&text, &path.display().to_string())
@@ -236,13 +239,8 @@ impl Change {
         let record = serde_json::to_vec(&start.record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("where memory is cannot be written: {e}")))?;
         fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
-        let machine = command::Machine {
-            definition,
-            memory: start.memory,
-            run: &run,
-            nbd: start.nbd,
-            incoming: start.incoming,
-        };
+        let machine =
+            command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
         let arguments = command::arguments(&machine, start.features);
         let starting = Starting::new(&start.features.program, &arguments, &run.errors())?;
         let (process, monitor) = starting
