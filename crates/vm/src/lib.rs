@@ -23,8 +23,10 @@ pub mod disks;
 mod durable;
 pub mod identity;
 pub mod instant;
+pub mod lifecycle;
 pub mod machine;
 pub mod machines;
+pub mod personality;
 pub mod qemu;
 pub mod qmp;
 
