@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! image    what children start from: memory, device state and disk snapshots of one moment, never changed again
+//! pages    what a child has changed in the memory it was given
 //! state    device state out of a QEMU and into another
 //! freeze   a parent stops and leaves an image
 //! child    a machine from an image
@@ -21,4 +22,5 @@
 pub mod child;
 pub mod freeze;
 pub mod image;
+pub mod pages;
 pub mod state;
