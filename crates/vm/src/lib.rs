@@ -21,6 +21,7 @@ pub mod agent;
 pub mod definition;
 pub mod disks;
 mod durable;
+pub mod fleet;
 pub mod identity;
 pub mod instant;
 pub mod lifecycle;

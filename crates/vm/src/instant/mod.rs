@@ -5,6 +5,7 @@
 //! pages    what a child has changed in the memory it was given
 //! state    device state out of a QEMU and into another
 //! freeze   a parent stops and leaves an image
+//! running  an image of a parent that goes on
 //! child    a machine from an image
 //! ```
 //!
@@ -23,4 +24,5 @@ pub mod child;
 pub mod freeze;
 pub mod image;
 pub mod pages;
+pub mod running;
 pub mod state;
