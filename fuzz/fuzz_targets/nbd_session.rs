@@ -4,7 +4,7 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::device::Device;
-use disk::{Datastore, InitOptions, NoProgress, Provisioning};
+use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use export::nbd::transport::{Transport, Wait};
 use export::nbd::{ExportName, Exports, Terms, serve};
 use lamina_fuzz::{Input, options};
@@ -38,10 +38,12 @@ fn disks() -> &'static Disks {
         let directory = disk.directory();
         Datastore::init_in(Arc::clone(&directory), InitOptions { journal_size: 4 << 20 }).expect("a new datastore");
         let datastore = Datastore::open_in(directory, options()).expect("a new datastore");
-        datastore.create_disk("a", (1 << 20) + 512, Provisioning::Thin, &NoProgress).expect("a new disk");
+        datastore
+            .create_disk("a", &NewDisk::native((1 << 20) + 512, Provisioning::Thin), &NoProgress)
+            .expect("a new disk");
         let device = datastore.device("a", false).expect("a new disk");
         device.write(8192, backend::Buffer::copy_of(&[7; 8192]), 8192, true).expect("room for a write");
-        datastore.create_snapshots(&[("a".into(), "s".into())]).expect("a new snapshot");
+        datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).expect("a new snapshot");
         device.write(0, backend::Buffer::copy_of(&[8; 4096]), 4096, true).expect("room for a write");
         Disks(datastore)
     })

@@ -1,6 +1,11 @@
-//! What the fuzz targets stand on: an input read piece by piece, and a small datastore to do harm to.
+//! What the fuzz targets stand on: an input read piece by piece, and what to do harm to: a small datastore, and images
+//! of VMware's formats ([`files`], [`images`]), of which [`layers`] says what must hold whatever was done to them.
 
 #![forbid(unsafe_code)]
+
+pub mod files;
+pub mod images;
+pub mod layers;
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, IoMode};

@@ -167,6 +167,13 @@ pub trait Directory: Send + Sync {
     /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
 
+    /// As [`Directory::create`], and the lock on it: `WouldBlock` when somebody else was quicker to lock what had just
+    /// appeared, and may have removed it.
+    fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
+        let file = self.create(name, mode)?;
+        Ok((file, self.lock(name)?))
+    }
+
     /// Removes a file.
     fn remove(&self, name: &str) -> io::Result<()>;
 
@@ -180,7 +187,7 @@ pub trait Directory: Send + Sync {
     fn sync(&self) -> io::Result<()>;
 
     /// Takes the exclusive lock on file `name` (created when missing): `WouldBlock` when another process, or another
-    /// opener in this one, holds it.
+    /// opener in this one, holds it. The name leads to the locked file on return.
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
 
     /// Room in the file system.

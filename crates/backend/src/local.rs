@@ -128,6 +128,37 @@ impl LocalDirectory {
         }
         Ok(file)
     }
+
+    fn create_file(&self, name: &str, mode: IoMode) -> io::Result<std::fs::File> {
+        self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
+            // With EXCL, this error alone comes after the file was made.
+            if error.kind() == io::ErrorKind::Unsupported {
+                let _ = self.remove(name);
+            }
+        })
+    }
+
+    fn take_lock(&self, name: &str, file: &std::fs::File) -> io::Result<()> {
+        retry(|| rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)).map_err(|e| match e.kind() {
+            io::ErrorKind::WouldBlock => self.is_locked(name),
+            _ => named(e, "lock", &self.path.join(name)),
+        })
+    }
+
+    fn is_locked(&self, name: &str) -> io::Error {
+        let text = format!("{} is locked by another owner", self.path.join(name).display());
+        io::Error::new(io::ErrorKind::WouldBlock, text)
+    }
+
+    /// Whether that file still bears the name.
+    fn leads_to(&self, name: &str, file: &std::fs::File) -> io::Result<bool> {
+        let own = rustix::fs::fstat(file)?;
+        match rustix::fs::statat(&self.folder, name, rustix::fs::AtFlags::empty()) {
+            Ok(found) => Ok((found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)),
+            Err(rustix::io::Errno::NOENT) => Ok(false),
+            Err(error) => Err(named(error.into(), "look at", &self.path.join(name))),
+        }
+    }
 }
 
 impl Directory for LocalDirectory {
@@ -159,11 +190,23 @@ impl Directory for LocalDirectory {
     }
 
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
-        match self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL) {
-            Ok(file) => Ok(Arc::new(LocalFile::new(file, mode))),
+        Ok(Arc::new(LocalFile::new(self.create_file(name, mode)?, mode)))
+    }
+
+    fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
+        let file = self.create_file(name, mode)?;
+        let lock = file.try_clone().and_then(|lock| {
+            self.take_lock(name, &lock)?;
+            match self.leads_to(name, &lock)? {
+                true => Ok(lock),
+                false => Err(self.is_locked(name)),
+            }
+        });
+        match lock {
+            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), Box::new(LocalLock { _file: lock }))),
             Err(error) => {
-                // With EXCL, this error alone comes after the file was made.
-                if error.kind() == io::ErrorKind::Unsupported {
+                // Whoever was quicker to lock it decides on it.
+                if error.kind() != io::ErrorKind::WouldBlock {
                     let _ = self.remove(name);
                 }
                 Err(error)
@@ -210,15 +253,14 @@ impl Directory for LocalDirectory {
     }
 
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        let file = self.open_with(name, IoMode::Buffered, OFlags::CREATE)?;
-        retry(|| rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)).map_err(|e| match e.kind() {
-            io::ErrorKind::WouldBlock => {
-                let text = format!("{} is locked by another owner", self.path.join(name).display());
-                io::Error::new(io::ErrorKind::WouldBlock, text)
+        loop {
+            let file = self.open_with(name, IoMode::Buffered, OFlags::CREATE)?;
+            self.take_lock(name, &file)?;
+            // Its last owner may have removed or renamed it since it was opened here.
+            if self.leads_to(name, &file)? {
+                return Ok(Box::new(LocalLock { _file: file }));
             }
-            _ => named(e, "lock", &self.path.join(name)),
-        })?;
-        Ok(Box::new(LocalLock { _file: file }))
+        }
     }
 
     fn room(&self) -> io::Result<Room> {

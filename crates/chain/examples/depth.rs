@@ -1,110 +1,160 @@
-//! What depth costs: random 4 KiB reads through a chain of 32 levels against one level, with a warm cache and with a
-//! working set that overflows it.
+//! What depth costs: random 4 KiB reads through 32 deltas of each format over a flat base, against that base alone,
+//! with a warm metadata cache and with a working set that overflows it.
 //!
 //! ```text
-//! cargo run --release -p lamina-chain --example depth [FOLDER]
+//! cargo run --release -p lamina-chain --example depth [FOLDER] [FORMAT] [SET]
 //! ```
 //!
 //! Every grain of the disk lies in a level of its own choice, so each 4 KiB is an extent of its own: the worst there
-//! is. Files are in FOLDER (default: the system's folder for temporary files), read through the page cache. Both
-//! chains are measured in turn, nine times; the figures are medians.
+//! is. Files are in FOLDER (default: the system's folder for temporary files), read in two ways: through the page
+//! cache, one read after the other, which makes everything but the medium count; and from the medium, 32 at a time.
+//! The deltas are closed after they were written and opened again for reading. Both sides are measured in turn; the
+//! figures are medians, ratios those of the rounds. What goes through the page cache is measured in time of the
+//! processor, which others on the machine disturb less.
 
 #![allow(clippy::unwrap_used)]
 
 #[allow(dead_code)]
-#[path = "../tests/chain/mock.rs"]
-mod mock;
+#[path = "../tests/chain/formats.rs"]
+mod formats;
 #[allow(dead_code)]
 #[path = "../tests/chain/random.rs"]
 mod random;
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Buffer, Directory, IoMode};
+use backend::{Buffer, Directory, File, IoMode};
 use chain::{Chain, Options, Place};
+use formats::Format;
 use layer::Layer;
-use mock::{Manner, Mock, Table};
 use random::Random;
 use std::sync::Arc;
 use std::time::Instant;
 
 const GRAIN: u64 = 4096;
 const DEPTH: u64 = 32;
-const ROUNDS: usize = 9;
-const RESOLVES: u64 = 400_000;
+const ROUNDS: usize = 7;
+const READS: u64 = 100_000;
+/// Reads from the medium, and how many at a time.
+const MEDIUM_READS: u64 = 20_000;
+const IN_FLIGHT: usize = 32;
+/// Grains, and what they are to a cache of 65,536 entries.
+const SETS: [(&str, u64); 3] = [("warm", 60_000), ("twice the cache", 2 * 65_536), ("four times", 4 * 65_536)];
 
-/// A disk of `grains`, spread over `depth` levels.
-fn build(directory: &LocalDirectory, name: &str, grains: u64, depth: u64) -> Chain {
+/// A flat disk of `grains`, and `DEPTH` deltas over it (none with `None`); each grain is in a level of its own choice.
+fn build(directory: &LocalDirectory, grains: u64, deltas: Option<Format>) -> [Chain; 2] {
     let capacity = grains * GRAIN;
     let mut random = Random::new(7);
-    let layers: Vec<Arc<Mock>> = (0..depth)
-        .map(|level| {
-            let file = directory.create(&format!("{name}-{level}"), IoMode::Buffered).unwrap();
-            Mock::over(Manner::new(capacity, GRAIN), file, Table::default())
-        })
-        .collect();
+    let depth = if deltas.is_some() { DEPTH } else { 0 };
+    let formats: Vec<Format> = (0..depth).filter_map(|_| deltas).chain([Format::Flat]).collect();
+    let name = |level: usize| format!("{}-{level}", deltas.map_or("alone", |_| "deep"));
+    let new =
+        |(level, format): (usize, &Format)| format.create(directory, &name(level), capacity, IoMode::Buffered).unwrap();
+    let layers: Vec<Arc<dyn Layer>> = formats.iter().enumerate().map(new).collect();
     let mut block = vec![0; GRAIN as usize];
     for grain in 0..grains {
         block[..8].copy_from_slice(&grain.to_le_bytes());
-        layers[random.below(depth) as usize].write(grain * GRAIN, &[&block]).unwrap();
+        layers[random.below(layers.len() as u64) as usize].write(grain * GRAIN, &[&block]).unwrap();
     }
-    let layers = layers.into_iter().map(|layer| layer as Arc<dyn Layer>).collect();
-    Chain::open(name, layers, Options::default()).unwrap()
+    layers.iter().for_each(|layer| layer.close().unwrap());
+    drop(layers);
+    [IoMode::Buffered, IoMode::Direct].map(|mode| {
+        let open = |(level, format): (usize, &Format)| {
+            // One of the two has the top open for writing, as in use.
+            format.open(directory, &name(level), mode, level == 0 && mode == IoMode::Buffered).unwrap()
+        };
+        Chain::open("depth", formats.iter().enumerate().map(open).collect(), Options::default()).unwrap()
+    })
+}
+
+/// Nanoseconds that this thread has been running.
+fn running() -> f64 {
+    // The kernel brings the figure up to date when it schedules.
+    std::thread::yield_now();
+    let figures = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    figures.split_whitespace().next().unwrap().parse().unwrap()
 }
 
 /// Nanoseconds to find 4 KiB, without reading them.
-fn resolve(chain: &Chain, grains: u64) -> f64 {
+fn find(chain: &Chain, grains: u64) -> f64 {
     let mut random = Random::new(5);
-    let begun = Instant::now();
-    for _ in 0..RESOLVES {
+    let begun = running();
+    for _ in 0..READS {
         let plan = chain.plan(random.below(grains) * GRAIN, GRAIN as usize).unwrap();
         assert_eq!(plan.parts.len(), 1);
     }
-    begun.elapsed().as_nanos() as f64 / RESOLVES as f64
+    (running() - begun) / READS as f64
 }
 
-/// What the same files give without a chain: every place known beforehand.
-fn bare(chain: &Chain, grains: u64, reads: u64) -> f64 {
+/// The files and offsets of all grains.
+fn places(chain: &Chain, grains: u64) -> Vec<(Arc<dyn File>, u64)> {
     let place = |grain: u64| match &chain.plan(grain * GRAIN, GRAIN as usize).unwrap().parts[0].place {
         Place::Media { file, offset } => (Arc::clone(file), *offset),
         _ => panic!("every grain has data"),
     };
-    let places: Vec<_> = (0..grains).map(place).collect();
-    let (mut random, mut buffer) = (Random::new(reads), Buffer::zeroed(1));
-    let begun = Instant::now();
-    for _ in 0..reads {
-        let grain = random.below(grains);
+    (0..grains).map(place).collect()
+}
+
+/// Nanoseconds of a read where every place is known beforehand: what the same files give without a chain.
+fn bare(places: &[(Arc<dyn File>, u64)]) -> f64 {
+    let (mut random, mut buffer) = (Random::new(3), Buffer::zeroed(1));
+    let begun = running();
+    for _ in 0..READS {
+        let grain = random.below(places.len() as u64);
         let (file, offset) = &places[grain as usize];
         file.read_at(&mut buffer, *offset).unwrap();
         assert_eq!(buffer[..8], grain.to_le_bytes());
     }
-    reads as f64 / begun.elapsed().as_secs_f64()
+    (running() - begun) / READS as f64
 }
 
-/// Reads per second of `threads` threads.
-fn measure(chain: &Chain, grains: u64, reads: u64, threads: u64) -> f64 {
-    let begun = Instant::now();
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
-            scope.spawn(move || {
-                let mut random = Random::new(reads + thread);
-                let mut buffer = Buffer::zeroed(1);
-                for _ in 0..reads / threads {
-                    let grain = random.below(grains);
-                    let plan = chain.plan(grain * GRAIN, GRAIN as usize).unwrap();
-                    for part in &plan.parts {
-                        match &part.place {
-                            Place::Media { file, offset } => {
-                                file.read_at(&mut buffer, *offset).unwrap();
-                            }
-                            _ => panic!("every grain has data"),
-                        }
-                    }
-                    assert_eq!(buffer[..8], grain.to_le_bytes());
-                }
-            });
+/// Nanoseconds of a read.
+fn measure(chain: &Chain, grains: u64, round: u64) -> f64 {
+    let (mut random, mut buffer) = (Random::new(round), Buffer::zeroed(1));
+    let begun = running();
+    for _ in 0..READS {
+        let grain = random.below(grains);
+        let plan = chain.plan(grain * GRAIN, GRAIN as usize).unwrap();
+        for part in &plan.parts {
+            match &part.place {
+                Place::Media { file, offset } => file.read_at(&mut buffer, *offset).unwrap(),
+                _ => panic!("every grain has data"),
+            }
         }
-    });
-    reads as f64 / begun.elapsed().as_secs_f64()
+        assert_eq!(buffer[..8], grain.to_le_bytes());
+    }
+    (running() - begun) / READS as f64
+}
+
+/// Reads per second from the medium.
+fn measure_medium(directory: &LocalDirectory, chain: &Chain, grains: u64, round: u64) -> f64 {
+    let mut random = Random::new(round);
+    let mut queue = directory.queue(IN_FLIGHT as u32).unwrap();
+    let mut completions = Vec::new();
+    let mut plans: Vec<Option<(u64, chain::Plan)>> = (0..IN_FLIGHT).map(|_| None).collect();
+    let begun = Instant::now();
+    let mut left = MEDIUM_READS;
+    while left > 0 || queue.in_flight() > 0 {
+        for (token, slot) in plans.iter_mut().enumerate().filter(|(_, slot)| slot.is_none()) {
+            if left == 0 {
+                break;
+            }
+            left -= 1;
+            let grain = random.below(grains);
+            let plan = chain.plan(grain * GRAIN, GRAIN as usize).unwrap();
+            match &plan.parts[0].place {
+                Place::Media { file, offset } => queue.read(file, *offset, Buffer::recycled(1), token as u64),
+                _ => panic!("every grain has data"),
+            }
+            *slot = Some((grain, plan));
+        }
+        completions.clear();
+        queue.wait(&mut completions, None).unwrap();
+        for completion in &completions {
+            let (grain, _) = plans[completion.token as usize].take().unwrap();
+            assert_eq!(completion.buffer.as_ref().unwrap()[..8], grain.to_le_bytes());
+        }
+    }
+    MEDIUM_READS as f64 / begun.elapsed().as_secs_f64()
 }
 
 fn median(mut figures: Vec<f64>) -> f64 {
@@ -112,40 +162,42 @@ fn median(mut figures: Vec<f64>) -> f64 {
     figures[figures.len() / 2]
 }
 
-fn compare(directory: &LocalDirectory, what: &str, grains: u64, threads: u64) {
-    let name = format!("{grains}-{threads}");
-    let flat = build(directory, &format!("{name}-flat"), grains, 1);
-    let deep = build(directory, &format!("{name}-deep"), grains, DEPTH);
-    let reads = 400_000;
-    let (mut one, mut many) = (Vec::new(), Vec::new());
-    for round in 0..=ROUNDS {
-        let figures = (measure(&flat, grains, reads, threads), measure(&deep, grains, reads, threads));
+fn compare(directory: &LocalDirectory, format: Format, what: &str, grains: u64) {
+    let (flat, deep) = (build(directory, grains, None), build(directory, grains, Some(format)));
+    let known = [places(&flat[0], grains), places(&deep[0], grains)];
+    let mut figures: [Vec<(f64, f64)>; 3] = Default::default();
+    for round in 0..=ROUNDS as u64 {
+        let cached = (measure(&flat[0], grains, round), measure(&deep[0], grains, round));
+        let without = (bare(&known[0]), bare(&known[1]));
+        let medium = |chains: &[Chain; 2]| measure_medium(directory, &chains[1], grains, round);
+        let medium = (medium(&deep), medium(&flat));
         // The first round warms the caches.
         if round > 0 {
-            one.push(figures.0);
-            many.push(figures.1);
+            figures.iter_mut().zip([cached, without, medium]).for_each(|(all, figure)| all.push(figure));
         }
     }
-    let ratio = median(one.iter().zip(&many).map(|(one, many)| many / one).collect());
-    let statistics = deep.statistics().metadata;
-    let bare = (bare(&flat, grains, reads), bare(&deep, grains, reads));
-    let alone = (resolve(&flat, grains), resolve(&deep, grains));
+    let ratio = |of: &[(f64, f64)]| median(of.iter().map(|(flat, deep)| flat / deep).collect());
+    let one = |of: &[(f64, f64)], deep: bool| median(of.iter().map(|of| if deep { of.1 } else { of.0 }).collect());
+    let [cached, without, medium] = &figures;
+    let statistics = deep[0].statistics().metadata;
     println!(
-        "{what}, {threads} thread(s): depth 1 {:.0} k/s, depth {DEPTH} {:.0} k/s, ratio {ratio:.3}; {} entries, \
-         {:.1} bytes each, hit rate {:.3}, {:.1} levels a walk, {} of {} prefetched used; to find 4 KiB alone {:.0} \
-         and {:.0} ns; the files without a chain {:.0} and {:.0} k/s",
-        median(one) / 1000.0,
-        median(many) / 1000.0,
+        "{:10}  {what:15}  {:5.3}  {:5.0} {:5.0} ns  {:4.0} {:4.0} ns  {:5.0} {:5.0} ns {:5.3}   {:5.3} {:4.0} {:4.0} k/s          {:6} {:4.1} {:5.3} {:4.1}",
+        format!("{format:?}"),
+        ratio(cached),
+        one(cached, false),
+        one(cached, true),
+        find(&flat[0], grains),
+        find(&deep[0], grains),
+        one(without, false),
+        one(without, true),
+        ratio(without),
+        ratio(medium),
+        one(medium, true) / 1000.0,
+        one(medium, false) / 1000.0,
         statistics.entries,
         statistics.memory as f64 / statistics.entries as f64,
         statistics.hit_rate(),
         statistics.walk_levels_mean(),
-        statistics.prefetched_used,
-        statistics.prefetched,
-        alone.0,
-        alone.1,
-        bare.0 / 1000.0,
-        bare.1 / 1000.0,
     );
     for file in directory.list().unwrap() {
         directory.remove(&file).unwrap();
@@ -154,11 +206,18 @@ fn compare(directory: &LocalDirectory, what: &str, grains: u64, threads: u64) {
 
 fn main() {
     let parent = std::env::args().nth(1).map_or_else(std::env::temp_dir, Into::into);
+    let wanted = std::env::args().nth(2);
+    let set = std::env::args().nth(3);
     let folder = tempfile::Builder::new().prefix("lamina-depth").tempdir_in(parent).unwrap();
-    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
-    for threads in [1, 2] {
-        compare(&directory, "warm, 60,000 extents", 60_000, threads);
-        compare(&directory, "overflowing, 131,072 extents", 2 * 65_536, threads);
-        compare(&directory, "overflowing, 262,144 extents", 4 * 65_536, threads);
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Auto).unwrap();
+    println!(
+        "format      working set      ratio  flat, deep      to find       without a chain        from the medium      \
+         entries bytes hits levels a walk"
+    );
+    for format in Format::DELTAS {
+        if wanted.as_ref().is_none_or(|wanted| format!("{format:?}").eq_ignore_ascii_case(wanted)) {
+            let sets = SETS.iter().filter(|(what, _)| set.as_ref().is_none_or(|set| set == what));
+            sets.for_each(|(what, grains)| compare(&directory, format, what, *grains));
+        }
     }
 }

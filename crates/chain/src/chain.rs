@@ -13,7 +13,7 @@ use crate::{Error, ErrorKind, Result};
 use layer::{CAPACITY_MAX, Layer};
 use parking_lot::{Mutex, RwLock};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// How a chain is opened.
@@ -39,7 +39,7 @@ impl Default for Options {
 pub struct Chain {
     pub(crate) name: String,
     pub(crate) read_only: bool,
-    levels_max: usize,
+    levels_max: AtomicUsize,
     current: RwLock<Arc<Levels>>,
     /// Of the current levels; counted up just before others are published.
     generation: AtomicU64,
@@ -61,12 +61,7 @@ impl Chain {
     /// A chain of layers, newest first. The name is for messages.
     pub fn open(name: impl Into<String>, layers: Vec<Arc<dyn Layer>>, options: Options) -> Result<Self> {
         let name = name.into();
-        if options.levels_max == 0 || options.levels_max > LEVELS_MAX {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{name}: a chain may be limited to 1 to {LEVELS_MAX} levels, not {}", options.levels_max),
-            ));
-        }
+        check_limit(&name, options.levels_max)?;
         if layers.is_empty() {
             return Err(Error::new(ErrorKind::Invalid, format!("{name}: a chain needs at least one layer")));
         }
@@ -80,8 +75,8 @@ impl Chain {
         let read_only = options.read_only || !stack[0].layer.writable();
         Ok(Self {
             read_only,
-            levels_max: options.levels_max,
-            current: RwLock::new(Arc::new(Levels::new(0, stack, None, Vec::new()))),
+            levels_max: AtomicUsize::new(options.levels_max),
+            current: RwLock::new(Arc::new(Levels::new(0, stack, None, None, Vec::new()))),
             generation: AtomicU64::new(0),
             identities,
             metadata: MetadataCache::new(options.metadata)?,
@@ -131,6 +126,19 @@ impl Chain {
     /// Changes the tunables of the metadata cache, at once.
     pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
         self.metadata.set_tunables(tunables)
+    }
+
+    /// Most levels that it may have.
+    pub fn levels_max(&self) -> usize {
+        self.levels_max.load(Ordering::Relaxed)
+    }
+
+    /// Sets how many levels it may have, at most [`LEVELS_MAX`]. One that has more already stays as it is, and gets no
+    /// further ones.
+    pub fn set_levels_max(&self, levels: usize) -> Result<()> {
+        check_limit(&self.name, levels)?;
+        self.levels_max.store(levels, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Sets the size of the data cache in bytes, at once; 0 switches it off.
@@ -191,6 +199,17 @@ impl Chain {
     /// Until the last one inside the old gate is out, what these write is guarded by the new levels as well: their top,
     /// and the target of their merge, may give places to others although the new levels do not write there.
     pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
+        let moving = self.levels().moving;
+        self.publish_moving(stack, job, moving)
+    }
+
+    /// As [`Chain::publish`], and says which level's places move from here on.
+    pub(crate) fn publish_moving(
+        &self,
+        stack: Vec<Arc<Level>>,
+        job: Option<Arc<Job>>,
+        moving: Option<LevelKey>,
+    ) -> (Arc<Levels>, Duration) {
         let old = self.levels();
         let written = [Some(old.top()), old.job.as_ref().map(|job| &job.target)];
         let stays = |level: &Level| {
@@ -199,18 +218,24 @@ impl Chain {
         let leaving: Vec<Arc<Level>> =
             written.into_iter().flatten().filter(|level| level.reuses && !stays(level)).cloned().collect();
         let begun = Instant::now();
-        self.swap(stack.clone(), job.clone(), leaving.clone());
+        self.swap(stack.clone(), job.clone(), moving, leaving.clone());
         let pause = begun.elapsed();
         old.gate.drain();
         if !leaving.is_empty() {
-            self.swap(stack, job, Vec::new()).gate.drain();
+            self.swap(stack, job, moving, Vec::new()).gate.drain();
         }
         (old, pause)
     }
 
-    fn swap(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>, leaving: Vec<Arc<Level>>) -> Arc<Levels> {
+    fn swap(
+        &self,
+        stack: Vec<Arc<Level>>,
+        job: Option<Arc<Job>>,
+        moving: Option<LevelKey>,
+        leaving: Vec<Arc<Level>>,
+    ) -> Arc<Levels> {
         let generation = self.generation.load(Ordering::SeqCst) + 1;
-        let new = Arc::new(Levels::new(generation, stack, job, leaving));
+        let new = Arc::new(Levels::new(generation, stack, job, moving, leaving));
         let mut current = self.current.write();
         self.generation.store(generation, Ordering::SeqCst);
         current.gate.retire();
@@ -225,7 +250,7 @@ impl Chain {
     }
 
     pub(crate) fn check_room(&self) -> Result<()> {
-        check_depth(&self.name, self.levels().stack.len() + 1, self.levels_max)
+        check_depth(&self.name, self.levels().stack.len() + 1, self.levels_max())
     }
 
     pub(crate) fn check_range(&self, capacity: u64, offset: u64, length: u64) -> Result<()> {
@@ -244,6 +269,16 @@ impl Chain {
         }
         self.check_running()
     }
+}
+
+fn check_limit(name: &str, levels: usize) -> Result<()> {
+    if levels == 0 || levels > LEVELS_MAX {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("{name}: a chain may be limited to 1 to {LEVELS_MAX} levels, not {levels}"),
+        ));
+    }
+    Ok(())
 }
 
 fn check_depth(name: &str, levels: usize, most: usize) -> Result<()> {

@@ -2,7 +2,8 @@
 //!
 //! 1. A flush that was asked for is answered by one that **began** after that.
 //! 2. One runs at a time. It flushes every level that was written since its last flush, so that what lies in a level
-//!    which a snapshot has just put below is covered too.
+//!    which a snapshot has just put below is covered too. That a level was written is noted when the write has ended:
+//!    noted before, it could be taken for flushed by a flush that began and ended in between.
 //! 3. The target of a merge down is left out until the commit: its sources hide it, nobody else writes it, and after a
 //!    crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
 //!    beside those of others. Any other level may hold what a guest wrote, and is flushed here only.

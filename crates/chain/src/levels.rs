@@ -9,11 +9,13 @@
 use crate::consolidate::Job;
 use crate::gate::Gate;
 use crate::limits::GRAIN_MAX;
+use crate::mapping::Mapping;
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use layer::{Layer, SECTOR};
 use parking_lot::Mutex;
 use std::any::Any;
+use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -78,7 +80,7 @@ impl Drop for Identity {
 pub(crate) struct Level {
     pub identity: Arc<Identity>,
     pub layer: Arc<dyn Layer>,
-    /// Written since its last flush began.
+    /// Something was written whose end no flush has begun after.
     pub unflushed: AtomicBool,
     /// It may give places to others.
     pub reuses: bool,
@@ -104,6 +106,11 @@ impl Level {
         self.identity.key
     }
 
+    /// To be held around whatever changes the layer.
+    pub fn changing(&self) -> Changing<'_> {
+        Changing(self)
+    }
+
     pub fn number(&self) -> u8 {
         self.identity.number
     }
@@ -115,11 +122,25 @@ impl Level {
     }
 }
 
+/// A change of a layer under way. That it needs a flush is noted at its end: a flush in the middle of it need not cover
+/// it, and must not take the note away.
+pub(crate) struct Changing<'a>(&'a Level);
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        // A plain load first: the line is shared by all who write.
+        if !self.0.unflushed.load(Ordering::SeqCst) {
+            self.0.unflushed.store(true, Ordering::SeqCst);
+        }
+    }
+}
+
 /// Keeps what a plan names from becoming something else.
 pub(crate) struct Guard {
     pub levels: Arc<Levels>,
     _top: Option<Arc<dyn Any + Send + Sync>>,
     _target: Option<Arc<dyn Any + Send + Sync>>,
+    _moving: Option<Arc<dyn Any + Send + Sync>>,
     _leaving: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -135,6 +156,8 @@ pub(crate) struct Levels {
     pub gate: Gate,
     /// Levels that those write who are inside an older gate, until they are out.
     leaving: Vec<Arc<Level>>,
+    /// The level whose places are given to others beside what is written: nothing in it is cached.
+    pub moving: Option<LevelKey>,
     /// The merge that is under way.
     pub job: Option<Arc<Job>>,
     /// It takes from the top, so that it has to know of writes.
@@ -144,7 +167,13 @@ pub(crate) struct Levels {
 }
 
 impl Levels {
-    pub fn new(generation: u64, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>, leaving: Vec<Arc<Level>>) -> Self {
+    pub fn new(
+        generation: u64,
+        stack: Vec<Arc<Level>>,
+        job: Option<Arc<Job>>,
+        moving: Option<LevelKey>,
+        leaving: Vec<Arc<Level>>,
+    ) -> Self {
         let mut by_number = [u8::MAX; NUMBERS];
         let mut visible = Vec::with_capacity(stack.len());
         let mut least = u64::MAX;
@@ -157,7 +186,7 @@ impl Levels {
         let alignment = if stack.iter().any(direct) { BLOCK_SIZE as u64 } else { SECTOR };
         let job_is_live = job.as_ref().is_some_and(|job| job.sources.contains(&stack[0].key()));
         let gate = Gate::default();
-        Self { generation, stack, by_number, visible, gate, leaving, job, job_is_live, alignment }
+        Self { generation, stack, by_number, visible, gate, leaving, moving, job, job_is_live, alignment }
     }
 
     pub fn top(&self) -> &Arc<Level> {
@@ -173,6 +202,12 @@ impl Levels {
         self.stack.get(self.by_number[number as usize] as usize)
     }
 
+    /// Where in the stack the level with a number is.
+    pub fn index(&self, number: u8) -> Option<usize> {
+        let index = self.by_number[number as usize] as usize;
+        (index < self.stack.len()).then_some(index)
+    }
+
     pub fn position(&self, key: LevelKey) -> Option<usize> {
         self.stack.iter().position(|level| level.key() == key)
     }
@@ -180,6 +215,18 @@ impl Levels {
     /// The merge that has to know of writes.
     pub fn live_job(&self) -> Option<&Arc<Job>> {
         self.job.as_ref().filter(|_| self.job_is_live)
+    }
+
+    fn moving_level(&self) -> Option<&Arc<Level>> {
+        self.moving.and_then(|key| self.stack.iter().find(|level| level.key() == key))
+    }
+
+    /// What may be kept of an answer: nothing that lies in a level whose places move.
+    pub fn lasting<'a>(&self, found: &'a [Mapping]) -> Cow<'a, [Mapping]> {
+        match self.moving_level().map(|level| level.number()) {
+            None => Cow::Borrowed(found),
+            Some(number) => found.iter().filter(|found| found.to.level() != Some(number)).copied().collect(),
+        }
     }
 
     /// How far level `index` can be seen through those from `from` on.
@@ -195,7 +242,8 @@ impl Levels {
         let epoch = |level: &Level| if level.reuses { level.layer.epoch() } else { None };
         let top = epoch(self.top());
         let target = self.job.as_ref().and_then(|job| epoch(&job.target));
+        let moving = self.moving_level().and_then(|level| epoch(level));
         let leaving = self.leaving.iter().filter_map(|level| epoch(level)).collect();
-        Guard { levels: self, _top: top, _target: target, _leaving: leaving }
+        Guard { levels: self, _top: top, _target: target, _moving: moving, _leaving: leaving }
     }
 }

@@ -4,7 +4,7 @@
 //! chain        what is open: levels, caches, counters; reads, writes, discards, flushes at any byte
 //! levels       the stack at one point in time; writers enter by its gate, snapshots swap it
 //! walk         the resolver: down the levels once, each asked only for what those above left absent
-//! metadata     resolved extents, 16 bytes each, evicted by recency
+//! metadata     resolved extents, 16 bytes each, evicted by recency; and a byte a block that says which level to ask
 //! data         blocks that were read, where a disk has a read cache
 //! changes      who may put an old answer into a cache: nobody
 //! ranges       byte ranges that one change at a time may touch
@@ -18,7 +18,7 @@
 //! 1. **Ask, then read.** A plan is made under short locks; data moves without any. A plan holds the levels it was made
 //!    from and the epoch of every layer that may give places to others, so what it names stays what it was.
 //! 2. **Depth is paid once.** What a walk finds is cached under its address, wherever it lay; a cached read costs the
-//!    same at depth 1 and 32.
+//!    same at depth 1 and 32. Where more is read at random than is cached, one level is asked instead of half of them.
 //! 3. **No old answer after a new one** (`changes`): a cache takes what was found only if nothing there has
 //!    begun to change since before it was looked for.
 //! 4. **Changes of one place come one after another** (range locks, in order of arrival); nothing else waits.
@@ -55,6 +55,7 @@ pub use chain::{Chain, Options};
 pub use consolidate::{Merged, Watch};
 pub use levels::LevelKey;
 pub use metadata::Tunables;
+pub use ranges::{Held, Ranges};
 pub use read::{Part, Place, Plan};
 pub use snapshot::Frozen;
 pub use statistics::{DataStatistics, LevelStatistics, MetadataStatistics, Statistics};

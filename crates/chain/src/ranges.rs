@@ -22,13 +22,13 @@ struct State {
 
 /// The ranges in use.
 #[derive(Default)]
-pub(crate) struct Ranges {
+pub struct Ranges {
     state: Mutex<State>,
     freed: Condvar,
 }
 
 /// A range that nobody else has; free again when this is dropped.
-pub(crate) struct Held<'a> {
+pub struct Held<'a> {
     ranges: &'a Ranges,
     number: u64,
 }

@@ -11,7 +11,9 @@ use crate::changes::Token;
 use crate::levels::{Guard, Levels};
 use crate::limits::REQUEST_MAX;
 use crate::mapping::{Mapping, To, push};
-use crate::walk::Walk;
+use crate::metadata::SPAN;
+use crate::metadata::holders::Holder;
+use crate::walk::{Walk, survey};
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, Buffer, File, IoContext, IoMode, SharedSlice};
 use layer::{Layer, SECTOR};
@@ -19,6 +21,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// Levels from which on a walk is long enough to be worth avoiding.
+const HOLDERS_LEVELS_MIN: usize = 4;
+
+/// Extents that a level may say its part of a small range is made of.
+const EXTENTS_OF_HOLDER: usize = 64;
 
 /// Where a part of a planned read is.
 pub enum Place {
@@ -202,6 +210,14 @@ impl Chain {
         if !self.is_current(levels) {
             return Ok(false);
         }
+        if most == 0
+            && levels.stack.len() >= HOLDERS_LEVELS_MIN
+            && let Some(found) = self.resolve_by_holder(levels, range)?
+        {
+            self.metadata.fill(&self.changes, &token, range, &levels.lasting(&found), 1);
+            out.extend_from_slice(&found);
+            return Ok(true);
+        }
         let alone = range.clone();
         let mut walk = Walk { levels, among: 0..levels.stack.len(), demand: range.clone(), window, most };
         let found = match walk.run() {
@@ -212,10 +228,53 @@ impl Chain {
             other => other,
         }
         .map_err(|error| error.context(&self.name))?;
-        self.metadata.fill(&self.changes, &token, range, &found.mappings, found.levels);
+        self.metadata.fill(&self.changes, &token, range, &levels.lasting(&found.mappings), found.levels);
         let asked = found.mappings.iter().filter(|found| found.start < range.end && range.start < found.end());
         asked.for_each(|mapping| push(out, *mapping));
         Ok(true)
+    }
+
+    /// Where `range` is, if it is known which level holds it; a span that is not known is surveyed. `None` where a walk
+    /// has to find out. The caller has his token, and knows that the levels are current.
+    fn resolve_by_holder(&self, levels: &Levels, range: &Range<u64>) -> Result<Option<Vec<Mapping>>> {
+        let mut holder = self.metadata.holder(range);
+        if holder == Holder::Missing {
+            let start = range.start / SPAN * SPAN;
+            let token = self.changes.token(&(start..start + SPAN));
+            if !self.is_current(levels) {
+                return Ok(None);
+            }
+            // Damage elsewhere in the span is no business of this range.
+            let Ok(found) = survey(levels, start..(start + SPAN).min(levels.capacity())) else { return Ok(None) };
+            self.metadata.fill_holders(&self.changes, &token, start, &found);
+            holder = self.metadata.holder(range);
+        }
+        let number = match holder {
+            Holder::Level(number) => number,
+            Holder::Nobody => {
+                let absent = Mapping { start: range.start, length: range.end - range.start, to: To::Absent };
+                return Ok(Some(vec![absent]));
+            }
+            Holder::Unknown | Holder::Missing => return Ok(None),
+        };
+        let Some(index) = levels.index(number).filter(|index| levels.visible(0, *index) >= range.end) else {
+            return Ok(None);
+        };
+        let mut extents = Vec::with_capacity(2);
+        levels.stack[index].layer.map(range.clone(), EXTENTS_OF_HOLDER, &mut extents)?;
+        let mut found = Vec::with_capacity(extents.len());
+        let mut at = range.start;
+        for extent in &extents {
+            match To::of(extent.content, number) {
+                Some(to) if extent.start == at && extent.length > 0 => {
+                    push(&mut found, Mapping { start: at, length: extent.length, to });
+                }
+                // It holds the block no more: a merge or a discard is under way.
+                _ => return Ok(None),
+            }
+            at += extent.length;
+        }
+        Ok((at == range.end).then_some(found))
     }
 
     /// Reads into memory, by levels that no write of this range passes: the caller holds the range. With `from`, as

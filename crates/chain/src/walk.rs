@@ -3,9 +3,12 @@
 //! The range that somebody waits for (`demand`) is resolved whole. Around it, within `window`, extents come along as
 //! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
 //! what is farthest from the demand goes first when there are more than `most`.
+//!
+//! A *survey* only asks who holds each block of a span ([`holders`]), each level once.
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};
+use crate::metadata::holders::{self, NOBODY, SPAN_BLOCKS, UNKNOWN};
 use crate::{Error, ErrorKind, Result};
 use layer::{Content, Extent};
 use std::ops::Range;
@@ -181,6 +184,75 @@ impl Walk<'_> {
         pieces.truncate(last);
         pieces.drain(..first);
     }
+}
+
+/// Extents of a span that are asked of a level.
+const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
+
+/// Who holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
+pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
+    let block = holders::BLOCK;
+    let mut found = [NOBODY; SPAN_BLOCKS];
+    let mut answer: Vec<Extent> = Vec::with_capacity(16);
+    let mut left = (span.end - span.start).div_ceil(block) as usize;
+    found[left..].fill(UNKNOWN);
+    for (index, level) in levels.stack.iter().enumerate() {
+        if left == 0 {
+            break;
+        }
+        // The block that `at` lies in, and all from there to `end`, become `holder` unless somebody above has them.
+        let mut settle = |at: u64, end: u64, holder: u8| {
+            let blocks = ((at - span.start) / block) as usize..(end - span.start).div_ceil(block) as usize;
+            for known in found[blocks].iter_mut().filter(|known| **known == NOBODY) {
+                (*known, left) = (holder, left - 1);
+            }
+        };
+        let end = span.end.min(levels.visible(0, index));
+        if end < span.end {
+            // What lies past the end of a level is left to walks.
+            settle(end.max(span.start), span.end, UNKNOWN);
+        }
+        if end <= span.start {
+            break;
+        }
+        answer.clear();
+        level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
+        let holder = if level.number() < NOBODY { level.number() } else { UNKNOWN };
+        // Runs of what the level has: blocks within one are its own, those on the borders nobody's alone.
+        let mut run = span.start..span.start;
+        let mut close = |run: &Range<u64>| {
+            let whole_start = run.start.next_multiple_of(block);
+            let whole_end = if run.end == span.end { run.end } else { run.end / block * block };
+            if run.is_empty() {
+                return;
+            }
+            if whole_start < whole_end {
+                settle(whole_start, whole_end, holder);
+            }
+            for border in [run.start, run.end - 1] {
+                settle(border, border + 1, UNKNOWN);
+            }
+        };
+        let mut at = span.start;
+        for extent in &answer {
+            let next = extent.start.saturating_add(extent.length);
+            if extent.start != at || extent.length == 0 || next > end {
+                return Err(inconsistent(level.layer.format(), &span));
+            }
+            at = next;
+            if extent.content == Content::Absent {
+                close(&run);
+                run = next..next;
+            } else {
+                run.end = next;
+            }
+        }
+        close(&run);
+        if at < end {
+            settle(at, end, UNKNOWN);
+        }
+    }
+    Ok(found)
 }
 
 fn inconsistent(format: &str, range: &Range<u64>) -> Error {

@@ -127,7 +127,7 @@ impl Chain {
             Change::Zero(keep) => self.clear(levels, top, &whole, keep),
         };
         match result {
-            Ok(()) => self.metadata.replace(&whole, &self.answer(levels, &whole)),
+            Ok(()) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
                 return Err(error.context(&self.name));
@@ -173,7 +173,7 @@ impl Chain {
     fn put(&self, levels: &Arc<Levels>, level: &Level, offset: u64, data: &[u8]) -> Result<()> {
         let end = offset + data.len() as u64;
         let whole = level.widened(&(offset..end));
-        level.unflushed.store(true, Ordering::SeqCst);
+        let _changing = level.changing();
         if whole == (offset..end) {
             return level.layer.write(offset, &[data]);
         }
@@ -213,7 +213,7 @@ impl Chain {
 
     /// Zeroes whole grains of one level. What reads as zeros because nobody has it is left alone.
     fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, keep: bool) -> Result<()> {
-        level.unflushed.store(true, Ordering::SeqCst);
+        let _changing = level.changing();
         if keep || levels.stack.len() == 1 {
             return level.layer.zero(range.clone(), keep);
         }
@@ -265,7 +265,7 @@ impl Chain {
         if first >= last {
             return Ok(());
         }
-        level.unflushed.store(true, Ordering::SeqCst);
+        let _changing = level.changing();
         level.layer.zero(first..last, keep)
     }
 }

@@ -1,20 +1,26 @@
 //! A datastore: its disks, their snapshots and clones, and everything that can be done to them.
 
+mod control;
+mod uses;
+
 use crate::device::Device;
-use crate::info::{CheckOptions, CheckReport, Finding, Status};
+use crate::foreign::Foreign;
+use crate::info::{CheckOptions, CheckReport, Status};
+use crate::migrate::{self, Imports};
 use crate::names;
-use crate::native::{NativeDevice, Target};
+use crate::native::Native;
 use crate::progress::Progress;
+use crate::switch::Switches;
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
-use parking_lot::Mutex;
-use std::collections::BTreeMap;
-use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
+use parking_lot::{Mutex, RwLock};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use store::catalog::{Object, Provisioning};
 use store::engine::{FORMAT_VERSION, InitParameters};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
+use uses::Uses;
 
 /// The file that the owner of a datastore holds locked.
 const LOCK_FILE: &str = "lock";
@@ -50,47 +56,37 @@ pub struct OpenOptions {
     pub write_buffer: usize,
 }
 
-/// Who has a disk or snapshot open, and how large it is now: shared by all its openers.
-pub(crate) struct Opened {
-    count: AtomicU64,
-    capacity: AtomicU64,
-}
-
-/// One opener of a disk or snapshot.
-pub(crate) struct Client {
-    datastore: Weak<Datastore>,
-    id: u64,
-    opened: Arc<Opened>,
-}
-
-impl Client {
-    pub fn capacity(&self) -> u64 {
-        self.opened.capacity.load(Ordering::Acquire)
-    }
-
-    pub fn resize(&self, capacity: u64) -> Result<()> {
-        let datastore = self
-            .datastore
-            .upgrade()
-            .ok_or_else(|| Error::new(ErrorKind::Stopped, "the datastore was closed while the disk was open"))?;
-        datastore.resize_by_id(self.id, capacity, false).map(|_| ())
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        self.opened.count.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
 /// An open datastore. Methods may be called from any thread.
 pub struct Datastore {
-    pub(crate) engine: Arc<Engine>,
-    pub(crate) opened: Mutex<BTreeMap<u64, Arc<Opened>>>,
-    /// One change of disks and snapshots at a time, from look-up to end.
-    pub(crate) changes: Mutex<()>,
-    this: Weak<Datastore>,
+    pub(crate) native: Arc<Native>,
+    pub(crate) foreign: Foreign,
+    pub(crate) switches: Arc<Switches>,
+    /// Disks that are worked on.
+    pub(crate) uses: Arc<Uses>,
+    /// Held for writing while a name goes from one disk to another, for reading while a disk is opened by its name.
+    pub(crate) turning: RwLock<()>,
+    /// Its folder, where it has one.
+    pub(crate) path: Option<PathBuf>,
+    /// Other datastores that clients of this one have moved to.
+    pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
+    /// Names that nobody else may take meanwhile: of disks that are being made or renamed.
+    reserved: Arc<Mutex<BTreeSet<String>>>,
+    /// Moves that go on in the background.
+    pub(crate) imports: Imports,
+    pub(crate) this: Weak<Datastore>,
     _lock: Box<dyn Lock>,
+}
+
+/// A name that is about to be given to a disk, of whatever format.
+pub(crate) struct Reservation {
+    name: String,
+    reserved: Arc<Mutex<BTreeSet<String>>>,
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        self.reserved.lock().remove(&self.name);
+    }
 }
 
 impl Datastore {
@@ -147,11 +143,15 @@ impl Datastore {
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_in(Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
+        Self::open_at(Some(path), Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
     }
 
-    /// Opens a datastore in a directory of any backend.
+    /// Opens a datastore in a directory of any backend: one without a path, and so without disks in other formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_at(None, directory, options)
+    }
+
+    fn open_at(path: Option<&Path>, directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
         let lock = directory.lock(LOCK_FILE).map_err(|error| {
             if error.kind() == std::io::ErrorKind::WouldBlock {
                 Error::new(
@@ -162,81 +162,87 @@ impl Datastore {
                 Error::io("taking the lock of the datastore", error)
             }
         })?;
+        let mode = options.mode;
         let engine = Engine::open(directory, options)?;
+        let switches = Arc::<Switches>::default();
+        let native = Native::open(engine, Arc::clone(&switches));
+        // Whether a disk is incomplete is decided by the migration it comes from.
+        let doubt = migrate::recover(&native, path)?;
+        native.remove_incomplete(&doubt.names)?;
+        let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
         let datastore = Arc::new_cyclic(|this| Self {
-            engine,
-            opened: Mutex::default(),
-            changes: Mutex::new(()),
+            native,
+            foreign,
+            switches,
+            uses: Arc::default(),
+            turning: RwLock::new(()),
+            path: path.map(Path::to_path_buf),
+            guests: Arc::default(),
+            reserved: Arc::default(),
+            imports: Imports::default(),
             this: Weak::clone(this),
             _lock: lock,
         });
-        datastore.remove_incomplete()?;
+        if doubt.folders.is_empty() {
+            datastore.sweep_overlays()?;
+        }
         Ok(datastore)
-    }
-
-    /// Removes what an operation that never ended left behind.
-    fn remove_incomplete(&self) -> Result<()> {
-        let (snapshots, disks): (Vec<Object>, Vec<Object>) = self.engine.with_catalog(|catalog| {
-            let unfinished = catalog.objects().filter(|object| object.incomplete).cloned();
-            let (snapshots, rest): (Vec<_>, Vec<_>) = unfinished.partition(|object| object.is_snapshot());
-            (snapshots, rest.into_iter().filter(|object| object.state == store::catalog::State::Disk).collect())
-        });
-        for object in snapshots {
-            self.engine.delete_snapshot(object.id)?;
-        }
-        for object in disks {
-            tracing::warn!(disk = object.name, "removing a disk whose making was interrupted");
-            self.engine.delete_disk(object.id, &[])?;
-        }
-        Ok(())
     }
 
     /// The engine below: for tests that drive it by hand.
     pub fn engine(&self) -> &Engine {
-        &self.engine
+        &self.native.engine
     }
 
     /// Writes everything home and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
-        let _changes = self.changes.lock();
-        self.engine.close()
+        self.stop_imports();
+        let guests = std::mem::take(&mut *self.guests.lock());
+        let away = guests.iter().map(|guest| guest.close()).fold(Ok(()), Result::and);
+        let foreign = self.foreign.close().and(away);
+        self.native.close().and(foreign)
     }
 
     /// Capacity, allocation, over-commitment.
     pub fn status(&self) -> Result<Status> {
-        let room = self.engine.directory().room().during(|| "asking for the room of the file system".into())?;
-        let allocated = self.engine.allocated_bytes()?;
-        let counts = self.engine.counts();
+        let engine = &self.native.engine;
+        let room = engine.directory().room().during(|| "asking for the room of the file system".into())?;
+        let allocated = engine.allocated_bytes()?;
+        let counts = engine.counts();
         let bytes = |blocks: u64| blocks * BLOCK_SIZE as u64;
-        let (provisioned, disks, snapshots) = self.engine.with_catalog(|catalog| {
+        let (provisioned, disks, snapshots) = engine.with_catalog(|catalog| {
             let provisioned = catalog.disks().fold(0u64, |sum, disk| sum.saturating_add(disk.capacity));
             let snapshots = catalog.objects().filter(|object| object.is_snapshot() && !object.incomplete).count();
             (provisioned, catalog.disks().count(), snapshots)
         });
+        let images = self.foreign.sums()?;
+        let provisioned = provisioned.saturating_add(images.provisioned);
+        let allocated = allocated.saturating_add(images.allocated);
         let usable = allocated.saturating_add(room.available).max(1);
-        let metadata = allocated.saturating_sub(bytes(counts.data.backed));
-        let kind = match self.engine.directory().queue_kind() {
+        let metadata = allocated.saturating_sub(images.allocated).saturating_sub(bytes(counts.data.backed));
+        let kind = match engine.directory().queue_kind() {
             QueueKind::Uring => "io_uring",
             QueueKind::Threads => "threads",
             QueueKind::Inline => "inline",
         };
         Ok(Status {
-            uuid: names::uuid_text(&self.engine.uuid()),
+            uuid: names::uuid_text(&engine.uuid()),
             version: FORMAT_VERSION,
             capacity: room.total,
             available: room.available,
             allocated,
+            images: images.allocated,
             data: bytes(counts.data.used),
             reserved: bytes(counts.reserved),
             metadata,
             reclaimable: bytes(counts.data.free + counts.held),
             provisioned,
             overcommit_ratio: format!("{:.2}", provisioned as f64 / usable as f64),
-            disks: disks as u64,
-            snapshots: snapshots as u64,
-            checksum_errors: self.engine.counters.checksum_errors.load(Ordering::Relaxed),
+            disks: disks as u64 + images.disks,
+            snapshots: snapshots as u64 + images.snapshots,
+            checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
             engine: kind.into(),
-            io_mode: match self.engine.options().mode {
+            io_mode: match engine.options().mode {
                 IoMode::Buffered => "buffered".into(),
                 IoMode::Direct => "direct".into(),
             },
@@ -245,125 +251,41 @@ impl Datastore {
 
     /// Walks all metadata.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
-        let _changes = self.changes.lock();
-        let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
-        let report = self.engine.check(wanted, &|done, total| {
-            progress.update(done, total);
-            !progress.cancelled()
-        })?;
-        let mut findings: Vec<Finding> = report
-            .findings
-            .into_iter()
-            .map(|finding| Finding { problem: finding.problem, repaired: finding.repaired })
-            .collect();
-        if report.unlisted > 0 {
-            findings
-                .push(Finding { problem: format!("{} more problems of these kinds", report.unlisted), repaired: None });
-        }
-        Ok(CheckReport {
-            pages: report.pages,
-            blocks: report.blocks,
-            verified: report.verified,
-            leaked: report.leaked,
-            findings,
-        })
+        let mut report = self.native.check(options, progress)?;
+        self.foreign.check(options.repair, progress, &mut report)?;
+        Ok(report)
     }
 
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
-        let _changes = self.changes.lock();
-        let (disk_name, snapshot_name) = names::split(name);
-        let disk = self.find_disk(disk_name)?;
-        let thick = disk.provisioning != Provisioning::Thin;
-        let (object, target) = match snapshot_name {
-            Some(snapshot) => {
-                let object = self.find_snapshot(&disk, snapshot)?;
-                let target = Target::Snapshot(object.id);
-                (object, target)
-            }
-            None => {
-                let target = Target::Head(self.engine.head(disk.id));
-                (disk, target)
-            }
-        };
-        let read_only = read_only || snapshot_name.is_some();
-        let client = self.client(&object);
-        let engine = Arc::clone(&self.engine);
-        Ok(Arc::new(NativeDevice { engine, target, name: name.to_owned(), read_only, thick, client }))
+        let (disk, snapshot) = names::split(name);
+        let _turning = self.turning.read();
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
+            None => self.native.open_device(disk, snapshot, read_only),
+        }
     }
 
     /// A queue for one thread, of the kind chosen at open, for the data files that [`Device::plan_read`] names.
     pub fn queue(&self, depth: u32) -> std::io::Result<Box<dyn backend::Queue>> {
-        self.engine.directory().queue(depth)
+        self.native.engine.directory().queue(depth)
     }
 
     /// Names that [`Datastore::device`] takes.
     pub fn device_names(&self) -> Vec<String> {
-        self.engine.with_catalog(|catalog| {
-            let mut names = Vec::new();
-            for disk in catalog.disks().filter(|disk| !disk.incomplete) {
-                names.push(disk.name.clone());
-                let snapshots = catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete);
-                names.extend(snapshots.map(|snapshot| format!("{}@{}", disk.name, snapshot.name)));
-            }
-            names
-        })
+        let mut names = self.native.device_names();
+        names.extend(self.foreign.device_names());
+        names
     }
 
-    /// Counts a client of an object until dropped: it is not deleted or reverted meanwhile.
-    pub(crate) fn client(&self, object: &Object) -> Client {
-        let mut opened = self.opened.lock();
-        opened.retain(|_, opened| opened.count.load(Ordering::Acquire) > 0);
-        let entry = opened.entry(object.id).or_insert_with(|| {
-            Arc::new(Opened { count: AtomicU64::new(0), capacity: AtomicU64::new(object.capacity) })
-        });
-        entry.count.fetch_add(1, Ordering::AcqRel);
-        Client { datastore: Weak::clone(&self.this), id: object.id, opened: Arc::clone(entry) }
-    }
-
-    /// Clients that have an object open.
-    pub(crate) fn clients(&self, id: u64) -> u64 {
-        self.opened.lock().get(&id).map_or(0, |opened| opened.count.load(Ordering::Acquire))
-    }
-
-    /// Tells the clients of a disk its new capacity.
-    pub(crate) fn announce_capacity(&self, id: u64, capacity: u64) {
-        if let Some(opened) = self.opened.lock().get(&id) {
-            opened.capacity.store(capacity, Ordering::Release);
+    /// Takes a name for a disk that is about to have it: `Exists` when one has it, or is about to.
+    pub(crate) fn reserve(&self, name: &str) -> Result<Reservation> {
+        names::check("disk", name)?;
+        let mut reserved = self.reserved.lock();
+        if self.native.has(name) || self.foreign.find(name).is_some() || reserved.contains(name) {
+            return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
         }
-    }
-
-    pub(crate) fn find_disk(&self, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(|disk| !disk.incomplete).ok_or_else(
-            || {
-                Error::new(
-                    ErrorKind::NotFound,
-                    format!("there is no disk '{}'; 'lamina disk list' shows what there is", name.escape_debug()),
-                )
-            },
-        )
-    }
-
-    pub(crate) fn find_snapshot(&self, disk: &Object, name: &str) -> Result<Object> {
-        self.engine.with_catalog(|catalog| catalog.snapshot(disk.id, name).cloned()).ok_or_else(|| {
-            Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
-                    disk.name,
-                    name.escape_debug()
-                ),
-            )
-        })
-    }
-
-    pub(crate) fn refuse_in_use(&self, id: u64, what: &str) -> Result<()> {
-        match self.clients(id) {
-            0 => Ok(()),
-            count => Err(Error::new(
-                ErrorKind::Busy,
-                format!("{what} is in use by {count} client(s); disconnect them first"),
-            )),
-        }
+        reserved.insert(name.to_owned());
+        Ok(Reservation { name: name.to_owned(), reserved: Arc::clone(&self.reserved) })
     }
 }

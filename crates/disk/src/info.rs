@@ -1,6 +1,11 @@
 //! What a datastore tells about itself: plain records, the same for text, JSON and the API.
 
+pub use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::str::FromStr;
+use store::{Error, Result};
+pub use vmdk::DeltaFormat;
 
 /// How a disk takes its space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,6 +19,126 @@ pub enum Provisioning {
     EagerZeroedThick,
 }
 
+/// What a disk is made of: the native format, or the image that it begins with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum DiskFormat {
+    /// The datastore's own.
+    Native,
+    /// VMware's flat disk, with the provisioning type asked for.
+    Vmdk,
+    /// An image of that kind.
+    Image(ImageKind),
+}
+
+impl DiskFormat {
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Vmdk => "vmdk",
+            Self::Image(kind) => kind.name(),
+        }
+    }
+}
+
+impl FromStr for DiskFormat {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        match name {
+            "native" => Ok(Self::Native),
+            "vmdk" => Ok(Self::Vmdk),
+            other => other.parse().map(Self::Image),
+        }
+    }
+}
+
+impl TryFrom<String> for DiskFormat {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
+    }
+}
+
+impl From<DiskFormat> for String {
+    fn from(format: DiskFormat) -> Self {
+        format.name().to_owned()
+    }
+}
+
+/// How a disk is made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NewDisk {
+    /// Capacity in bytes.
+    pub capacity: u64,
+    /// How it takes its space, where the format leaves a choice.
+    pub provisioning: Provisioning,
+    /// What it is made of.
+    pub format: DiskFormat,
+    /// What its snapshots are made of, where they are images; what vSphere would take if nothing is said.
+    pub delta: Option<DeltaFormat>,
+}
+
+impl NewDisk {
+    /// A native disk.
+    pub fn native(capacity: u64, provisioning: Provisioning) -> Self {
+        Self { capacity, provisioning, format: DiskFormat::Native, delta: None }
+    }
+}
+
+/// VMware's counters of a flat disk, in file blocks of 1 MiB.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Blocks that its files cover.
+    pub blocks: u64,
+    /// Blocks that have space.
+    pub nb: u64,
+    /// Of these, blocks to be zeroed when they are first written.
+    pub tbz: u64,
+}
+
+/// A file of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageFile {
+    /// Where it is.
+    pub path: String,
+    /// `made` by the datastore, `adopted` for writing, or `foreign`: only read.
+    pub standing: String,
+}
+
+/// What a disk in VMware's formats has beyond others.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageDetails {
+    /// Kind of the base.
+    pub kind: String,
+    /// Format of new deltas.
+    pub delta: String,
+    /// VMware's counters, where the base is flat.
+    pub counters: Option<Counters>,
+    /// In how many runs the flat base lies on the medium, where that can be told.
+    pub fragments: Option<u64>,
+    /// Levels of the head's chain.
+    pub levels: u64,
+    /// Most of them.
+    pub levels_max: u64,
+    /// Formats of the levels, newest first.
+    pub formats: Vec<String>,
+    /// The file by which others open the head.
+    pub head: String,
+    /// Files of all images.
+    pub files: Vec<ImageFile>,
+    /// Bytes that the head's chain takes in the file system.
+    pub allocated: u64,
+    /// Bytes of guest data in it, in whole grains.
+    pub mapped: u64,
+    /// Bytes in it that nothing names: what wiping and shrinking return.
+    pub dead: u64,
+    /// Levels are left that no snapshot needs.
+    pub consolidation_needed: bool,
+}
+
 /// A disk.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskInfo {
@@ -25,7 +150,7 @@ pub struct DiskInfo {
     pub capacity: u64,
     /// Provisioning type.
     pub provisioning: Provisioning,
-    /// Format: `native`.
+    /// Format: `native`, `vmdk` for VMware's flat disks, or the kind of image.
     pub format: String,
     /// The snapshot the head stands on.
     pub parent_snapshot: Option<String>,
@@ -33,9 +158,9 @@ pub struct DiskInfo {
     pub origin: Option<String>,
     /// Number of snapshots.
     pub snapshots: u64,
-    /// Blocks of 4 KiB that the head maps (VMware's nb); `None` where counting was not asked for.
+    /// Blocks of 4 KiB that the head of a native disk maps; `None` where counting was not asked for.
     pub blocks_allocated: Option<u64>,
-    /// Of these, blocks that still have to be zeroed on first write (VMware's tbz).
+    /// Of these, blocks that still have to be zeroed on first write.
     pub blocks_to_be_zeroed: Option<u64>,
     /// Bytes of the head that no snapshot, clone or other disk shares; `None` where counting was not asked for.
     pub exclusive: Option<u64>,
@@ -43,6 +168,9 @@ pub struct DiskInfo {
     pub clients: u64,
     /// Creation time, seconds since 1970.
     pub created: u64,
+    /// What one in VMware's formats has beyond that; `None` where it was not asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<Box<ImageDetails>>,
 }
 
 /// A snapshot.
@@ -62,6 +190,142 @@ pub struct SnapshotInfo {
     pub current: bool,
     /// Creation time, seconds since 1970.
     pub created: u64,
+    /// What a person had to say about it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+}
+
+/// How snapshots are taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SnapshotOptions {
+    /// What a person has to say about them.
+    #[serde(default)]
+    pub description: String,
+    /// The folder that new images go to; the disk's own if nothing is said.
+    #[serde(default)]
+    pub folder: Option<PathBuf>,
+    /// The format of new images; the disk's usual one if nothing is said.
+    #[serde(default)]
+    pub delta: Option<DeltaFormat>,
+}
+
+impl SnapshotOptions {
+    /// True when something is asked for that only images have.
+    pub(crate) fn is_special(&self) -> bool {
+        *self != Self::default()
+    }
+}
+
+/// Which way the image of a deleted snapshot is merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// The snapshot's image goes into the newer one.
+    Up,
+    /// The newer image goes into the snapshot's.
+    Down,
+}
+
+/// What giving space back has freed, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reclaimed {
+    /// Found dead or full of zeros, and free for new data.
+    pub freed: u64,
+    /// Given back to the file system.
+    pub returned: u64,
+    /// Moved for that.
+    pub moved: u64,
+}
+
+/// Tunables of a disk's chain; `None` leaves one as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tuning {
+    /// Most extents in the metadata cache.
+    pub metadata_entries: Option<u64>,
+    /// Bytes around a miss that are resolved with it.
+    pub prefetch: Option<u64>,
+    /// Most extents that one prefetch brings.
+    pub prefetch_extents: Option<u64>,
+    /// Bytes of the read cache; 0 for none.
+    pub read_cache: Option<u64>,
+    /// Most levels of the chain.
+    pub levels_max: Option<u64>,
+}
+
+/// One level of a chain.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LevelInfo {
+    /// Its format.
+    pub format: String,
+    /// Its capacity in bytes.
+    pub capacity: u64,
+    /// Unit of mapping in bytes.
+    pub grain: u64,
+    /// Open for writing.
+    pub writable: bool,
+}
+
+/// Figures of a metadata cache. Counters only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MetadataCacheStatistics {
+    /// Lookups answered from the cache.
+    pub hits: u64,
+    /// Lookups that needed a walk.
+    pub misses: u64,
+    /// Extents that had to go for others.
+    pub evictions: u64,
+    /// Walks down the chain.
+    pub walks: u64,
+    /// Levels asked in all walks together.
+    pub walk_levels: u64,
+    /// Levels asked in the longest walk.
+    pub walk_levels_max: u64,
+    /// Extents taken in that nobody had asked for yet.
+    pub prefetched: u64,
+    /// Of these, asked for later.
+    pub prefetched_used: u64,
+    /// Extents in the cache now.
+    pub entries: u64,
+    /// Bytes of memory that the cache takes now.
+    pub memory: u64,
+}
+
+/// Figures of a read cache. Blocks are 4 KiB; counters only grow.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataCacheStatistics {
+    /// Blocks answered from the cache.
+    pub hits: u64,
+    /// Blocks that were not there.
+    pub misses: u64,
+    /// Blocks taken in.
+    pub insertions: u64,
+    /// Blocks that had to go for others.
+    pub evictions: u64,
+    /// Blocks that a write, discard or zeroing made untrue.
+    pub invalidations: u64,
+    /// Blocks in the cache now.
+    pub blocks: u64,
+    /// Bytes of memory that the cache takes now.
+    pub memory: u64,
+    /// Bytes it may take.
+    pub memory_max: u64,
+}
+
+/// Figures of a disk's chain, since it was opened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskStatistics {
+    /// The disk.
+    pub name: String,
+    /// The levels, newest first.
+    pub levels: Vec<LevelInfo>,
+    /// The metadata cache.
+    pub metadata: MetadataCacheStatistics,
+    /// The read cache.
+    pub data: DataCacheStatistics,
+    /// Writes of partial grains, which had to be filled up from below.
+    pub fills: u64,
+    /// Tunables as they are now.
+    pub tunables: Tuning,
 }
 
 /// Two points of one disk: a snapshot, or now.
@@ -97,6 +361,8 @@ pub struct Status {
     pub available: u64,
     /// Bytes the datastore takes, metadata and reserves included.
     pub allocated: u64,
+    /// Of these, in files of disks in VMware's formats.
+    pub images: u64,
     /// Bytes of data blocks in use.
     pub data: u64,
     /// Bytes of data blocks reserved for thick disks and not used yet.
@@ -141,6 +407,10 @@ pub struct CheckReport {
     pub verified: u64,
     /// Bytes that nothing refers to.
     pub leaked: u64,
+    /// Images looked at.
+    pub images: u64,
+    /// Bytes in images that nothing names.
+    pub dead: u64,
     /// What was wrong; empty when clean.
     pub findings: Vec<Finding>,
 }

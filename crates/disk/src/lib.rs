@@ -2,20 +2,22 @@
 
 #![forbid(unsafe_code)]
 
-mod chained;
-mod clones;
+pub mod convert;
 pub mod datastore;
 pub mod device;
-mod disks;
+mod foreign;
+pub mod images;
 pub mod info;
+pub mod migrate;
 mod names;
 mod native;
 pub mod progress;
-mod snapshots;
+pub mod switch;
 
-pub use chained::ChainedDevice;
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+pub use foreign::ChainedDevice;
 pub use info::*;
-pub use progress::{NoProgress, Progress};
+pub use progress::{NoProgress, Progress, Throttled};
 pub use store::{Error, ErrorKind, Result};
+pub use switch::{Switch, SwitchedDevice};

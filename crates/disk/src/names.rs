@@ -45,6 +45,15 @@ pub fn uuid_text(uuid: &[u8; 16]) -> String {
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
+/// Reads the usual text form of an identity.
+pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
+    let hex: String = text.split('-').collect();
+    if hex.len() != 32 || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    Some(u128::from_str_radix(&hex, 16).ok()?.to_be_bytes())
+}
+
 /// Splits `disk@snapshot`.
 pub fn split(target: &str) -> (&str, Option<&str>) {
     match target.split_once('@') {
@@ -74,5 +83,7 @@ mod tests {
         let text = uuid_text(&a);
         assert_eq!(text.len(), 36);
         assert_eq!(&text[14..15], "4");
+        assert_eq!(parse_uuid(&text), Some(a));
+        assert_eq!(parse_uuid("4"), None);
     }
 }

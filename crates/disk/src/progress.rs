@@ -7,6 +7,33 @@ pub trait Progress: Sync {
 
     /// True once the work should stop: it then undoes what it began and ends with [`store::ErrorKind::Interrupted`].
     fn cancelled(&self) -> bool;
+
+    /// Bytes per second that it may copy; 0 for as fast as it goes. May change at any time.
+    fn rate(&self) -> u64 {
+        0
+    }
+}
+
+/// Another's progress, at a rate.
+pub struct Throttled<'a> {
+    /// Who watches.
+    pub progress: &'a dyn Progress,
+    /// Bytes per second; 0 for as fast as it goes.
+    pub rate: u64,
+}
+
+impl Progress for Throttled<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.progress.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.progress.cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        self.rate
+    }
 }
 
 /// Nobody watches.

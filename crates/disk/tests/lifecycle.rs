@@ -15,7 +15,7 @@ fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     };
     let open = || Datastore::open(&path, options).unwrap();
     let ds = open();
-    ds.create_disk("a", (64 << 20) + 512, Provisioning::Thin, &NoProgress).unwrap();
+    ds.create_disk("a", &NewDisk::native((64 << 20) + 512, Provisioning::Thin), &NoProgress).unwrap();
     let dev = ds.device("a", false).unwrap();
     let fill = |byte: u8, len: usize, skip: usize| {
         let mut b = Buffer::with_bytes(len + skip);
@@ -26,7 +26,7 @@ fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     dev.write((64 << 20) - 100, fill(2, 600, 4096 - 100), 600, false).unwrap();
     dev.write(4096 + 512, fill(3, 512, 512), 512, false).unwrap();
     dev.flush().unwrap();
-    ds.create_snapshots(&[("a".into(), "s1".into())]).unwrap();
+    ds.create_snapshots(&[("a".into(), "s1".into())], &SnapshotOptions::default()).unwrap();
     dev.write(8192, fill(4, 4096, 0), 4096, true).unwrap();
     let check = |ds: &Datastore| {
         let dev = ds.device("a", true).unwrap();

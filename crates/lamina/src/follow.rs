@@ -1,6 +1,6 @@
 //! Following long work from a terminal: a bar on stderr, Ctrl-C, and the extents of a diff as they come.
 
-use crate::control::{Request, Watch};
+use crate::control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
 use crate::output::Extents;
 use disk::{ChangedExtent, Error, Progress, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -33,8 +33,19 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
     const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
-        Request::DiskCreate { .. } => ("zeroing", BYTES),
-        Request::DiskDetach { .. } => ("detaching", BYTES),
+        Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
+        Request::Disk(DiskRequest::Detach { .. }) => ("detaching", BYTES),
+        Request::Disk(DiskRequest::Migrate { .. }) => ("moving", BYTES),
+        Request::Disk(DiskRequest::Import { .. }) => ("copying", BYTES),
+        Request::Disk(DiskRequest::Inflate { .. }) => ("inflating", BYTES),
+        Request::Disk(DiskRequest::PunchZero { .. }) => ("looking for zeros", BYTES),
+        Request::Disk(DiskRequest::Wipe { .. }) => ("wiping", BYTES),
+        Request::Disk(DiskRequest::Shrink { .. }) => ("shrinking", BYTES),
+        Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),
+        Request::Snapshot(SnapshotRequest::Delete { .. }) => ("merging", BYTES),
+        Request::Convert(_) => ("converting", BYTES),
+        Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
+        Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),
         Request::Clone { full: false, .. } => ("cloning", THINGS),
         _ => return None,

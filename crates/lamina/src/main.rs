@@ -18,10 +18,11 @@ mod session;
 
 use clap::Parser;
 use cli::{Cli, Command};
-use control::{Reply, Request};
+use control::{Reply, Request, SnapshotRequest};
 use disk::{Datastore, Error, ErrorKind, InitOptions};
 use follow::Follow;
 use output::{Extents, Form};
+use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -79,9 +80,11 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> Result<End, End> {
     let form = Form::new(cli.json);
     start_logging(&cli)?;
+    raise_file_limit();
     let request = cli.command.request().map_err(End::Usage)?;
     match (cli.command, request) {
-        (_, Some(request)) => ask(&datastore(cli.datastore)?, form, request),
+        (_, Some(request)) if !request.needs_datastore() => ask(None, form, request),
+        (_, Some(request)) => ask(Some(&datastore(cli.datastore)?), form, request),
         (Command::Init { path, journal_size }, _) => init(&path, journal_size, form),
         (Command::Serve(arguments), _) => {
             let path = datastore(arguments.path.clone().or(cli.datastore))?;
@@ -125,6 +128,14 @@ fn start_logging(cli: &Cli) -> Result<(), End> {
         .map_err(|e| End::Failed(Error::new(ErrorKind::Unsupported, format!("logging cannot start: {e}"))))
 }
 
+/// Every disk made of images keeps files open: as many as this process may have. Where that cannot be raised, fewer
+/// disks can be open at once, and opening one more says so.
+fn raise_file_limit() {
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    let _ = setrlimit(Resource::Nofile, limit);
+}
+
 fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {
     Datastore::init(path, InitOptions { journal_size })?;
     let mut out = io::stdout().lock();
@@ -135,18 +146,21 @@ fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {
     Ok(End::Code(0))
 }
 
-/// Asks the datastore and prints what it says.
-fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
+/// Asks the datastore, if the request is about one, and prints what it says.
+fn ask(path: Option<&Path>, form: Form, request: Request) -> Result<End, End> {
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let mut out = BufWriter::new(io::stdout());
     let extents = match &request {
-        Request::SnapshotDiff { disk, from, to } => {
+        Request::Snapshot(SnapshotRequest::Diff { disk, from, to }) => {
             Some(Extents::new(Box::new(BufWriter::new(io::stdout())), form, disk, from, to))
         }
         _ => None,
     };
     let follow = Follow::new(&request, interrupted, extents);
-    let outcome = session::ask(path, request.clone(), &follow);
+    let outcome = match path {
+        Some(path) => session::ask(path, request.clone(), &follow),
+        None => control::alone(request.clone(), &follow),
+    };
     let unread = follow.unread();
     let extents = follow.finish();
     let reply = match outcome {
@@ -158,6 +172,15 @@ fn ask(path: &Path, form: Form, request: Request) -> Result<End, End> {
         _ => output::print(&mut out, form, &request, &reply)?,
     }
     out.flush()?;
-    let unrepaired = matches!(&reply, Reply::Check(report) if report.findings.iter().any(|f| f.repaired.is_none()));
-    Ok(End::Code(if unrepaired { exit::CORRUPT } else { 0 }))
+    Ok(End::Code(if finds_fault(&reply) { exit::CORRUPT } else { 0 }))
+}
+
+/// Whether the answer tells of something wrong that still is.
+fn finds_fault(reply: &Reply) -> bool {
+    match reply {
+        Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
+        Reply::ImageCheck(check) => check.problems > 0,
+        Reply::Image(info) => info.problem.is_some(),
+        _ => false,
+    }
 }

@@ -22,7 +22,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 24] = [
+const VERBS: [Verb; 38] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -33,6 +33,15 @@ const VERBS: [Verb; 24] = [
     verb("disk rename", "vm1 vm2"),
     verb("disk delete", "vm1"),
     verb("disk detach", "vm1"),
+    verb("disk stats", "vm1"),
+    verb("disk tune", "vm1 --levels-max 8"),
+    verb("disk inflate", "vm1"),
+    verb("disk punchzero", "vm1"),
+    verb("disk wipe", "vm1"),
+    verb("disk shrink", "vm1"),
+    verb("disk consolidate", "vm1"),
+    verb("disk migrate", "vm1 --format thin"),
+    verb("disk import", "/nowhere/vm1.vmdk vm1"),
     verb("snapshot create", "vm1@a vm2@a"),
     verb("snapshot list", ""),
     verb("snapshot show", "vm1@a"),
@@ -41,12 +50,17 @@ const VERBS: [Verb; 24] = [
     verb("snapshot diff", "vm1@a vm1@b"),
     verb("clone", "vm1@a vm2"),
     verb("serve", ""),
+    Verb { name: "convert", arguments: "a.raw b.vmdk -d thin", on_datastore: false, demands: true },
+    Verb { name: "image show", arguments: "a.vmdk", on_datastore: false, demands: true },
+    Verb { name: "image check", arguments: "a.vmdk", on_datastore: false, demands: true },
+    Verb { name: "image create", arguments: "/nowhere/a.vmdk 1G", on_datastore: false, demands: true },
     verb("export list", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     // Nouns, which have verbs of their own.
     Verb { name: "disk", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "snapshot", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
     Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
 ];
 
@@ -66,7 +80,9 @@ fn help_is_an_answer() {
         for option in ["--help", "-h"] {
             let text = run(&format!("{name} {option}")).ok();
             assert!(text.contains(&format!("Usage: lamina {name}")), "{name}: {text}");
-            assert!(text.contains("--json") && text.contains("--datastore"), "{name}: {text}");
+            // Images are files by their paths: no datastore is asked.
+            let datastore = text.contains("--datastore") || name.starts_with("image ");
+            assert!(text.contains("--json") && datastore, "{name}: {text}");
         }
     }
     assert!(run("--help").ok().contains("Exit codes:"));
@@ -117,7 +133,7 @@ fn a_datastore_that_is_not_there_is_not_found() {
         for path in [&missing, &file] {
             let path = path.display();
             for form in ["", "--json"] {
-                run(&format!("{name} {arguments} -d {path} {form}")).fails(3, &path.to_string());
+                run(&format!("{name} {arguments} --datastore {path} {form}")).fails(3, &path.to_string());
             }
             let by_variable: Done = lamina()
                 .args(name.split(' ').chain(arguments.split_whitespace()))

@@ -174,3 +174,11 @@ pub trait Layer: Send + Sync {
 pub(crate) fn read_only(format: &str) -> Error {
     Error::new(ErrorKind::ReadOnly, format!("this {format} image is open for reading only"))
 }
+
+/// The answer of [`Layer::file`] for a layer that is one file.
+pub(crate) fn only_file<'a>(index: u16, file: &'a Arc<dyn File>, image: &str) -> Result<&'a Arc<dyn File>> {
+    match index {
+        0 => Ok(file),
+        _ => Err(Error::new(ErrorKind::Invalid, format!("{image}: it has one file only"))),
+    }
+}

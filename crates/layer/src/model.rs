@@ -1,7 +1,7 @@
 //! What tests compare a layer with: a plain memory of sectors, random operations on both, and power cuts in between.
 
 use crate::aligned::AlignedFile;
-use crate::{Content, ErrorKind, Layer, Result, SECTOR};
+use crate::{Content, ErrorKind, IoContext, Layer, Result, SECTOR};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{File, IoMode};
 use rustc_hash::FxHashMap;
@@ -75,7 +75,8 @@ pub(crate) fn stamps(layer: &dyn Layer, sectors: Range<u64>) -> Result<Vec<u64>>
                 Content::Data { file, offset } => {
                     let file = AlignedFile::new(Arc::clone(layer.file(file)?));
                     let mut bytes = vec![0xa5; extent.length as usize];
-                    file.read_at(&mut bytes, offset).unwrap();
+                    // The power may go between the question and this, when another thread's write meets the cut.
+                    file.read_at(&mut bytes, offset).during(|| format!("reading at {offset}"))?;
                     for (lba, sector) in (extent.start / SECTOR..).zip(bytes.chunks_exact(SECTOR as usize)) {
                         out.push(stamp_of(lba, sector));
                     }

@@ -1,18 +1,22 @@
-//! How fast a layer is beside a plain file: sequential 512 KiB and random 4 KiB, empty and full, on one thread.
-//! Figures for people, printed; run with `--ignored --nocapture`.
+//! How fast a layer is beside a plain sparse file, which is what a thin flat disk is: {4 .. 512 KiB} x {in order, at
+//! random} x {read, write} x {empty, full}, on one thread. Figures for people, printed; run optimised and alone, with
+//! `--ignored --nocapture`. `LAMINA_BENCH_FOLDER` says where the files go, `LAMINA_BENCH_MODE` (`buffered`, `direct`)
+//! how they are opened; with `LAMINA_BENCH_CLOCK=processor` the time counts that the thread has been running, which
+//! others on the machine disturb less (and which says nothing of a medium).
 
 use crate::model::Random;
 use crate::{Content, Layer};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Buffer, Directory, File, IoMode};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
-const SIZE: u64 = 1 << 30;
-const LARGE: usize = 512 << 10;
-const SMALL: usize = 4096;
-const SMALL_COUNT: u64 = 60_000;
-const ROUNDS: usize = 3;
+const CAPACITY: u64 = 512 << 20;
+/// Most bytes and requests of a run.
+const RUN_BYTES: u64 = 64 << 20;
+const RUN_REQUESTS: u64 = 4000;
+const ROUNDS: usize = 5;
+const SIZES: [usize; 8] = [4, 8, 16, 32, 64, 128, 256, 512];
 
 trait Target {
     fn write(&self, offset: u64, bytes: &[u8]);
@@ -69,126 +73,109 @@ impl Target for Mapped {
     }
 }
 
-fn megabytes(bytes: u64, work: impl FnOnce()) -> f64 {
-    let start = Instant::now();
-    work();
-    bytes as f64 / 1e6 / start.elapsed().as_secs_f64()
+/// What a run does.
+#[derive(Clone, Copy)]
+struct Cell {
+    size: usize,
+    random: bool,
+    write: bool,
 }
 
-/// MB/s of each case in turn.
-fn measure(target: &dyn Target, order: &[u64]) -> Vec<(&'static str, f64)> {
-    let large = {
-        let mut bytes = Buffer::with_bytes(LARGE);
-        bytes.fill(0x5a);
-        bytes
-    };
-    let small = Buffer::copy_of(&large[..SMALL]);
-    let blocks = order.len() as u64 * SMALL as u64;
-    let sequential_write = || {
-        for offset in (0..SIZE).step_by(LARGE) {
-            target.write(offset, &large);
-        }
-        target.flush();
-    };
-    let random_write = || {
-        for block in order {
-            target.write(block * SMALL as u64, &small);
-        }
-        target.flush();
-    };
-    let sequential_read = || {
-        let mut out = Buffer::with_bytes(LARGE);
-        for offset in (0..SIZE).step_by(LARGE) {
-            target.read(offset, &mut out);
-        }
-    };
-    let random_read = || {
-        let mut out = Buffer::with_bytes(SMALL);
-        for block in order {
-            target.read(block * SMALL as u64, &mut out);
-        }
-    };
-    vec![
-        ("random write, empty", megabytes(blocks, random_write)),
-        ("random read, sparse", megabytes(blocks, random_read)),
-        ("sequential read, sparse", megabytes(SIZE, sequential_read)),
-        ("sequential write, fills", megabytes(SIZE, sequential_write)),
-        ("random write, full", megabytes(blocks, random_write)),
-        ("random read, full", megabytes(blocks, random_read)),
-        ("sequential read, filled", megabytes(SIZE, sequential_read)),
-    ]
-}
-
-/// A new layer is filled in order, then written and read.
-fn measure_ordered(target: &dyn Target, order: &[u64]) -> Vec<(&'static str, f64)> {
-    let large = Buffer::with_bytes(LARGE);
-    let empty = || {
-        for offset in (0..SIZE).step_by(LARGE) {
-            target.write(offset, &large);
-        }
-        target.flush();
-    };
-    let full = || empty();
-    let read = || {
-        let mut out = Buffer::with_bytes(LARGE);
-        for offset in (0..SIZE).step_by(LARGE) {
-            target.read(offset, &mut out);
-        }
-    };
-    let random = || {
-        let mut out = Buffer::with_bytes(SMALL);
-        for block in order {
-            target.read(block * SMALL as u64, &mut out);
-        }
-    };
-    vec![
-        ("sequential write, empty", megabytes(SIZE, empty)),
-        ("sequential write, full", megabytes(SIZE, full)),
-        ("sequential read, full", megabytes(SIZE, read)),
-        ("random read, in order", megabytes(order.len() as u64 * SMALL as u64, random)),
-    ]
-}
-
-/// Prints the figures of layers that `open` makes in new files, beside a plain sparse file.
-pub(crate) fn compare(format: &str, open: &dyn Fn(Arc<dyn File>, u64) -> Box<dyn Layer>) {
-    let folder = tempfile::tempdir_in(std::env::temp_dir()).unwrap();
-    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
-    let mut random = Random::new(1);
-    let order: Vec<u64> = (0..SMALL_COUNT).map(|_| random.below(SIZE / SMALL as u64)).collect();
-    for mode in [IoMode::Buffered, IoMode::Direct] {
-        let order = match mode {
-            IoMode::Buffered => &order[..],
-            IoMode::Direct => &order[..order.len() / 4],
-        };
-        let mut figures: Vec<(&str, Vec<f64>, Vec<f64>)> = Vec::new();
-        for _ in 0..ROUNDS {
-            for layered in [false, true] {
-                for measure in [measure, measure_ordered] {
-                    let file = directory.create("file", mode).unwrap();
-                    let target: Box<dyn Target> = match layered {
-                        true => Box::new(Mapped(open(Arc::clone(&file), SIZE))),
-                        false => {
-                            file.set_len(SIZE).unwrap();
-                            Box::new(Plain(Arc::clone(&file)))
-                        }
-                    };
-                    for (case, figure) in measure(target.as_ref(), order) {
-                        let at = figures.iter().position(|(name, ..)| *name == case).unwrap_or_else(|| {
-                            figures.push((case, Vec::new(), Vec::new()));
-                            figures.len() - 1
-                        });
-                        if layered { &mut figures[at].2 } else { &mut figures[at].1 }.push(figure);
-                    }
-                    directory.remove("file").unwrap();
-                }
+impl Cell {
+    /// Megabytes per second; what is written is flushed, and that counts.
+    fn run(self, target: &dyn Target, seed: u64) -> f64 {
+        let mut random = Random::new(seed);
+        let mut buffer = Buffer::with_bytes(self.size);
+        buffer.fill(seed as u8 | 1);
+        let size = self.size as u64;
+        let count = (RUN_BYTES / size).min(RUN_REQUESTS);
+        let order: Vec<u64> = (0..count)
+            .map(|number| if self.random { random.below(CAPACITY / size) * size } else { number * size })
+            .collect();
+        let begun = now();
+        for offset in order {
+            match self.write {
+                true => target.write(offset, &buffer),
+                false => target.read(offset, &mut buffer),
             }
         }
-        println!("{format}, {mode:?}: MB/s, median of {ROUNDS}");
-        for (case, mut plain, mut layer) in figures {
-            plain.sort_by(f64::total_cmp);
-            layer.sort_by(f64::total_cmp);
-            let (plain, layer) = (plain[ROUNDS / 2], layer[ROUNDS / 2]);
-            println!("  {case:26} plain {plain:7.0}   layer {layer:7.0}   {:.2}", layer / plain);
+        if self.write {
+            target.flush();
+        }
+        (count * size) as f64 / 1e6 / (now() - begun)
+    }
+}
+
+/// Seconds since some moment.
+fn now() -> f64 {
+    static BEGUN: LazyLock<Instant> = LazyLock::new(Instant::now);
+    if std::env::var("LAMINA_BENCH_CLOCK").as_deref() != Ok("processor") {
+        return BEGUN.elapsed().as_secs_f64();
+    }
+    // The kernel brings the figure up to date when it schedules.
+    std::thread::yield_now();
+    let figures = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    figures.split_whitespace().next().unwrap().parse::<f64>().unwrap() / 1e9
+}
+
+fn fill(target: &dyn Target) {
+    let mut bytes = Buffer::with_bytes(1 << 20);
+    bytes.fill(0x5a);
+    (0..CAPACITY).step_by(bytes.len()).for_each(|offset| target.write(offset, &bytes));
+    target.flush();
+}
+
+/// Prints the ratios of layers that `open` makes in new files to a plain sparse file.
+pub(crate) fn compare(format: &str, open: &dyn Fn(Arc<dyn File>, u64) -> Box<dyn Layer>) {
+    let parent = std::env::var_os("LAMINA_BENCH_FOLDER").map_or_else(std::env::temp_dir, Into::into);
+    let folder = tempfile::tempdir_in(parent).unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let modes = match std::env::var("LAMINA_BENCH_MODE").as_deref() {
+        Ok("buffered") => vec![IoMode::Buffered],
+        Ok("direct") => vec![IoMode::Direct],
+        _ => vec![IoMode::Buffered, IoMode::Direct],
+    };
+    for mode in modes {
+        let make = |layered: bool| -> Box<dyn Target> {
+            let name = if layered { "layer" } else { "plain" };
+            let _ = directory.remove(name);
+            let file = directory.create(name, mode).unwrap();
+            if layered {
+                return Box::new(Mapped(open(file, CAPACITY)));
+            }
+            file.set_len(CAPACITY).unwrap();
+            Box::new(Plain(file))
+        };
+        println!("{format}, {mode:?}: ratio to a plain sparse file (its MB/s), median of {ROUNDS}");
+        println!("              {}", SIZES.map(|size| format!("{size:>7} KiB")).join(""));
+        for (full, random, write) in (0..8).map(|case| (case & 4 > 0, case & 2 > 0, case & 1 > 0)).collect::<Vec<_>>() {
+            let kept = full.then(|| [false, true].map(&make));
+            kept.iter().flatten().for_each(|target| fill(target.as_ref()));
+            let line = SIZES.map(|size| {
+                let cell = Cell { size: size << 10, random, write };
+                let mut figures = [Vec::new(), Vec::new()];
+                for round in 0..ROUNDS {
+                    for turn in 0..2 {
+                        let layered = usize::from(turn == round % 2);
+                        let made = kept.is_none().then(|| make(layered == 1));
+                        let target = made.as_ref().or(kept.as_ref().map(|kept| &kept[layered])).unwrap();
+                        figures[layered].push(cell.run(target.as_ref(), round as u64 + 1));
+                    }
+                }
+                let [plain, layer] = figures.map(|mut figures| {
+                    figures.sort_by(f64::total_cmp);
+                    figures[ROUNDS / 2]
+                });
+                format!(" {:4.2}({plain:4.0})", layer / plain)
+            });
+            let word = |yes: bool, one, other| if yes { one } else { other };
+            println!(
+                "  {} {} {} {}",
+                word(full, "full ", "empty"),
+                word(random, "rand", "seq "),
+                word(write, "w", "r"),
+                line.join("")
+            );
         }
     }
 }

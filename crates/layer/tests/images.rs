@@ -8,7 +8,7 @@ use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Directory, IoMode};
 use layer::descriptor::{Adapter, ContentId, Descriptor, storage};
 use layer::flat::{self, NewDisk, NewKind, Provisioning};
-use layer::image::{Image, OpenOptions, Place, open_chain};
+use layer::image::{Folder, Image, OpenOptions, Place, open_chain};
 use layer::{Error, ErrorKind, Layer, Result};
 use scratch::{Random, folder, go_on, read, read_by_qemu, run, try_run};
 use std::os::unix::fs::symlink;
@@ -101,6 +101,12 @@ fn only_permitted_files_are_opened() {
             "{bad}: {:?} {refused}",
             refused.kind()
         );
+    }
+    // A permitted folder is no file, and the folder it is in not permitted.
+    symlink(".", own.join("self")).unwrap();
+    let gate = Folder::local(&own, std::slice::from_ref(&other)).unwrap();
+    for folder in [".", "self", "folder", "../other"] {
+        assert_eq!(error(gate.resolve(folder)).kind(), ErrorKind::Invalid, "{folder}");
     }
     // A pipe is not waited for, a device is none of ours.
     assert!(error(try_open("pipe", &[])).to_string().contains("not a regular file"));

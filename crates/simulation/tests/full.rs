@@ -3,7 +3,7 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Buffer, Directory};
-use disk::{CheckOptions, Datastore, Device, ErrorKind, InitOptions, NoProgress, Provisioning};
+use disk::{CheckOptions, Datastore, Device, ErrorKind, InitOptions, NewDisk, NoProgress, Provisioning};
 use simulation::random::{Random, pattern};
 use std::sync::Arc;
 use store::EngineOptions;
@@ -32,9 +32,9 @@ fn full_datastore() -> (SimulatedDisk, Arc<Datastore>) {
 fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
     let (_disk, datastore) = full_datastore();
     for name in ["a", "b"] {
-        datastore.create_disk(name, DISK, Provisioning::Thin, &NoProgress).unwrap();
+        datastore.create_disk(name, &NewDisk::native(DISK, Provisioning::Thin), &NoProgress).unwrap();
     }
-    datastore.create_disk("thick", 4 << 20, Provisioning::ZeroedThick, &NoProgress).unwrap();
+    datastore.create_disk("thick", &NewDisk::native(4 << 20, Provisioning::ZeroedThick), &NoProgress).unwrap();
     let (a, b) = (datastore.device("a", false).unwrap(), datastore.device("b", false).unwrap());
     let thick = datastore.device("thick", false).unwrap();
     let mut random = Random::new(1);
@@ -97,7 +97,7 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
 #[test]
 fn a_larger_file_system_is_used_at_once() {
     let (disk, datastore) = full_datastore();
-    datastore.create_disk("a", 1 << 30, Provisioning::Thin, &NoProgress).unwrap();
+    datastore.create_disk("a", &NewDisk::native(1 << 30, Provisioning::Thin), &NoProgress).unwrap();
     let a = datastore.device("a", false).unwrap();
     let mut block = 0;
     let error = loop {

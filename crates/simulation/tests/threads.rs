@@ -3,7 +3,10 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::{BLOCK_SIZE, Buffer, IoMode};
-use disk::{CheckOptions, Datastore, Device, InitOptions, NoProgress, OpenOptions, Point, Provisioning, QueueChoice};
+use disk::{
+    CheckOptions, Datastore, Device, InitOptions, NewDisk, NoProgress, OpenOptions, Point, Provisioning, QueueChoice,
+    SnapshotOptions,
+};
 use simulation::image::Image;
 use simulation::random::{Random, pattern};
 use std::sync::Arc;
@@ -75,7 +78,7 @@ fn write_and_verify(datastore: &Datastore, number: u64, until: Instant) -> Mine 
             94..97 => device.flush().unwrap(),
             _ if mine.snapshots.len() < 6 => {
                 let snapshot = format!("s{counter}");
-                datastore.create_snapshots(&[(name.clone(), snapshot.clone())]).unwrap();
+                datastore.create_snapshots(&[(name.clone(), snapshot.clone())], &SnapshotOptions::default()).unwrap();
                 mine.snapshots.push((snapshot, mine.image.clone()));
             }
             _ => {
@@ -87,7 +90,7 @@ fn write_and_verify(datastore: &Datastore, number: u64, until: Instant) -> Mine 
                     compare(&*reader, &image, offset, length);
                 }
                 drop(reader);
-                datastore.delete_snapshot(&name, &snapshot).unwrap();
+                datastore.delete_snapshot(&name, &snapshot, None, &NoProgress).unwrap();
             }
         }
         // The history of the model is not wanted here, and would grow.
@@ -120,7 +123,7 @@ fn stir(datastore: &Datastore, stop: &AtomicBool) {
         for clone in &clones {
             datastore.delete_disk(clone, false).unwrap();
         }
-        datastore.delete_snapshot(&source, &format!("for-{}", clones[0])).unwrap();
+        datastore.delete_snapshot(&source, &format!("for-{}", clones[0]), None, &NoProgress).unwrap();
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -132,7 +135,9 @@ fn run(mode: IoMode) {
     let options = OpenOptions { mode, queue: QueueChoice::Auto, metadata_cache: 2 << 20, write_buffer: 4 << 20 };
     let datastore = Datastore::open(&path, options).unwrap();
     for number in 0..WRITERS {
-        datastore.create_disk(&format!("w{number}"), CAPACITY, Provisioning::Thin, &NoProgress).unwrap();
+        datastore
+            .create_disk(&format!("w{number}"), &NewDisk::native(CAPACITY, Provisioning::Thin), &NoProgress)
+            .unwrap();
     }
     let until = Instant::now() + TIME / 2;
     let stop = Arc::new(AtomicBool::new(false));

@@ -1,14 +1,22 @@
 //! One module per bar: each builds its disks, measures, and brings findings and raw samples home.
 
+pub mod chains;
 pub mod clones;
+pub mod consolidate;
 pub mod depth;
+pub mod grains;
+mod layout;
+mod load;
+pub mod migrate;
+pub mod peers_chain;
 pub mod reclaim;
+pub mod reclaim_sesparse;
 pub mod snapshots;
 pub mod speed;
 pub mod thin;
 pub mod wide;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::fio::{Endpoint, Job, Length, Pattern};
 use crate::nbd::{Client, Request};
 use crate::plan::{Plan, Study};
@@ -51,6 +59,12 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Clones => clones::measure(setting),
         Study::Wide => wide::measure(setting),
         Study::Reclaim => reclaim::measure(setting),
+        Study::Chains => chains::measure(setting),
+        Study::Grains => grains::measure(setting),
+        Study::PeersChain => peers_chain::measure(setting),
+        Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
+        Study::Consolidate => consolidate::measure(setting),
+        Study::Migrate => migrate::measure(setting),
         Study::All => Ok(Outcome::default()),
     }
 }
@@ -58,6 +72,12 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
 /// Says what is going on, to people only.
 fn say(what: &str) {
     eprintln!("  {what}");
+}
+
+/// What a filter that leaves no cell is told.
+fn no_cell<T: AsRef<str>>(plan: &Plan, names: &[T]) -> Error {
+    let names = names.iter().map(AsRef::as_ref).collect::<Vec<_>>().join(", ");
+    Error::Usage(format!("no cell has {:?} in its name; there are {names}", plan.cells))
 }
 
 /// Writes every byte of a disk in order, and makes it durable.

@@ -32,7 +32,7 @@ pub struct Datastore {
 /// Longest wait for an answer on the control socket.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 /// Version of the control protocol spoken here.
-const CONTROL_VERSION: u32 = 1;
+const CONTROL_VERSION: u32 = 2;
 
 /// A connection to a server's control socket: a line of JSON there, a line back.
 #[derive(Debug)]
@@ -43,10 +43,10 @@ pub struct Control {
 impl Control {
     /// Takes a snapshot; the time from the request to the answer that it is there.
     pub fn snapshot(&mut self, disk: &str, name: &str) -> Result<Duration> {
-        self.ask(json!({ "snapshot_create": { "of": [[disk, name]] } }))
+        self.request(json!({ "snapshot": { "create": { "of": [[disk, name]] } } }))
     }
 
-    fn ask(&mut self, request: Value) -> Result<Duration> {
+    fn request(&mut self, request: Value) -> Result<Duration> {
         let doing = || "talking to the control socket".to_string();
         let line = format!("{}\n", json!({ "version": CONTROL_VERSION, "message": { "request": request } }));
         let began = Instant::now();
@@ -74,12 +74,14 @@ pub struct Serving {
     pub mode: Mode,
     /// Bound of the metadata cache in bytes, when not the default.
     pub metadata_cache: Option<u64>,
+    /// Refuse writes.
+    pub read_only: bool,
 }
 
 impl Serving {
     /// With defaults in everything but the mode.
     pub fn plain(mode: Mode) -> Serving {
-        Serving { mode, metadata_cache: None }
+        Serving { mode, metadata_cache: None, read_only: false }
     }
 }
 
@@ -106,15 +108,43 @@ impl Datastore {
     /// Runs a verb; how long it took.
     pub fn verb<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Duration> {
         let mut command = Command::new(&self.program);
-        command.arg("-d").arg(&self.path).args(words);
+        command.arg("--datastore").arg(&self.path).args(words);
         let began = Instant::now();
         process::run_within(&mut command, VERB_TIME_MAX)?;
         Ok(began.elapsed())
     }
 
+    /// Runs a verb that answers in JSON.
+    pub fn ask<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Value> {
+        let mut command = Command::new(&self.program);
+        command.arg("--datastore").arg(&self.path).args(words).arg("--json");
+        let text = process::run_within(&mut command, VERB_TIME_MAX)?;
+        serde_json::from_str(&text)
+            .map_err(|e| Error::Answer(format!("{}: {e}: {}", process::shown(&command), text.trim())))
+    }
+
     /// Creates a thin disk.
     pub fn create(&self, disk: &str, size: u64) -> Result<()> {
         self.verb(&["disk", "create", disk, "--size", &size.to_string(), "--provisioning", "thin"]).map(|_| ())
+    }
+
+    /// Creates a disk in one of VMware's formats: flat, with snapshots that are deltas of this format.
+    pub fn create_vmdk(&self, disk: &str, size: u64, provisioning: &str, delta: Option<&str>) -> Result<()> {
+        let size = size.to_string();
+        let mut words =
+            vec!["disk", "create", disk, "--size", &size, "--provisioning", provisioning, "--format", "vmdk"];
+        words.extend(delta.map(|delta| ["--delta", delta]).into_iter().flatten());
+        self.verb(&words).map(|_| ())
+    }
+
+    /// Figures of a disk's chain and caches.
+    pub fn statistics(&self, disk: &str) -> Result<Value> {
+        self.ask(&["disk", "stats", disk])
+    }
+
+    /// The folder in which a disk in VMware's formats has its files.
+    pub fn images(&self, disk: &str) -> PathBuf {
+        self.path.join("images").join(disk)
     }
 
     /// Deletes a disk.
@@ -157,6 +187,9 @@ impl Datastore {
         command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
         if let Some(bytes) = serving.metadata_cache {
             command.args(["--metadata-cache", &bytes.to_string()]);
+        }
+        if serving.read_only {
+            command.arg("--read-only");
         }
         let began = Instant::now();
         let service = Service::start(&mut command, &self.log)?;

@@ -31,6 +31,8 @@ const SIMPLE_REPLY: u32 = 0x6744_6698;
 pub const REPLY_TIME_MAX: Duration = Duration::from_secs(120);
 /// Most bytes in one request.
 pub const LENGTH_MAX: u32 = 4 << 20;
+/// Bytes that are stamped as one.
+const BLOCK: usize = 4096;
 /// Most bytes of one option reply.
 const OPTION_REPLY_MAX: u32 = 64 << 10;
 
@@ -51,6 +53,15 @@ pub enum Request {
         /// Bytes.
         length: u32,
     },
+    /// Writes whole blocks whose bytes follow from their place and a version, for [`Client::compare`] to find again.
+    Stamped {
+        /// First byte.
+        offset: u64,
+        /// Bytes.
+        length: u32,
+        /// Which version.
+        version: u32,
+    },
     /// Gives a range back.
     Trim {
         /// First byte.
@@ -66,7 +77,7 @@ impl Request {
     fn wire(self) -> (u16, u64, u32) {
         match self {
             Request::Read { offset, length } => (0, offset, length),
-            Request::Write { offset, length } => (1, offset, length),
+            Request::Write { offset, length } | Request::Stamped { offset, length, .. } => (1, offset, length),
             Request::Flush => (3, 0, 0),
             Request::Trim { offset, length } => (4, offset, length),
         }
@@ -87,6 +98,25 @@ impl Timing {
     pub fn microseconds(&self) -> f64 {
         self.answered.duration_since(self.sent).as_secs_f64() * 1e6
     }
+}
+
+/// Appends the head of a request.
+fn head(message: &mut Vec<u8>, kind: u16, cookie: u64, offset: u64, length: u32) {
+    message.extend(REQUEST.to_be_bytes());
+    message.extend(0u16.to_be_bytes());
+    message.extend(kind.to_be_bytes());
+    message.extend(cookie.to_be_bytes());
+    message.extend(offset.to_be_bytes());
+    message.extend(length.to_be_bytes());
+}
+
+/// Appends the block that a version has at a place: random bytes behind place and version themselves, so that neither
+/// another block's content nor an older one passes for it.
+fn stamped(content: &[u8], offset: u64, version: u32, out: &mut Vec<u8>) {
+    let from = Random::new(offset ^ u64::from(version) << 40).below(u64::from(LENGTH_MAX)) as usize;
+    out.extend(offset.to_le_bytes());
+    out.extend(version.to_le_bytes());
+    out.extend(&content[from + 12..from + BLOCK]);
 }
 
 /// A connection to one export.
@@ -180,8 +210,18 @@ impl Client {
         requests: impl IntoIterator<Item = Request>,
         mut each: impl FnMut(Timing),
     ) -> Result<u64> {
+        self.run_told(depth, requests, |_, timing| each(timing))
+    }
+
+    /// The same, with the request that was answered.
+    pub fn run_told(
+        &mut self,
+        depth: usize,
+        requests: impl IntoIterator<Item = Request>,
+        mut each: impl FnMut(Request, Timing),
+    ) -> Result<u64> {
         let mut requests = requests.into_iter();
-        let mut slots: Vec<Option<(Instant, u32)>> = vec![None; depth.max(1)];
+        let mut slots: Vec<Option<(Instant, Request)>> = vec![None; depth.max(1)];
         let mut free: Vec<usize> = (0..slots.len()).rev().collect();
         let mut message = Vec::new();
         let mut done = 0;
@@ -198,18 +238,20 @@ impl Client {
                 if length > LENGTH_MAX && !matches!(request, Request::Trim { .. }) {
                     return Err(Error::Usage(format!("a request of {length} bytes is above {LENGTH_MAX}")));
                 }
-                message.extend(REQUEST.to_be_bytes());
-                message.extend(0u16.to_be_bytes());
-                message.extend(kind.to_be_bytes());
-                message.extend((slot as u64).to_be_bytes());
-                message.extend(offset.to_be_bytes());
-                message.extend(length.to_be_bytes());
-                if matches!(request, Request::Write { .. }) {
-                    let at = self.random.below(u64::from(LENGTH_MAX)) as usize;
-                    message.extend_from_slice(&self.content[at..at + length as usize]);
+                head(&mut message, kind, slot as u64, offset, length);
+                match request {
+                    Request::Write { .. } => {
+                        let at = self.random.below(u64::from(LENGTH_MAX)) as usize;
+                        message.extend_from_slice(&self.content[at..at + length as usize]);
+                    }
+                    Request::Stamped { version, .. } => {
+                        for at in (offset..offset + u64::from(length)).step_by(BLOCK) {
+                            stamped(&self.content, at, version, &mut message);
+                        }
+                    }
+                    _ => {}
                 }
-                let answer = if matches!(request, Request::Read { .. }) { length } else { 0 };
-                slots[slot] = Some((Instant::now(), answer));
+                slots[slot] = Some((Instant::now(), request));
             }
             if !message.is_empty() {
                 self.stream.write_all(&message).doing(|| "sending NBD requests".into())?;
@@ -230,7 +272,11 @@ impl Client {
         }
     }
 
-    fn reply(&mut self, slots: &mut [Option<(Instant, u32)>], each: &mut impl FnMut(Timing)) -> Result<usize> {
+    fn reply(
+        &mut self,
+        slots: &mut [Option<(Instant, Request)>],
+        each: &mut impl FnMut(Request, Timing),
+    ) -> Result<usize> {
         let doing = || "waiting for an NBD reply".to_string();
         let magic = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
         let error = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
@@ -239,19 +285,47 @@ impl Client {
             return Err(Error::Answer(format!("NBD reply magic {magic:#x}")));
         }
         let slot = usize::try_from(cookie).ok().filter(|s| slots.get(*s).is_some_and(Option::is_some));
-        let Some((slot, (sent, length))) = slot.and_then(|s| Some((s, slots[s].take()?))) else {
+        let Some((slot, (sent, request))) = slot.and_then(|s| Some((s, slots[s].take()?))) else {
             return Err(Error::Answer(format!("NBD reply to a request that was not made ({cookie})")));
         };
         if error != 0 {
             let error = std::io::Error::from_raw_os_error(error as i32);
             return Err(Error::Io { what: "NBD request refused by the server".into(), source: error });
         }
+        let length = if let Request::Read { length, .. } = request { length } else { 0 };
         let copied = std::io::copy(&mut (&mut self.replies).take(u64::from(length)), &mut std::io::sink());
         if copied.doing(doing)? != u64::from(length) {
             return Err(Error::Answer("NBD server closed the connection in a reply".into()));
         }
-        each(Timing { sent, answered: Instant::now() });
+        each(request, Timing { sent, answered: Instant::now() });
         Ok(slot)
+    }
+
+    /// Reads as many blocks at `offset` as there are versions; how many do not hold what [`Request::Stamped`] wrote.
+    pub fn compare(&mut self, offset: u64, versions: &[u32]) -> Result<u64> {
+        let doing = || "comparing what was written".to_string();
+        let length = u32::try_from(versions.len() * BLOCK).ok().filter(|length| *length <= LENGTH_MAX);
+        let length = length.ok_or_else(|| Error::Usage(format!("comparing {} blocks at once", versions.len())))?;
+        let mut message = Vec::with_capacity(28);
+        let (kind, offset, length) = Request::Read { offset, length }.wire();
+        head(&mut message, kind, 0, offset, length);
+        self.stream.write_all(&message).doing(doing)?;
+        let magic = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let error = u32::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        let cookie = u64::from_be_bytes(number(&mut self.replies).doing(doing)?);
+        if (magic, error, cookie) != (SIMPLE_REPLY, 0, 0) {
+            return Err(Error::Answer(format!("NBD read at {offset} failed: {magic:#x}, error {error}, {cookie}")));
+        }
+        let mut bytes = vec![0; length as usize];
+        self.replies.read_exact(&mut bytes).doing(doing)?;
+        let mut expected = Vec::with_capacity(BLOCK);
+        let mut differences = 0;
+        for ((found, version), at) in bytes.chunks(BLOCK).zip(versions).zip((offset..).step_by(BLOCK)) {
+            expected.clear();
+            stamped(&self.content, at, *version, &mut expected);
+            differences += u64::from(found != expected);
+        }
+        Ok(differences)
     }
 
     /// Makes everything written so far durable.

@@ -33,6 +33,8 @@ pub enum Kind {
     Raw,
     /// A server of a qcow2 file.
     Qcow2,
+    /// A server of an image that lamina serves too.
+    Image,
     /// lamina.
     Ours,
 }
@@ -135,6 +137,16 @@ fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: In
     let endpoint = Endpoint { socket, export: String::new() };
     wait_ready(&service, &endpoint)?;
     Ok(Server { name: name.into(), kind, endpoint, data: data.into(), service })
+}
+
+/// Starts qemu-nbd on an image of any of its formats, with what lies below it; its name in reports is `qemu-nbd`.
+pub fn start_image(scratch: &Scratch, image: &Path, format: &str, mode: Mode, writable: bool) -> Result<Server> {
+    let engine = if mode == Mode::Direct { "native" } else { "threads" };
+    let mut command = qemu_nbd(image, format, mode, engine);
+    if !writable {
+        command.arguments.insert(0, "--read-only".into());
+    }
+    start_one(scratch, "qemu-nbd", Kind::Image, image, command)
 }
 
 struct Invocation {

@@ -23,7 +23,7 @@ const EXIT_CODES: &str = "Exit codes: 0 every bar met, 1 could not measure, 2 wr
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Subcommand, Serialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Study {
     /// Speed over NBD against nbdkit and qemu-nbd, raw and qcow2 (bar 3)
     Speed,
@@ -39,14 +39,39 @@ pub enum Study {
     Wide,
     /// Space given back after discards and overwrites (bar 9)
     Reclaim,
+    /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
+    Chains,
+    /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
+    Grains,
+    /// Reads of chains against qemu-nbd on the same files (vmdk bar 5)
+    PeersChain,
+    /// Wiping and shrinking a half-empty SEsparse disk under load (vmdk bar 6)
+    ReclaimSesparse,
+    /// Consolidating a chain under random writes (vmdk bar 7)
+    Consolidate,
+    /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
+    Migrate,
     /// All of them
     All,
 }
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 7] =
-        [Study::Speed, Study::Thin, Study::Depth, Study::Snapshots, Study::Clones, Study::Wide, Study::Reclaim];
+    pub const EACH: [Study; 13] = [
+        Study::Speed,
+        Study::Thin,
+        Study::Depth,
+        Study::Snapshots,
+        Study::Clones,
+        Study::Wide,
+        Study::Reclaim,
+        Study::Chains,
+        Study::Grains,
+        Study::PeersChain,
+        Study::ReclaimSesparse,
+        Study::Consolidate,
+        Study::Migrate,
+    ];
 
     /// Name of the subcommand.
     pub fn word(self) -> &'static str {
@@ -58,6 +83,12 @@ impl Study {
             Study::Clones => "clones",
             Study::Wide => "wide",
             Study::Reclaim => "reclaim",
+            Study::Chains => "chains",
+            Study::Grains => "grains",
+            Study::PeersChain => "peers-chain",
+            Study::ReclaimSesparse => "reclaim-sesparse",
+            Study::Consolidate => "consolidate",
+            Study::Migrate => "migrate",
             Study::All => "all",
         }
     }
@@ -133,10 +164,12 @@ pub struct Settings {
     /// speed: the peers alone, without lamina
     #[arg(long, global = true)]
     pub peers_only: bool,
-    /// speed: only cells whose name contains this (may be given several times)
+    /// Only cells whose name contains this: speed, chains, grains, peers-chain; formats and targets of consolidate and
+    /// migrate (may be given several times)
     #[arg(long, global = true, value_name = "PART")]
     pub cell: Vec<String>,
-    /// depth: snapshot depths beside 0 [default: 1,8,32,256,1000, quick 1,8,32]
+    /// depth, peers-chain: snapshot depths beside 0; peers-chain takes those up to 32 [default: 1,8,32,256,1000, quick
+    /// 1,8,32]
     #[arg(long, global = true, value_delimiter = ',')]
     pub depths: Vec<u32>,
     /// snapshots: how many to take under load [default: 300, quick 100]
@@ -224,6 +257,11 @@ impl Settings {
 }
 
 impl Plan {
+    /// Whether a cell of this name was asked for.
+    pub fn wants(&self, cell: &str) -> bool {
+        self.cells.is_empty() || self.cells.iter().any(|part| cell.contains(part.as_str()))
+    }
+
     /// The mode of bars that are about one only: the first one asked for.
     pub fn mode(&self) -> Mode {
         self.modes.first().copied().unwrap_or(Mode::Buffered)

@@ -5,6 +5,7 @@ use crate::machine::Machine;
 use crate::plan::Plan;
 use serde::Serialize;
 use serde_json::{Value, json};
+use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -18,11 +19,41 @@ pub enum Wanted {
     AtMost,
 }
 
+/// A bar: a number among those of the native format, or among those of VMware's formats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bar {
+    /// Of the native format.
+    Native(u8),
+    /// Of VMware's formats.
+    Vmdk(u8),
+}
+
+impl From<u8> for Bar {
+    fn from(number: u8) -> Bar {
+        Bar::Native(number)
+    }
+}
+
+impl fmt::Display for Bar {
+    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Bar::Native(number) => write!(to, "{number}"),
+            Bar::Vmdk(number) => write!(to, "vmdk {number}"),
+        }
+    }
+}
+
+impl Serialize for Bar {
+    fn serialize<S: serde::Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        to.collect_str(self)
+    }
+}
+
 /// One figure, with what is asked of it if anything.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// Number of the bar.
-    pub bar: u8,
+    /// Which bar it belongs to.
+    pub bar: Bar,
     /// What was measured.
     pub what: String,
     /// The figure.
@@ -37,20 +68,32 @@ pub struct Finding {
 
 impl Finding {
     /// A figure that must be at least `limit`.
-    pub fn at_least(bar: u8, what: impl Into<String>, measured: f64, limit: f64, unit: &'static str) -> Finding {
+    pub fn at_least(
+        bar: impl Into<Bar>,
+        what: impl Into<String>,
+        measured: f64,
+        limit: f64,
+        unit: &'static str,
+    ) -> Finding {
         let met = measured >= limit;
-        Finding { bar, what: what.into(), measured, unit, limit: Some((Wanted::AtLeast, limit)), met }
+        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: Some((Wanted::AtLeast, limit)), met }
     }
 
     /// A figure that must be at most `limit`.
-    pub fn at_most(bar: u8, what: impl Into<String>, measured: f64, limit: f64, unit: &'static str) -> Finding {
+    pub fn at_most(
+        bar: impl Into<Bar>,
+        what: impl Into<String>,
+        measured: f64,
+        limit: f64,
+        unit: &'static str,
+    ) -> Finding {
         let met = measured <= limit;
-        Finding { bar, what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
+        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
     }
 
     /// A figure worth knowing, of which nothing is asked.
-    pub fn note(bar: u8, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
-        Finding { bar, what: what.into(), measured, unit, limit: None, met: true }
+    pub fn note(bar: impl Into<Bar>, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
+        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: None, met: true }
     }
 
     fn row(&self) -> Vec<String> {

@@ -73,6 +73,27 @@ fn every_request_is_answered_once_and_lands_where_it_was_sent() {
 }
 
 #[test]
+fn stamped_blocks_are_told_from_their_older_versions_and_from_others() {
+    let memory = serve("stamped", &["memory", "64M"]);
+    let mut client = client(&memory);
+    let stamped =
+        |block: u64, count: u32, version| Request::Stamped { offset: block * 4096, length: count * 4096, version };
+    client.run(4, [stamped(0, 8, 1), stamped(8, 8, 1)], |_| ()).unwrap();
+    client.run(4, [stamped(3, 2, 2)], |_| ()).unwrap();
+    let mut versions = [1; 16];
+    assert_eq!(client.compare(0, &versions).unwrap(), 2);
+    versions[3..5].fill(2);
+    assert_eq!(client.compare(0, &versions).unwrap(), 0);
+    assert_eq!(client.compare(4096, &versions[..8]).unwrap(), 2, "the same versions, a block further");
+    let other = Request::Write { offset: 9 * 4096, length: 4096 };
+    client.run(1, [other], |_| ()).unwrap();
+    assert_eq!(client.compare(8 * 4096, &versions[8..]).unwrap(), 1);
+    let mut told = Vec::new();
+    client.run_told(1, [stamped(20, 1, 5), Request::Flush], |request, _| told.push(request)).unwrap();
+    assert_eq!(told, [stamped(20, 1, 5), Request::Flush]);
+}
+
+#[test]
 fn latencies_are_those_of_the_server() {
     let memory = serve("slow", &["--filter=delay", "memory", "64M", "rdelay=30ms"]);
     let mut slowest: f64 = 0.0;

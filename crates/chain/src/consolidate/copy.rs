@@ -17,7 +17,6 @@ use crate::write::Flux;
 use backend::Buffer;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Bytes that are looked through for the next thing to copy.
 const LOOK_AHEAD: u64 = 64 << 20;
@@ -154,11 +153,12 @@ impl Chain {
         if target.reuses {
             self.metadata.forget_level(&run, target.number());
         }
-        target.unflushed.store(true, Ordering::SeqCst);
+        let changing = target.changing();
         let written = match zero {
             true => target.layer.zero(run.clone(), false),
             false => target.layer.write(run.start, &[&buffer[..length]]),
         };
+        drop(changing);
         if let Err(error) = written {
             self.metadata.forget(&run);
             return Err(error);

@@ -39,7 +39,7 @@ use crate::mapping::Numbers;
 use crate::{Error, ErrorKind, Result};
 use copy::{Copied, Side};
 pub(crate) use dirty::DirtyLog;
-use layer::Layer;
+use layer::{Layer, SECTOR};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -210,7 +210,8 @@ impl Chain {
             Error::new(ErrorKind::Invalid, format!("{}: only a level below the top can be replaced", self.name))
         })?;
         let old = &levels.stack[index];
-        if layer.capacity() != old.layer.capacity() || layer.format() != old.layer.format() {
+        // A flat disk is called by how it has its space, which writing changes: the name of the format may be another.
+        if layer.capacity() != old.layer.capacity() || layer.grain().max(SECTOR) != old.grain {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!("{}: a level can be replaced by another opening of the same image only", self.name),
@@ -223,6 +224,34 @@ impl Chain {
         drop(levels);
         drop(control);
         self.wait_unused(&old, &())
+    }
+
+    /// Does work on a level that moves its grains about: wiping, shrinking. A layer gives a place to others when
+    /// nobody holds an epoch from before that; but what the cache knows of places holds none. So while this lasts
+    /// nothing of the level is cached, and whoever reads holds its epoch, wherever in the stack it is.
+    pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _operation = self.operation.try_lock().ok_or_else(|| {
+            Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
+        })?;
+        let old = {
+            let _control = self.control.lock();
+            let levels = self.levels();
+            if levels.position(key).is_none() {
+                return Err(Error::new(ErrorKind::NotFound, format!("{}: the level is not in the chain", self.name)));
+            }
+            self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
+        };
+        // Whoever began before may still put into the cache what he finds, and holds no epoch of a lower level.
+        self.wait_unused(&old, &())?;
+        drop(old);
+        if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
+            self.metadata.purge(level.number());
+        }
+        let result = work();
+        let _control = self.control.lock();
+        let levels = self.levels();
+        self.publish_moving(levels.stack.clone(), levels.job.clone(), None);
+        result
     }
 
     fn merge(

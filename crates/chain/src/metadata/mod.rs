@@ -11,8 +11,11 @@
 //! 3. A prefetched entry goes first unless somebody asks for it. How much is prefetched follows from what became of
 //!    earlier prefetches: as long as a quarter of what leaves the cache unused had been used, or nothing leaves it, all
 //!    that the tunables allow; in a random load beyond the cache, nothing, but for a try now and then.
+//! 4. Where nothing is prefetched, a miss asks one level if [`holders`] knows which, instead of walking down to it.
+//!    Spans are surveyed as they are missed, as long as those that had to go had paid for it.
 
 mod entry;
+pub(crate) mod holders;
 mod shard;
 #[cfg(test)]
 mod tests;
@@ -26,23 +29,28 @@ use crate::mapping::{Mapping, Numbers};
 use crate::statistics::MetadataStatistics;
 use crate::{Error, ErrorKind, Result};
 use entry::Entry;
+use holders::{Holder, SPAN_BLOCKS};
 use layer::SECTOR;
 use parking_lot::Mutex;
 use shard::Shard;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 const SHARDS: usize = 16;
 /// Addresses that belong together: no entry crosses the border between two of these.
 const REGION: u64 = 64 << 20;
+/// Addresses surveyed together ([`holders`]).
+pub(crate) const SPAN: u64 = 256 << 10;
 /// Prefetched extents that were used, or left unused, before their number is thought over.
 const OUTCOMES: u64 = 128;
 /// Walks between two looks at that.
 const JUDGE_EVERY: u64 = 32;
-/// Misses between two tries while prefetching does not pay.
-const TRY_EVERY: u64 = 32;
+/// Misses between two tries while prefetching does not pay. A try asks all levels for much more than a miss does.
+const TRY_EVERY: u64 = 256;
 /// Extents of a try.
 const TRY_EXTENTS: usize = 8;
+/// Misses between two surveys while they do not pay.
+const SURVEY_EVERY: u64 = 32;
 
 /// What can be changed while the cache is in use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,6 +107,15 @@ struct Counters {
     unused: AtomicU64,
 }
 
+/// Counts of a time ago.
+#[derive(Default)]
+struct Judged {
+    used: u64,
+    unused: u64,
+    paid: u64,
+    wasted: u64,
+}
+
 /// The cache of one chain.
 pub(crate) struct MetadataCache {
     shards: [Padded; SHARDS],
@@ -110,8 +127,10 @@ pub(crate) struct MetadataCache {
     prefetch_extents: AtomicUsize,
     /// What prefetching is worth now, in extents.
     effort: AtomicUsize,
-    /// Used and unused prefetches when that was last thought over.
-    judged: Mutex<(u64, u64)>,
+    /// Whether surveys pay.
+    surveys: AtomicBool,
+    /// What had become of prefetches and surveys when that was last thought over.
+    judged: Mutex<Judged>,
     counters: Counters,
 }
 
@@ -138,7 +157,7 @@ fn regions(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
 impl MetadataCache {
     pub fn new(tunables: Tunables) -> Result<Self> {
         tunables.check()?;
-        Ok(Self {
+        let cache = Self {
             shards: std::array::from_fn(|_| Padded::default()),
             total: AtomicUsize::new(0),
             hand: AtomicUsize::new(0),
@@ -146,9 +165,18 @@ impl MetadataCache {
             prefetch_bytes: AtomicU64::new(tunables.prefetch_bytes),
             prefetch_extents: AtomicUsize::new(tunables.prefetch_extents),
             effort: AtomicUsize::new(tunables.prefetch_extents),
-            judged: Mutex::new((0, 0)),
+            surveys: AtomicBool::new(true),
+            judged: Mutex::default(),
             counters: Counters::default(),
-        })
+        };
+        cache.set_holders(tunables.entries);
+        Ok(cache)
+    }
+
+    fn set_holders(&self, entries: usize) {
+        for shard in &self.shards {
+            shard.0.lock().holders.set_size(entries, SHARDS);
+        }
     }
 
     pub fn tunables(&self) -> Tunables {
@@ -162,7 +190,9 @@ impl MetadataCache {
     /// Takes effect at once: a smaller cache is smaller when this returns.
     pub fn set_tunables(&self, tunables: Tunables) -> Result<()> {
         tunables.check()?;
-        self.entries_max.store(tunables.entries, Ordering::Relaxed);
+        if self.entries_max.swap(tunables.entries, Ordering::Relaxed) != tunables.entries {
+            self.set_holders(tunables.entries);
+        }
         self.prefetch_bytes.store(tunables.prefetch_bytes, Ordering::Relaxed);
         self.prefetch_extents.store(tunables.prefetch_extents, Ordering::Relaxed);
         self.effort.store(tunables.prefetch_extents, Ordering::Relaxed);
@@ -244,6 +274,30 @@ impl MetadataCache {
         (start..end, most)
     }
 
+    /// Which level holds `range`, for whoever missed it among the entries and prefetches nothing.
+    pub fn holder(&self, range: &Range<u64>) -> Holder {
+        if range.start / SPAN != (range.end - 1) / SPAN {
+            return Holder::Unknown;
+        }
+        let (from, to) = sectors(range);
+        match self.shards[shard_of(range.start)].0.lock().holders.get(from, to) {
+            Holder::Missing if !self.surveys_pay() => Holder::Unknown,
+            found => found,
+        }
+    }
+
+    fn surveys_pay(&self) -> bool {
+        self.surveys.load(Ordering::Relaxed) || self.counters.walks.load(Ordering::Relaxed).is_multiple_of(SURVEY_EVERY)
+    }
+
+    /// Takes in what a survey found for the span that begins at `start`, unless something of it changed meanwhile.
+    pub fn fill_holders(&self, changes: &Changes, token: &Token, start: u64, levels: &[u8; SPAN_BLOCKS]) {
+        let mut shard = self.shards[shard_of(start)].0.lock();
+        if changes.unchanged(token, &(start..start + SPAN)) {
+            shard.holders.put(start / SECTOR, levels);
+        }
+    }
+
     /// Takes in what a walk of `levels` levels found for `demand` and around it, but for what changed meanwhile.
     pub fn fill(&self, changes: &Changes, token: &Token, demand: &Range<u64>, found: &[Mapping], levels: usize) {
         let counters = &self.counters;
@@ -269,6 +323,9 @@ impl MetadataCache {
                     }
                     if asked {
                         shard.remove(from, to);
+                        if let Some(level) = entry.level() {
+                            shard.holders.learn(from, to, level);
+                        }
                     }
                     shard.insert(entry);
                     prefetched += u64::from(!asked);
@@ -282,7 +339,10 @@ impl MetadataCache {
     /// Before a change where places are reused: forgets `range`.
     pub fn forget(&self, range: &Range<u64>) {
         let (from, to) = sectors(range);
-        self.with_each(range, |shard| shard.remove(from, to));
+        self.with_each(range, |shard| {
+            shard.remove(from, to);
+            shard.holders.forget(from, to);
+        });
         // An entry cut in its middle is two.
         self.evict();
     }
@@ -310,8 +370,12 @@ impl MetadataCache {
                 self.with(shard_of(part.start), |shard| {
                     let (from, to) = sectors(&part);
                     shard.remove(from, to);
+                    shard.holders.forget(from, to);
                     if let Some(mut entry) = entry {
                         entry.set_seen(true);
+                        if let Some(level) = entry.level() {
+                            shard.holders.learn(from, to, level);
+                        }
                         shard.insert(entry);
                     }
                 });
@@ -332,6 +396,7 @@ impl MetadataCache {
         for part in regions(range.clone()) {
             let (start, end) = sectors(&part);
             self.with(shard_of(part.start), |shard| {
+                shard.holders.forget_where(start, end, |level| from.contains(level));
                 for (start, end) in shard.parts_of(start, end, |level| from.contains(level)) {
                     shard.remove(start, end);
                     let (start, end) = (start * SECTOR, end * SECTOR);
@@ -350,7 +415,10 @@ impl MetadataCache {
     /// Forgets everything that lies in level `number`.
     pub fn purge(&self, number: u8) {
         for index in 0..SHARDS {
-            self.with(index, |shard| shard.purge(number));
+            self.with(index, |shard| {
+                shard.purge(number);
+                shard.holders.purge(number);
+            });
         }
     }
 
@@ -375,24 +443,34 @@ impl MetadataCache {
         }
     }
 
-    /// Thinks over how much to prefetch.
+    /// Thinks over how much to prefetch, and whether to survey.
     fn judge(&self) {
         let Some(mut judged) = self.judged.try_lock() else { return };
-        let unused = self.counters.unused.load(Ordering::Relaxed);
-        let used = self.shards.iter().map(|shard| shard.0.lock().used).sum::<u64>();
-        let (good, bad) = (used.saturating_sub(judged.0), unused.saturating_sub(judged.1));
+        let mut now = Judged { unused: self.counters.unused.load(Ordering::Relaxed), ..Judged::default() };
+        for shard in &self.shards {
+            let shard = shard.0.lock();
+            now.used += shard.used;
+            now.paid += shard.holders.paid;
+            now.wasted += shard.holders.wasted;
+        }
+        let (paid, wasted) = (now.paid.saturating_sub(judged.paid), now.wasted.saturating_sub(judged.wasted));
+        if paid + wasted >= OUTCOMES {
+            (judged.paid, judged.wasted) = (now.paid, now.wasted);
+            self.surveys.store(paid > wasted, Ordering::Relaxed);
+        }
+        let (good, bad) = (now.used.saturating_sub(judged.used), now.unused.saturating_sub(judged.unused));
         if good + bad < OUTCOMES {
             return;
         }
-        *judged = (used, unused);
+        (judged.used, judged.unused) = (now.used, now.unused);
         let allowed = self.prefetch_extents.load(Ordering::Relaxed);
-        let now = self.effort.load(Ordering::Relaxed);
+        let effort = self.effort.load(Ordering::Relaxed);
         let next = if good * 4 < bad {
-            now / 2
+            effort / 2
         } else if good > bad {
-            (now * 2).clamp(TRY_EXTENTS.min(allowed), allowed)
+            (effort * 2).clamp(TRY_EXTENTS.min(allowed), allowed)
         } else {
-            now
+            effort
         };
         self.effort.store(next, Ordering::Relaxed);
     }
@@ -414,7 +492,7 @@ impl MetadataCache {
             statistics.misses += shard.misses;
             statistics.prefetched_used += shard.used;
             statistics.entries += shard.entries as u64;
-            statistics.memory += shard.memory() as u64;
+            statistics.memory += (shard.memory() + shard.holders.memory()) as u64;
         }
         statistics
     }

@@ -7,6 +7,8 @@
 //!    otherwise push it before them and lose what was just fetched.
 
 use super::entry::Entry;
+use super::holders::Holders;
+use super::{REGION, SHARDS};
 use crate::mapping::{Mapping, push};
 use layer::SECTOR;
 
@@ -14,6 +16,8 @@ use layer::SECTOR;
 pub(super) const LEAF_MAX: usize = 64;
 /// Entries for which memory is taken at a time.
 const LEAF_STEP: usize = 8;
+
+const REGION_SECTORS: u64 = REGION / SECTOR;
 
 /// Steps from a guess before it is given up for a search by halves.
 const STEPS_MAX: usize = 6;
@@ -32,6 +36,8 @@ pub(super) struct Shard {
     pub misses: u64,
     /// Prefetched entries that were asked for.
     pub used: u64,
+    /// What is known beside the entries.
+    pub holders: Holders,
 }
 
 /// What a sweep did.
@@ -45,9 +51,30 @@ pub(super) struct Swept {
 }
 
 impl Shard {
+    /// The last leaf that begins at or before `sector`: where it would be if all had as much, and from there step by
+    /// step, for the same reason as among entries.
+    fn leaf_at_or_before(&self, sector: u64) -> Option<usize> {
+        // Addresses of other shards lie between two regions of this one.
+        let own = |sector: u64| sector / (REGION_SECTORS * SHARDS as u64) * REGION_SECTORS + sector % REGION_SECTORS;
+        let last = self.firsts.len().checked_sub(1)?;
+        let (from, to) = (own(self.firsts[0]), own(self.firsts[last]));
+        let guess = own(sector).saturating_sub(from).min(to - from) as usize * last / ((to - from) as usize).max(1);
+        let mut leaf = guess.min(last);
+        for _ in 0..STEPS_MAX {
+            if self.firsts[leaf] > sector {
+                leaf = leaf.checked_sub(1)?;
+            } else if self.firsts.get(leaf + 1).is_some_and(|next| *next <= sector) {
+                leaf += 1;
+            } else {
+                return Some(leaf);
+            }
+        }
+        self.firsts.partition_point(|first| *first <= sector).checked_sub(1)
+    }
+
     /// The last entry that starts at or before `sector`.
     fn at_or_before(&self, sector: u64) -> Option<(usize, usize)> {
-        let leaf = self.firsts.partition_point(|first| *first <= sector).checked_sub(1)?;
+        let leaf = self.leaf_at_or_before(sector)?;
         let entries = &self.leaves[leaf];
         // Where it would be if extents were of one size, and from there step by step: entries are read far more often
         // than they fit into the processor's cache, and this touches one or two lines of a leaf instead of four.

@@ -213,3 +213,63 @@ fn requests_past_the_end_and_to_what_is_only_read_are_refused() {
     assert_eq!(chain.write(0, &[1]).unwrap_err().kind(), ErrorKind::Stopped);
     chain.read(0, &mut [0; 512]).unwrap();
 }
+
+/// A random load over more than the entries: each miss asks the level that holds the block, and what changed meanwhile
+/// is what is read.
+#[test]
+fn beyond_the_entries_one_level_is_asked_and_nothing_old_is_read() {
+    const GRAINS: u64 = 4096;
+    const CAPACITY: u64 = 1 << 30;
+    // Spread over the disk, so that every part of the cache has its share.
+    let place = |grain: u64| grain % 16 * (64 << 20) + grain / 16 * 4096;
+    let tunables = Tunables { entries: 2000, prefetch_extents: 0, ..Tunables::default() };
+    let options = Options { metadata: tunables, levels_max: 64, ..Options::default() };
+    let layers: Vec<Arc<Mock>> = (0..16).map(|_| Mock::new(Manner::new(CAPACITY, 4096))).collect();
+    let mut random = Random::new(12);
+    for grain in 0..GRAINS {
+        let layer = &layers[random.below(16) as usize];
+        layer.write(place(grain), &[&grain.to_le_bytes().repeat(512)]).unwrap();
+    }
+    let layers = layers.into_iter().map(|layer| layer as Arc<dyn Layer>).collect();
+    let chain = Chain::open("random", layers, options).unwrap();
+    let mut content: Vec<u64> = (0..GRAINS).collect();
+    let read = |grain: u64, content: &[u64]| {
+        let mut out = [0; 4096];
+        chain.read(place(grain), &mut out).unwrap();
+        assert_eq!(out[..], content[grain as usize].to_le_bytes().repeat(512), "grain {grain}");
+    };
+    for round in 0..2 {
+        let before = chain.statistics().metadata;
+        (0..20_000).for_each(|_| read(random.below(GRAINS), &content));
+        let now = chain.statistics().metadata;
+        let (walks, levels) = (now.walks - before.walks, now.walk_levels - before.walk_levels);
+        assert!(walks > 5000, "{now:?}");
+        assert!(round == 0 || levels < walks * 5 / 4, "{levels} levels in {walks} walks");
+    }
+    for step in 0..60_000u64 {
+        let grain = random.below(GRAINS);
+        match random.below(1000) {
+            0..60 => {
+                content[grain as usize] = step | 1 << 40;
+                chain.write(place(grain), &(step | 1 << 40).to_le_bytes().repeat(512)).unwrap();
+            }
+            // Seldom and little: zeros next to each other are one entry, and what is to be read has to overflow them.
+            60..70 => {
+                let count = 1 + random.below(GRAINS / 16 - grain / 16).min(2);
+                (0..count).for_each(|next| content[(grain + next * 16) as usize] = 0);
+                chain.zero(place(grain), count * 4096, false).unwrap();
+            }
+            80 if chain.keys().len() < 40 => drop(chain.push(Mock::new(Manner::new(CAPACITY, 4096))).unwrap()),
+            81 if step % 4 == 0 => {
+                let keys = chain.keys();
+                let upper = random.below(keys.len() as u64 - 1) as usize;
+                let lower = upper + 1 + random.below(3.min(keys.len() as u64 - upper as u64 - 1)) as usize;
+                match step % 8 {
+                    0 => chain.merge_down(keys[upper], keys[lower], 0, &(), &mut || Ok(())).map(drop).unwrap(),
+                    _ => chain.merge_up(keys[upper], keys[lower], 0, &(), &mut || Ok(())).map(drop).unwrap(),
+                }
+            }
+            _ => read(grain, &content),
+        }
+    }
+}

@@ -3,8 +3,9 @@
 //!
 //! The owner's record, which levels there are, is a variable here: it changes in `commit` and before a push, as a
 //! rename in a folder would. Writes of the guest come out of the merge's own progress reports, so that a seed is a
-//! history.
+//! history. Levels are mocks with every liberty that the trait allows, or the real formats mixed.
 
+use crate::formats::Format;
 use crate::mock::{Manner, Mock, Table};
 use crate::random::Random;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -19,6 +20,8 @@ const CAPACITY: u64 = 1 << 20;
 const SECTOR: usize = 512;
 
 struct World {
+    /// Levels of the real formats.
+    real: bool,
     random: Random,
     disk: SimulatedDisk,
     directory: Arc<dyn Directory>,
@@ -35,20 +38,37 @@ struct World {
 #[derive(Clone)]
 struct Owned {
     name: String,
-    layer: Arc<Mock>,
+    layer: Arc<dyn Layer>,
+    how: How,
     key: Option<LevelKey>,
+}
+
+/// How a level is opened again.
+#[derive(Clone)]
+enum How {
+    Mock(Arc<Mock>),
+    Real(Format, IoMode),
 }
 
 impl World {
     fn layer(&mut self) -> Option<Owned> {
         self.files += 1;
         let name = format!("layer-{}", self.files);
+        if self.real {
+            let flat = self.record.is_empty() && self.random.percent(50);
+            let format = if flat { Format::Flat } else { self.random.choose(&Format::DELTAS) };
+            let mode = if self.random.percent(30) { IoMode::Direct } else { IoMode::Buffered };
+            let layer = format.create(&*self.directory, &name, CAPACITY, mode).ok()?;
+            self.directory.sync().ok()?;
+            return Some(Owned { name, layer, how: How::Real(format, mode), key: None });
+        }
         let file = self.directory.create(&name, IoMode::Buffered).ok()?;
         self.directory.sync().ok()?;
         let grain = self.random.choose(&[512, 4096, 16384]);
         let moves = self.random.percent(40);
         let manner = Manner { moves, frees_at_flush: true, ..Manner::new(CAPACITY, grain) };
-        Some(Owned { name, layer: Mock::over(manner, file, Table::default()), key: None })
+        let mock = Mock::over(manner, file, Table::default());
+        Some(Owned { name, layer: mock.clone(), how: How::Mock(mock), key: None })
     }
 
     /// Something the guest does. Whatever comes of it, the model knows what may be found.
@@ -103,10 +123,16 @@ impl World {
         self.disk = self.disk.crash();
         self.directory = self.disk.directory();
         for owned in &mut self.record {
-            let file = self.directory.open(&owned.name, IoMode::Buffered).unwrap();
-            owned.layer = Mock::over(owned.layer.manner(), file, owned.layer.durable());
+            owned.layer = match &mut owned.how {
+                How::Mock(mock) => {
+                    let file = self.directory.open(&owned.name, IoMode::Buffered).unwrap();
+                    *mock = Mock::over(mock.manner(), file, mock.durable());
+                    mock.clone()
+                }
+                How::Real(format, mode) => format.open(&*self.directory, &owned.name, *mode, true).unwrap(),
+            };
         }
-        let layers = self.record.iter().map(|owned| owned.layer.clone() as Arc<dyn Layer>).collect();
+        let layers = self.record.iter().map(|owned| owned.layer.clone()).collect();
         let chain = Chain::open("again", layers, Options::default()).unwrap();
         for (owned, key) in self.record.iter_mut().zip(chain.keys()) {
             owned.key = Some(key);
@@ -144,11 +170,12 @@ impl Watch for Guest<'_> {
     }
 }
 
-fn history(seed: u64) -> (u32, u32) {
+fn history(seed: u64, real: bool) -> (u32, u32) {
     let mut random = Random::new(seed);
     let disk = SimulatedDisk::new(random.next(), SimulatedOptions::default());
     let zeros = vec![0; CAPACITY as usize];
     let mut world = World {
+        real,
         random,
         directory: disk.directory(),
         disk,
@@ -164,7 +191,7 @@ fn history(seed: u64) -> (u32, u32) {
     let mut chain = world.reopen();
     let (mut merges, mut cuts) = (0, 0);
     for _ in 0..4 {
-        let length = 1 + world.random.below(400);
+        let length = 1 + world.random.below(if real { 700 } else { 400 });
         world.disk.cut_after(world.disk.operations() + length);
         while !world.dead {
             for _ in 0..world.random.below(6) {
@@ -197,7 +224,18 @@ fn history(seed: u64) -> (u32, u32) {
                 let gone = if down { upper..lower } else { upper + 1..lower + 1 };
                 let shared = Mutex::new(world);
                 let mut commit = || {
-                    shared.lock().record.drain(gone.clone());
+                    let mut world = shared.lock();
+                    // What is flushed now has to be durable whichever way the record is found.
+                    for _ in 0..world.random.below(4) {
+                        world.act(&chain);
+                    }
+                    // And at once, when the merge has hardly ended: a write that failed promises nothing.
+                    if !world.dead && world.random.percent(30) {
+                        world.flush(&chain);
+                        let soon = world.disk.operations() + world.random.below(6);
+                        world.disk.cut_after(soon);
+                    }
+                    world.record.drain(gone.clone());
                     Ok(())
                 };
                 let guest = Guest { world: &shared, chain: &chain };
@@ -210,6 +248,14 @@ fn history(seed: u64) -> (u32, u32) {
                 world = shared.into_inner();
                 world.dead |= merged.is_err();
             }
+            if real && !world.dead && world.random.below(100) == 0 {
+                world.dead |= chain.close().is_err();
+                if !world.dead {
+                    world.flushed = world.content.clone();
+                    world.since.clear();
+                }
+                world.dead = true;
+            }
             world.dead |= world.disk.is_off();
         }
         cuts += u32::from(world.disk.is_off());
@@ -218,15 +264,30 @@ fn history(seed: u64) -> (u32, u32) {
     (merges, cuts)
 }
 
-#[test]
-fn nothing_flushed_is_lost_and_the_chain_always_opens() {
+fn histories(seeds: std::ops::Range<u64>, real: bool) {
     let (mut merges, mut cuts) = (0, 0);
-    for seed in 0..250 {
-        let run = std::panic::catch_unwind(|| history(seed));
+    let count = seeds.end - seeds.start;
+    for seed in seeds {
+        let run = std::panic::catch_unwind(|| history(seed, real));
         let (more, cut) = run.unwrap_or_else(|_| panic!("seed {seed}"));
         merges += more;
         cuts += cut;
     }
     println!("{merges} merges, {cuts} cuts");
-    assert!(merges > 100 && cuts > 500);
+    assert!(u64::from(merges) > count / 3 && u64::from(cuts) > count * 2);
+}
+
+#[test]
+fn nothing_flushed_is_lost_and_the_chain_always_opens() {
+    histories(0..250, false);
+}
+
+#[test]
+fn nothing_flushed_is_lost_in_chains_of_the_real_formats() {
+    histories(0..120, true);
+}
+
+#[test]
+fn nothing_flushed_is_lost_in_more_chains_of_the_real_formats() {
+    histories(1000..1120, true);
 }

@@ -160,3 +160,27 @@ fn a_target_that_fails_late_fails_the_merge_and_no_write() {
     chain.consolidate(&(), &mut || Ok(())).unwrap();
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
 }
+
+/// A write that is under way when a flush begins and ends is not covered by it, and must be by the next.
+#[test]
+fn a_flush_in_the_middle_of_a_write_does_not_count_for_it() {
+    let layer = Mock::new(Manner::new(1 << 20, 4096));
+    let chain = Chain::open("slow", vec![layer.clone() as Arc<dyn Layer>], Options::default()).unwrap();
+    for zero in [false, true] {
+        layer.faults.write_delay.store(200_000, Ordering::SeqCst);
+        std::thread::scope(|scope| {
+            let write = || if zero { chain.zero(0, 65_536, false) } else { chain.write(0, &[1; 65_536]) };
+            let write = scope.spawn(write);
+            std::thread::sleep(std::time::Duration::from_millis(60));
+            chain.flush().unwrap();
+            assert!(!write.is_finished());
+            write.join().unwrap().unwrap();
+        });
+        layer.faults.write_delay.store(0, Ordering::SeqCst);
+        let before = layer.flushes.load(Ordering::SeqCst);
+        chain.flush().unwrap();
+        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1);
+        chain.flush().unwrap();
+        assert_eq!(layer.flushes.load(Ordering::SeqCst), before + 1, "nothing was written since");
+    }
+}

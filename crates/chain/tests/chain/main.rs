@@ -1,4 +1,5 @@
-//! Chains over mock layers: histories against a plain vector, many threads, failures, crashes, caches.
+//! Chains over mock layers and over the real formats: histories against a plain vector, many threads, failures,
+//! crashes, caches.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,8 +7,10 @@ mod caches;
 mod concurrent;
 mod crashes;
 mod failures;
+mod formats;
 mod merges;
 mod mock;
 mod model;
+mod objects;
 mod random;
 mod snapshots;

@@ -253,3 +253,57 @@ fn a_merge_keeps_the_cache_warm() {
     let after = chain.statistics().metadata;
     assert!(after.misses - merged.misses < 8, "{before:?} {merged:?} {after:?}");
 }
+
+/// A layer that moves its grains about beside the chain, as shrinking does: no reader finds another's bytes at a place
+/// that the cache knew.
+#[test]
+fn places_that_move_beside_the_chain_are_not_cached() {
+    const CAPACITY: u64 = 1 << 20;
+    const GRAIN: usize = 4096;
+    for level in 0..2 {
+        let mut random = Random::new(level);
+        let moving = |moves| Mock::new(Manner { moves, ..Manner::new(CAPACITY, GRAIN as u64) });
+        let layers = [moving(level == 0), moving(level == 1)];
+        let mut contents = [vec![0; CAPACITY as usize], vec![0; CAPACITY as usize]];
+        contents.iter_mut().for_each(|content| random.fill(content));
+        layers[1].write(0, &[&contents[1]]).unwrap();
+        // The top has every other grain.
+        let grains = 0..CAPACITY as usize / GRAIN;
+        let ours: Vec<usize> = grains.filter(|grain| level == 1 || grain % 2 == 0).collect();
+        let mut shown = contents[1].clone();
+        for grain in (0..CAPACITY as usize / GRAIN).step_by(2) {
+            let range = grain * GRAIN..(grain + 1) * GRAIN;
+            layers[0].write(range.start as u64, &[&contents[0][range.clone()]]).unwrap();
+            shown[range.clone()].copy_from_slice(&contents[0][range]);
+        }
+        let stack = layers.iter().map(|layer| layer.clone() as Arc<dyn Layer>).collect();
+        let chain = Chain::open("moving", stack, Options::default()).unwrap();
+        assert_content(&chain, &shown);
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut random = Random::new(77);
+                while !stop.load(Ordering::Relaxed) {
+                    let start = random.below(CAPACITY - 9000) as usize;
+                    let mut out = vec![0; 9000];
+                    chain.read(start as u64, &mut out).unwrap();
+                    assert!(out == shown[start..start + 9000], "at {start}");
+                }
+            });
+            let key = chain.keys()[level as usize];
+            chain
+                .while_moving(key, || {
+                    for _ in 0..4000 {
+                        let grain = ours[random.below(ours.len() as u64) as usize];
+                        let range = grain * GRAIN..(grain + 1) * GRAIN;
+                        layers[level as usize].write(range.start as u64, &[&contents[level as usize][range]])?;
+                    }
+                    Ok(())
+                })
+                .unwrap();
+            stop.store(true, Ordering::Relaxed);
+            reader.join().unwrap();
+        });
+        assert_content(&chain, &shown);
+    }
+}

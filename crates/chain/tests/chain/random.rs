@@ -1,6 +1,7 @@
 //! Seeded randomness, and bytes that follow from a number.
 
 /// A small generator (splitmix64).
+#[derive(Clone)]
 pub struct Random(u64);
 
 impl Random {

@@ -1,9 +1,12 @@
-//! How disks and snapshots are addressed on the command line: `DISK`, `DISK@SNAPSHOT`.
+//! How disks and snapshots are addressed on the command line: `DISK`, `DISK@SNAPSHOT`, and where paths are expected too
+//! `disk:DISK`.
 //!
 //! Here only what makes an address readable in one way is checked; which names a datastore accepts it says itself.
 
 use disk::Point;
+use disk::convert::Address;
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 /// The character between a disk and its snapshot.
@@ -68,6 +71,29 @@ impl FromStr for StateAddress {
             Ok(Self { disk: plain(text)?, at: Point::Head })
         }
     }
+}
+
+/// What an address of the datastore begins with where paths are expected too.
+const DISK_PREFIX: &str = "disk:";
+
+/// One end of a conversion: a path, or `disk:DISK` or `disk:DISK@SNAPSHOT`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EndAddress(pub Address);
+
+impl FromStr for EndAddress {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_prefix(DISK_PREFIX) {
+            Some(state) => state.parse::<StateAddress>().map(|_| Self(Address::Disk(state.to_owned()))),
+            None if text.is_empty() => Err("a path cannot be empty".into()),
+            None => Ok(Self(Address::Path(text.into()))),
+        }
+    }
+}
+
+/// A path that means the same to every process.
+pub fn absolute(path: &Path) -> Result<PathBuf, String> {
+    std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
 }
 
 /// The most clones one command makes.
@@ -151,6 +177,18 @@ mod tests {
         }
         for text in ["", "@", "vm1@", "a\0", "../vm"] {
             assert!(text.parse::<StateAddress>().is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn ends_are_paths_or_disks() {
+        let end = |text: &str| text.parse::<EndAddress>().unwrap().0;
+        assert_eq!(end("vm.vmdk"), Address::Path("vm.vmdk".into()));
+        assert_eq!(end("./disk:vm"), Address::Path("./disk:vm".into()));
+        assert_eq!(end("disk:vm"), Address::Disk("vm".into()));
+        assert_eq!(end("disk:vm@a"), Address::Disk("vm@a".into()));
+        for text in ["", "disk:", "disk:@a", "disk:a/b"] {
+            assert!(text.parse::<EndAddress>().is_err(), "{text:?}");
         }
     }
 

@@ -2,10 +2,14 @@
 
 pub mod address;
 mod arguments;
+pub mod format;
 pub mod size;
 pub mod usage;
 
-pub use arguments::{CheckArguments, CloneArguments, DiskCommand, ExportCommand, ServeArguments, SnapshotCommand};
+pub use arguments::{
+    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, ServeArguments,
+    SnapshotCommand,
+};
 
 use crate::control::Request;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -67,6 +71,11 @@ pub enum Command {
     Snapshot(SnapshotCommand),
     /// Make disks that start as the state of another.
     Clone(CloneArguments),
+    /// Make a disk or image of any format from the content of another.
+    Convert(ConvertArguments),
+    /// Show, check and make images: files of VMware's formats and others, outside any datastore.
+    #[command(subcommand)]
+    Image(ImageCommand),
     /// Serve every disk and snapshot over NBD, in the foreground, until SIGTERM or SIGINT.
     Serve(ServeArguments),
     /// Show what NBD clients can open.
@@ -90,9 +99,11 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
-            Self::Disk(command) => command.request(),
+            Self::Disk(command) => command.request()?,
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,
+            Self::Convert(arguments) => arguments.request()?,
+            Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
             Self::Init { .. } | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => return Ok(None),
         }))

@@ -38,7 +38,7 @@ mod server;
 mod socket;
 
 pub use client::Client;
-pub use dispatch::{Service, Watch, dispatch};
-pub use message::{Reply, Request, Serving};
+pub use dispatch::{Service, Watch, alone, dispatch};
+pub use message::{DiskRequest, ImageRequest, Reply, Request, Serving, SnapshotRequest};
 pub use server::Server;
 pub use socket::{bind, connect, path, remove_stale};

@@ -20,6 +20,15 @@ pub fn value(reply: &Reply) -> Value {
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),
         Reply::Deleted(name) => json!({ "deleted": name }),
         Reply::Diff { extents, bytes } => json!({ "count": extents, "changed": bytes }),
+        Reply::Statistics(statistics) => json!(statistics),
+        Reply::Reclaimed { name, reclaimed } => {
+            let disk::Reclaimed { freed, returned, moved } = reclaimed;
+            json!({ "name": name, "freed": freed, "returned": returned, "moved": moved })
+        }
+        Reply::Image(info) => json!(info),
+        Reply::ImageCheck(check) => json!(check),
+        Reply::ImageCreated(level) => json!(level),
+        Reply::Converted(made) => json!(made),
         Reply::Exports(exports) => json!({ "exports": exports }),
     }
 }

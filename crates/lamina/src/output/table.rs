@@ -66,7 +66,9 @@ pub fn print_facts(out: &mut dyn Write, facts: &[(&str, String)]) -> io::Result<
     let widest = facts.iter().map(|(name, _)| width(name)).max().unwrap_or(0);
     for (name, value) in facts {
         let pad = widest - width(name);
-        writeln!(out, "{name}:{:pad$} {value}", "")?;
+        // A fact of several lines names itself once.
+        let colon = if name.is_empty() { ' ' } else { ':' };
+        writeln!(out, "{name}{colon}{:pad$} {value}", "")?;
     }
     Ok(())
 }

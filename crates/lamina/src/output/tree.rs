@@ -157,6 +157,7 @@ mod tests {
             clones: Vec::new(),
             current,
             created,
+            description: String::new(),
         }
     }
 

@@ -81,6 +81,7 @@ fn serve(
         datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
     );
+    datastore.start_imports();
     let announced = announce(path, &serving, &status.engine, form);
     if announced.is_ok() {
         notify::service_manager("READY=1");

@@ -181,6 +181,12 @@ impl Serving {
         send(self.pid(), signal);
         wait(&mut self.child)
     }
+
+    /// SIGKILL, and at once: without a program that sends it.
+    pub fn kill(&mut self) {
+        self.child.kill().unwrap();
+        assert_eq!(wait(&mut self.child), None, "it was killed");
+    }
 }
 
 impl Drop for Serving {

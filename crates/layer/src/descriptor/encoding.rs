@@ -54,7 +54,7 @@ impl Encoding {
     }
 
     /// Decodes a name; `what` says whose it is.
-    pub(super) fn decode(&self, bytes: &[u8], what: &str) -> Result<String> {
+    pub fn decode(&self, bytes: &[u8], what: &str) -> Result<String> {
         if bytes.is_ascii() {
             return Ok(bytes.iter().map(|byte| char::from(*byte)).collect());
         }

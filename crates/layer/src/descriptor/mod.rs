@@ -80,12 +80,14 @@ pub enum CreateType {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
-    /// Any other, by its name: of device mappings, object stores, and kinds unknown to us.
+    /// A delta object.
+    VsanSparse,
+    /// Any other, by its name: of device mappings, and kinds unknown to us.
     Other(String),
 }
 
 impl CreateType {
-    const NAMES: [(&str, Self); 13] = [
+    const NAMES: [(&str, Self); 14] = [
         ("monolithicSparse", Self::MonolithicSparse),
         ("monolithicFlat", Self::MonolithicFlat),
         ("twoGbMaxExtentSparse", Self::TwoGbMaxExtentSparse),
@@ -94,6 +96,7 @@ impl CreateType {
         ("vmfs", Self::Vmfs),
         ("vmfsSparse", Self::VmfsSparse),
         ("seSparse", Self::SeSparse),
+        ("vsanSparse", Self::VsanSparse),
         // Names that were documented or used once, for the same things.
         ("2GbMaxExtentSparse", Self::TwoGbMaxExtentSparse),
         ("2GbMaxExtentFlat", Self::TwoGbMaxExtentFlat),

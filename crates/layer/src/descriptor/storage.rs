@@ -8,15 +8,18 @@
 //!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
 //! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
 //!    very descriptor, and nothing that any finished descriptor of the folder names.
+//! 4. Whoever makes a disk holds the lock of the temporary file from the moment it appears until the disk has its name
+//!    or is gone, and whoever sweeps in a folder of others takes that lock first ([`sweep_one`]).
 //!
 //! An embedded descriptor cannot be replaced by renaming: only digits of its content identity are overwritten, each
 //! within its sector ([`renew_embedded`]).
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
-use backend::{Access, Directory, File, IoMode};
+use backend::{Access, Directory, File, IoMode, Lock};
 use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What the name of an unfinished descriptor ends with.
 pub const NEW_SUFFIX: &str = ".lamina-new";
@@ -58,6 +61,28 @@ pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
+    /// While it is held, nobody takes the text for what a crash has left.
+    lock: Box<dyn Lock>,
+}
+
+/// Makes the file that is to become `name`, under its temporary name, and locks it.
+///
+/// # Errors
+/// `Exists` when there is one; `Busy` when somebody who sweeps took it for what a crash had left.
+pub fn create_unfinished(
+    directory: &dyn Directory,
+    name: &str,
+    mode: IoMode,
+) -> Result<(Arc<dyn File>, Box<dyn Lock>)> {
+    let temporary = format!("{name}{NEW_SUFFIX}");
+    directory.create_locked(&temporary, mode).map_err(|error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => is_being_made(name),
+        _ => Error::io(format!("creating '{temporary}'"), error),
+    })
+}
+
+fn is_being_made(name: &str) -> Error {
+    Error::new(ErrorKind::Busy, format!("'{name}' is being made elsewhere"))
 }
 
 impl<'a> Pending<'a> {
@@ -81,11 +106,20 @@ impl<'a> Pending<'a> {
         }
     }
 
+    /// Goes on with a creation that this process began, and whose text is still under its temporary name and locked.
+    pub fn resume(directory: &'a dyn Directory, name: &str, lock: Box<dyn Lock>) -> Self {
+        Self { directory, name: name.to_owned(), temporary: format!("{name}{NEW_SUFFIX}"), lock }
+    }
+
+    /// Leaves it as it is, for [`Pending::resume`]: its lock.
+    pub fn suspend(self) -> Box<dyn Lock> {
+        self.lock
+    }
+
     fn write(directory: &'a dyn Directory, name: &str, descriptor: &Descriptor) -> Result<Self> {
         let text = descriptor.to_bytes().map_err(|error| error.context(format!("descriptor '{name}'")))?;
-        let temporary = format!("{name}{NEW_SUFFIX}");
-        let file = directory.create(&temporary, IoMode::Buffered).during(|| format!("creating '{temporary}'"))?;
-        let pending = Self { directory, name: name.to_owned(), temporary };
+        let (file, lock) = create_unfinished(directory, name, IoMode::Buffered)?;
+        let pending = Self::resume(directory, name, lock);
         let written = file.write_at(&[&text], 0, false).and_then(|()| file.sync());
         match written.during(|| format!("writing '{}'", pending.temporary)) {
             Ok(()) => Ok(pending),
@@ -138,22 +172,57 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
     }
     let kept = extents_in_use(directory, &names);
     for temporary in unfinished {
-        let Some(descriptor_name) = temporary.strip_suffix(NEW_SUFFIX) else { continue };
-        let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
-        // A text that is not whole was not durable yet, so nothing was made after it.
-        if let Ok(descriptor) = load_named(directory, temporary) {
-            for file in descriptor.extents.iter().filter_map(|extent| extent.file.as_ref()) {
-                if is_extent_of(stem, file) && !kept.contains(file) && names.contains(file) {
-                    directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
-                    removed.push(file.clone());
-                }
-            }
+        for file in remains_of(directory, temporary, &names, &kept) {
+            directory.remove(&file).during(|| format!("removing '{file}' of an unfinished disk"))?;
+            removed.push(file);
         }
-        directory.remove(temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
-        removed.push(temporary.clone());
     }
     directory.sync().during(|| "making removals durable".to_owned())?;
     Ok(removed)
+}
+
+/// As [`sweep`] for what was to become `name`, in a folder that others may own.
+///
+/// # Errors
+/// `Busy` while somebody still makes it, and has its text locked, or has one of its extents open for writing.
+pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
+    let list = || directory.list().during(|| "listing the folder".to_owned());
+    let temporary = format!("{name}{NEW_SUFFIX}");
+    if !list()?.contains(&temporary) {
+        return Ok(Vec::new());
+    }
+    let lock = |file: &str| {
+        directory.lock(file).map_err(|error| match error.kind() {
+            std::io::ErrorKind::WouldBlock => is_being_made(name),
+            _ => Error::io(format!("locking '{file}' of an unfinished disk"), error),
+        })
+    };
+    // Held until everything is gone. What was read before the lock was taken may have been finished meanwhile; then
+    // the lock has made an empty file, which names nothing.
+    let _text = lock(&temporary)?;
+    let names = list()?;
+    let remains = remains_of(directory, &temporary, &names, &extents_in_use(directory, &names));
+    let extents = remains.iter().filter(|file| **file != temporary);
+    let _extents = extents.map(|file| lock(file)).collect::<Result<Vec<_>>>()?;
+    for file in &remains {
+        directory.remove(file).during(|| format!("removing '{file}' of an unfinished disk"))?;
+    }
+    directory.sync().during(|| "making removals durable".to_owned())?;
+    Ok(remains)
+}
+
+/// The files that an unfinished text names and that may go, and last the text itself.
+fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
+    let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
+    let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
+    let mut remains = Vec::new();
+    // A text that is not whole was not durable yet, so nothing was made after it.
+    if let Ok(descriptor) = load_named(directory, temporary) {
+        let files = descriptor.extents.into_iter().filter_map(|extent| extent.file);
+        remains.extend(files.filter(|file| is_extent_of(stem, file) && !kept.contains(file) && names.contains(file)));
+    }
+    remains.push(temporary.to_owned());
+    remains
 }
 
 fn load_named(directory: &dyn Directory, name: &str) -> Result<Descriptor> {
@@ -174,7 +243,7 @@ fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<Strin
 fn is_extent_of(stem: &str, file: &str) -> bool {
     let Some(tail) = file.strip_prefix(stem).and_then(|rest| rest.strip_suffix(".vmdk")) else { return false };
     match tail {
-        "-flat" | "-delta" | "-sesparse" => true,
+        "-flat" | "-delta" | "-sesparse" | "-vsan" => true,
         _ => {
             let digits = tail.strip_prefix("-f").or_else(|| tail.strip_prefix("-s"));
             digits.is_some_and(|digits| digits.len() >= 3 && digits.bytes().all(|byte| byte.is_ascii_digit()))

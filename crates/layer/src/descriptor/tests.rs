@@ -6,6 +6,8 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Access as FileAccess, Directory, IoMode};
 use std::time::{Duration, Instant};
 
+mod sharing;
+
 /// A small seeded generator (SplitMix64): the same seed, the same test.
 pub(crate) struct Random(pub(crate) u64);
 

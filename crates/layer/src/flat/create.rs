@@ -16,10 +16,9 @@ use crate::descriptor::storage::{self, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{Access, Directory, File, IoMode};
-use std::sync::Arc;
 
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
-const SPLIT_SECTORS: u64 = 4_192_256;
+pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
 
 /// Which product's flat disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -100,10 +99,11 @@ pub fn create(
     let descriptor = disk.descriptor(random)?;
     let pending = Pending::begin(directory, disk.name, &descriptor)?;
     let mut made = Vec::new();
-    let mut making = Making { directory, disk: disk.name, done: 0, total: disk.capacity, watch };
+    let mut making = Making { disk: disk.name, done: 0, total: disk.capacity, watch };
     let outcome = descriptor.extents.iter().try_for_each(|extent| {
         let Some(name) = &extent.file else { return Ok(()) };
-        let file = making.begin(name, disk.mode, extent.length())?;
+        let mode = Flat::mode_for(disk.mode, 0, extent.length());
+        let file = directory.create(name, mode).during(|| format!("creating '{name}'"))?;
         made.push(name);
         making.fill(&*file, name, extent.length(), disk.provisioning)
     });
@@ -137,8 +137,8 @@ pub fn create_raw(
         _ => return Err(Error::new(ErrorKind::Exists, format!("there is a file '{name}' already"))),
     }
     let temporary = format!("{name}{}", storage::NEW_SUFFIX);
-    let mut making = Making { directory, disk: name, done: 0, total: capacity, watch };
-    let file = making.begin(&temporary, mode, capacity)?;
+    let (file, _lock) = storage::create_unfinished(directory, name, Flat::mode_for(mode, 0, capacity))?;
+    let mut making = Making { disk: name, done: 0, total: capacity, watch };
     let made = making
         .fill(&*file, &temporary, capacity, provisioning)
         .and_then(|()| directory.rename(&temporary, name).during(|| format!("renaming '{temporary}' to '{name}'")));
@@ -152,9 +152,19 @@ pub fn create_raw(
     }
 }
 
+/// Makes one extent of a disk in a new file: length, space and zeros, durable but for its name.
+pub(crate) fn fill_extent(
+    file: &dyn File,
+    name: &str,
+    length: u64,
+    provisioning: Provisioning,
+    watch: Watch<'_>,
+) -> Result<()> {
+    Making { disk: name, done: 0, total: length, watch }.fill(file, name, length, provisioning)
+}
+
 /// A disk being made.
 struct Making<'a> {
-    directory: &'a dyn Directory,
     disk: &'a str,
     done: u64,
     total: u64,
@@ -162,10 +172,6 @@ struct Making<'a> {
 }
 
 impl Making<'_> {
-    fn begin(&self, name: &str, mode: IoMode, length: u64) -> Result<Arc<dyn File>> {
-        self.directory.create(name, Flat::mode_for(mode, 0, length)).during(|| format!("creating '{name}'"))
-    }
-
     /// Gives a new file its length, its space and its zeros.
     fn fill(&mut self, file: &dyn File, name: &str, length: u64, provisioning: Provisioning) -> Result<()> {
         let during = || format!("making '{name}' of {length} bytes");
@@ -199,10 +205,9 @@ impl Making<'_> {
     }
 }
 
-fn check_capacity(capacity: u64) -> Result<()> {
+pub(crate) fn check_capacity(capacity: u64) -> Result<()> {
     if capacity == 0 || !capacity.is_multiple_of(SECTOR) || capacity > CAPACITY_MAX {
-        let text =
-            format!("a flat disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
+        let text = format!("a disk has whole sectors of 512 bytes up to {} TiB, not {capacity}", CAPACITY_MAX >> 40);
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     Ok(())

@@ -32,6 +32,7 @@ mod tests;
 
 pub use blocks::FILE_BLOCK;
 pub use create::{NewDisk, NewKind, create, create_raw};
+pub(crate) use create::{SPLIT_SECTORS, check_capacity, fill_extent};
 
 use crate::{CAPACITY_MAX, Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};

@@ -37,7 +37,7 @@ pub use check::Check;
 pub use create::{CreateOptions, create};
 
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
 use backend::File;
 use directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
 use header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, HEADER_SIZE, Header};
@@ -203,10 +203,7 @@ impl Layer for Hosted {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(&self.file),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, &self.file, &self.image)
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {

@@ -3,6 +3,7 @@
 //! A child names its parent by where it was once; disks are moved and copied. A parent is looked for under its name in
 //! the child's folder, then where the hint leads from there, then in the folder beside the child's that bears the
 //! name of the hint's last one. The first that opens and whose content has the identity the child remembers is it.
+//! QEMU's images remember no identity: theirs is where they say, or missing.
 
 use super::{Image, OpenOptions, ParentReference, Place, base_name};
 use crate::{Error, ErrorKind, Layer, Result};
@@ -65,7 +66,7 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     let label = child.place().label();
     let mut passed = Passed::default();
     let mut seen: Vec<String> = Vec::new();
-    for candidate in candidates(child.place(), &reference.hint) {
+    for candidate in candidates(child.place(), reference) {
         let place = match candidate {
             Ok(place) => place,
             Err(error) if error.kind() == ErrorKind::NotFound => continue,
@@ -116,13 +117,15 @@ fn find_parent(child: &Image, reference: &ParentReference, options: &OpenOptions
     }
 }
 
-/// Where the parent could be, best first.
-fn candidates(child: &Place, hint: &str) -> impl Iterator<Item = Result<Place>> {
+/// Where the parent could be, best first. Without an identity to know it by, only where the image says.
+fn candidates(child: &Place, reference: &ParentReference) -> impl Iterator<Item = Result<Place>> {
+    let hint = reference.hint.as_str();
+    let places = if reference.format.is_some() { 1..2 } else { 0..3 };
     let name = base_name(hint).to_owned();
     let beside = hint.rsplit(['/', '\\']).nth(1).filter(|folder| !folder.is_empty() && *folder != "..");
     let beside = beside.map(ToOwned::to_owned);
     let (hint, folder) = (hint.to_owned(), child.folder.clone());
-    (0..3).filter_map(move |which| match which {
+    places.filter_map(move |which| match which {
         0 => Some(folder.resolve(&name)),
         1 => Some(folder.resolve(&hint)),
         _ => beside.as_ref().map(|beside| folder.beside(beside, &name)),

@@ -222,6 +222,16 @@ impl Layer for Concatenated {
         Ok(())
     }
 
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+        let mut pieces = self.pieces(start..start.saturating_add(length))?;
+        // Across a border some extent might refuse after another was changed.
+        match (self.writable, pieces.next(), pieces.next()) {
+            (true, Some(piece), None) => piece.changeable()?.overwrite(piece.within.start, slices),
+            _ => Ok(false),
+        }
+    }
+
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         if !self.writable {
             return Err(read_only(self.format()));

@@ -1,9 +1,17 @@
 //! Opening one extent: the one place that knows all formats by name.
 
+use super::maintain::Engine;
+use super::{OpenOptions, ParentReference, Place};
 use crate::descriptor::ExtentKind;
 use crate::flat::{Flat, FlatOptions};
+use crate::hosted::{self, Hosted};
+use crate::qcow2::{self, Qcow2};
+use crate::sesparse::{self, DirtyJournal, SeSparse};
+use crate::stream::Stream;
+use crate::vmfssparse::{self, VmfsSparse};
+use crate::vsansparse::{self, VsanSparse};
 use crate::{Error, ErrorKind, IoContext, Layer, Result};
-use backend::{File, IoMode};
+use backend::{Access, File, IoMode};
 use std::sync::Arc;
 
 /// What an extent, or a file that is a disk by itself, is made of.
@@ -17,8 +25,12 @@ pub enum Format {
     VmfsSparse,
     /// A redo log with 4 KiB grains.
     SeSparse,
+    /// A delta object.
+    VsanSparse,
     /// QEMU's.
     Qcow2,
+    /// Any VMDK by its descriptor, and nothing that is none: what another image calls one.
+    Vmdk,
 }
 
 impl Format {
@@ -37,7 +49,7 @@ impl Format {
             ExtentKind::Sparse => Self::HostedSparse,
             ExtentKind::VmfsSparse => Self::VmfsSparse,
             ExtentKind::SeSparse => Self::SeSparse,
-            ExtentKind::VsanSparse => return foreign("an object of a vSAN store, which no file holds"),
+            ExtentKind::VsanSparse => Self::VsanSparse,
             ExtentKind::VmfsRdm | ExtentKind::VmfsRaw => return foreign("a device of an ESXi host"),
         }))
     }
@@ -53,51 +65,141 @@ impl Format {
     }
 }
 
+/// How an extent is opened.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ExtentOptions {
+    /// Which part of the file it is; its `writable` matters to all formats.
+    pub(super) flat: FlatOptions,
+    /// Whether something lies below the image, so that zeros have to be said.
+    pub(super) parent: bool,
+    /// What to do about a journal that was not replayed.
+    pub(super) journal: DirtyJournal,
+    /// Whether what is left of a stream that was cut is taken.
+    pub(super) force: bool,
+}
+
+impl ExtentOptions {
+    /// All of a file that is an image by itself.
+    pub(super) fn alone(options: &OpenOptions) -> Self {
+        let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
+        Self { flat, parent: false, journal: options.journal, force: options.force }
+    }
+}
+
 /// An open extent.
 pub(super) struct OpenExtent {
     pub(super) layer: Arc<dyn Layer>,
     /// The same once more, if it is flat: for counters, filling and punching.
     pub(super) flat: Option<Arc<Flat>>,
+    /// The same once more, if its format has work of its own to do.
+    pub(super) engine: Option<Engine>,
     /// The file below it, where its own header names one.
-    pub(super) parent: Option<super::ParentReference>,
+    pub(super) parent: Option<ParentReference>,
 }
 
-/// Opens `file`, which errors call `name`, as an extent of `format`. `options` matters to flat extents, and its
-/// `writable` to all.
-pub(super) fn open_extent(format: Format, file: Arc<dyn File>, name: &str, options: FlatOptions) -> Result<OpenExtent> {
-    let layer = match format {
+/// Opens the extent of `format` at `place` through `file`.
+pub(super) fn open_extent(
+    format: Format,
+    place: &Place,
+    file: Arc<dyn File>,
+    options: ExtentOptions,
+) -> Result<OpenExtent> {
+    let image = place.label();
+    let writable = options.flat.writable;
+    let parent = options.parent;
+    let engine = match format {
         Format::Flat => {
-            let flat = Flat::open(file, name, options)?;
+            let flat = Flat::open(file, &image, options.flat)?;
             let layer: Arc<dyn Layer> = Arc::<Flat>::clone(&flat);
-            return Ok(OpenExtent { layer, flat: Some(flat), parent: None });
+            return Ok(OpenExtent { layer, flat: Some(flat), engine: None, parent: None });
         }
-        Format::HostedSparse if is_compressed(&*file, name)? => Arc::new(crate::stream::Stream::open(file, name)?) as _,
+        Format::HostedSparse if is_compressed(&*file, &image)? => {
+            let open = if options.force { Stream::salvage } else { Stream::open };
+            let layer: Arc<dyn Layer> = Arc::new(open(file, &image)?);
+            return Ok(OpenExtent { layer, flat: None, engine: None, parent: None });
+        }
         Format::HostedSparse => {
-            let options =
-                crate::hosted::OpenOptions { image: name.to_owned(), writable: options.writable, parent: true };
-            Arc::new(crate::hosted::Hosted::open(file, &options)?) as _
+            Engine::Hosted(Arc::new(Hosted::open(file, &hosted::OpenOptions { image, writable, parent })?))
         }
         Format::VmfsSparse => {
-            let reading = crate::vmfssparse::OpenOptions::reading(name);
-            let options = crate::vmfssparse::OpenOptions { writable: options.writable, ..reading };
-            Arc::new(crate::vmfssparse::VmfsSparse::open(file, &options)?) as _
+            let usual = vmfssparse::OpenOptions::reading(image);
+            let options = vmfssparse::OpenOptions { writable, parent, ..usual };
+            Engine::VmfsSparse(Arc::new(VmfsSparse::open(file, &options)?))
+        }
+        Format::VsanSparse => {
+            let usual = vsansparse::OpenOptions::reading(image);
+            let options = vsansparse::OpenOptions { writable, parent, ..usual };
+            Engine::VsanSparse(Arc::new(VsanSparse::open(file, &options)?))
         }
         Format::SeSparse => {
-            let options = crate::sesparse::Options { write: options.writable, ..Default::default() };
-            Arc::new(crate::sesparse::SeSparse::open(file, name, options)?) as _
+            let options = sesparse::Options { write: writable, journal: options.journal, ..Default::default() };
+            Engine::SeSparse(Arc::new(SeSparse::open(file, &image, options)?))
         }
-        Format::Qcow2 => not_there(name, "qcow2")?,
+        Format::Qcow2 if writable => return Err(crate::read_only("qcow2").context(image)),
+        Format::Qcow2 => return open_qcow2(place, file),
+        Format::Vmdk => {
+            let text = format!("'{image}' is no extent: a VMDK is opened by its descriptor");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
     };
-    Ok(OpenExtent { layer, flat: None, parent: None })
+    let layer: Arc<dyn Layer> = match &engine {
+        Engine::Hosted(layer) => Arc::<Hosted>::clone(layer),
+        Engine::VmfsSparse(layer) => Arc::<VmfsSparse>::clone(layer),
+        Engine::SeSparse(layer) => Arc::<SeSparse>::clone(layer),
+        Engine::VsanSparse(layer) => Arc::<VsanSparse>::clone(layer),
+    };
+    Ok(OpenExtent { layer, flat: None, engine: Some(engine), parent: None })
 }
 
-fn not_there(name: &str, format: &str) -> Result<Arc<dyn Layer>> {
-    let text = format!("'{name}' is of the {format} format, which this version cannot open");
-    Err(Error::new(ErrorKind::Unsupported, text))
+/// Opens QEMU's format, and learns from its header what lies below.
+fn open_qcow2(place: &Place, file: Arc<dyn File>) -> Result<OpenExtent> {
+    let image = place.label();
+    let header = qcow2::Header::read(&*file).map_err(|error| error.context(&image))?;
+    let data = match (header.external_data(), header.data_file()) {
+        (false, _) => None,
+        (true, Some(name)) => Some(place.folder.resolve(name)?.open(IoMode::Buffered, Access::Read)?),
+        (true, None) => {
+            let text = format!("'{image}' has its data in another file, and does not say in which");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+    };
+    let parent = header.backing().map(|backing| backing_reference(backing, &image)).transpose()?;
+    let layer: Arc<dyn Layer> = Arc::new(Qcow2::open(file, data, &image)?);
+    Ok(OpenExtent { layer, flat: None, engine: None, parent })
+}
+
+/// The backing file of a qcow2 image. Its format is never guessed: the guest of a raw disk decides what that looks
+/// like.
+fn backing_reference(backing: &qcow2::Backing, image: &str) -> Result<ParentReference> {
+    let refused = |what: String| Err(Error::new(ErrorKind::Unsupported, format!("'{image}' {what}")));
+    let name = backing.name.as_str();
+    // "nbd:..", "json:{..}" and the like; a path with a colon in it is written with a slash before.
+    let scheme = name.split('/').next().and_then(|first| first.split_once(':')).map(|(scheme, _)| scheme);
+    let hint = match scheme {
+        Some("file") => name.trim_start_matches("file:"),
+        Some(_) => return refused(format!("has a backing file that only QEMU can open: '{}'", name.escape_debug())),
+        None => name,
+    };
+    let format = match backing.format.as_deref() {
+        Some("raw") => Format::Flat,
+        Some("qcow2") => Format::Qcow2,
+        Some("vmdk") => Format::Vmdk,
+        Some(other) => {
+            return refused(format!("has a backing file of format '{}', which cannot be read", other.escape_debug()));
+        }
+        None => {
+            return refused(format!(
+                "does not say of which format its backing file '{}' is, and guessing is not safe: \
+                 'qemu-img rebase -u -F FORMAT -b FILE' writes it down",
+                name.escape_debug()
+            ));
+        }
+    };
+    Ok(ParentReference { hint: hint.to_owned(), content: None, format: Some(format) })
 }
 
 /// Whether a hosted sparse extent holds compressed grains: bit 16 of the flags in its header.
-fn is_compressed(file: &dyn File, name: &str) -> Result<bool> {
+pub(super) fn is_compressed(file: &dyn File, name: &str) -> Result<bool> {
     let mut header = [0; 12];
     file.read_at(&mut header, 0).during(|| format!("reading the header of '{name}'"))?;
     Ok(header[10] & 1 != 0)

@@ -96,11 +96,11 @@ impl Folder {
         let path = own.join(&slashes);
         // Nothing is asked of the file system about a path that is refused anyway.
         let literal = without_dots(&path).ok_or_else(|| not_permitted(reference, None))?;
-        if !self.permits(&literal) {
+        if !self.permits_file(&literal) {
             return Err(not_permitted(reference, literal.parent()));
         }
         let real = path.canonicalize().during(|| format!("looking for '{}'", path.display()))?;
-        if !self.permits(&real) {
+        if !self.permits_file(&real) {
             return Err(not_permitted(reference, real.parent()));
         }
         self.place(&real)
@@ -119,8 +119,9 @@ impl Folder {
         Ok(Place { folder, name: name.to_owned() })
     }
 
-    fn permits(&self, path: &Path) -> bool {
-        self.roots.iter().any(|root| path.starts_with(root))
+    /// Whether a path is below one of the roots: a root itself is no file, and its own folder is not permitted.
+    fn permits_file(&self, path: &Path) -> bool {
+        path.parent().is_some_and(|folder| self.roots.iter().any(|root| folder.starts_with(root)))
     }
 
     /// The folder beside this one that bears `name`, for parents that moved together with their children.

@@ -32,7 +32,10 @@ impl Home {
         embedded: Option<(Arc<dyn File>, Range<u64>)>,
         random: Entropy,
     ) -> Self {
-        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed: AtomicBool::new(false) }
+        // An unfinished image was begun with an identity that nobody knows yet. Its text must not be replaced either:
+        // it bears the lock of whoever makes it.
+        let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
+        Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed }
     }
 
     /// Changes the descriptor, on the medium first.
@@ -56,18 +59,21 @@ impl Home {
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
+        // Under the lock to the end: whoever has asked for the identity knows that nobody changes it again.
+        let mut current = self.descriptor.lock();
+        if self.renewed.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let random = &mut || (self.random)();
         match &self.embedded {
-            None => self.update(|descriptor| descriptor.renew_content(random))?,
-            Some((file, place)) => {
-                let mut current = self.descriptor.lock();
-                if self.renewed.load(Ordering::Acquire) {
-                    return Ok(());
-                }
-                *current = storage::renew_embedded(&**file, place.clone(), random)?;
+            None => {
+                let mut changed = current.clone();
+                changed.renew_content(random);
+                storage::replace(&**self.place.folder.directory(), &self.place.name, &changed)?;
+                *current = changed;
             }
+            Some((file, place)) => *current = storage::renew_embedded(&**file, place.clone(), random)?,
         }
-        // Two that come at once may both have renewed it, which does no harm.
         self.renewed.store(true, Ordering::Release);
         Ok(())
     }
@@ -115,6 +121,11 @@ impl Layer for Identified {
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
         self.home.renew()?;
         self.inner.write(start, slices)
+    }
+
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        self.home.renew()?;
+        self.inner.overwrite(start, slices)
     }
 
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {

@@ -5,6 +5,7 @@
 //!   -> open_chain             its parents, down to the base
 //!        -> Image::open       descriptor, extents, lock
 //!             -> open_extent  one extent, by its format
+//! create(folder, image)       a new image of any kind, with or without a parent
 //! ```
 //!
 //! What holds:
@@ -18,27 +19,34 @@
 //!    and the content gets a new identity before it changes ([`home`]).
 
 mod chain;
+pub mod check;
 mod concatenated;
+pub mod create;
 mod extent;
 mod folder;
 mod home;
+mod maintain;
 mod probe;
 
 #[cfg(test)]
 mod tests;
 
 pub use chain::{Chain, open_chain};
+pub use create::{ImageKind, Made, NewImage, NewParent, Unfinished, create, parent_hint};
 pub use extent::Format;
 pub use folder::{Folder, Place};
+pub use maintain::{ImageCheck, ImageFreed};
 pub use probe::{PROBE_LENGTH, Signature, probe};
 
 use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
 use crate::flat::{Counters, Flat, FlatOptions, Provisioning, Watch};
+use crate::sesparse::DirtyJournal;
 use crate::{Error, ErrorKind, IoContext, Layer, Result};
 use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
-use extent::{OpenExtent, open_extent};
+use extent::{ExtentOptions, OpenExtent, open_extent};
 use home::{Home, Identified};
+use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::{ControlFlow, Range};
 use std::sync::Arc;
@@ -66,8 +74,13 @@ pub struct OpenOptions {
     pub format: Option<Format>,
     /// How many parents below the image are followed.
     pub levels_max: usize,
-    /// Whether a parent that was changed since its child was made is taken all the same.
+    /// Whether a parent that was changed since its child was made is taken all the same, and what is left of a
+    /// stream that was cut.
     pub force: bool,
+    /// What to do about the journal of a SEsparse image that was not closed properly.
+    pub journal: DirtyJournal,
+    /// Whether the caller holds the lock that opening for writing takes.
+    pub held: bool,
     /// Where new identities come from.
     pub random: Entropy,
 }
@@ -80,6 +93,8 @@ impl Default for OpenOptions {
             format: None,
             levels_max: LEVELS_MAX,
             force: false,
+            journal: DirtyJournal::Refuse,
+            held: false,
             random: system_entropy(),
         }
     }
@@ -102,6 +117,7 @@ pub struct Image {
     home: Option<Arc<Home>>,
     layer: Arc<dyn Layer>,
     flats: Vec<Arc<Flat>>,
+    engines: Vec<Engine>,
     /// Whether flat extents are all there is.
     only_flat: bool,
     parent: Option<ParentReference>,
@@ -124,11 +140,13 @@ impl Image {
             Some(Format::HostedSparse) => Signature::HostedSparse,
             Some(Format::VmfsSparse) => Signature::VmfsSparse,
             Some(Format::SeSparse) => Signature::SeSparse,
+            Some(Format::VsanSparse) => Signature::VsanSparse,
             Some(Format::Qcow2) => Signature::Qcow2,
+            Some(Format::Vmdk) => Self::probe_vmdk(&place)?,
             None => Self::probe(&place)?,
         };
         let alone = |format| Self::open_alone(place.clone(), format, options);
-        let needs_text = options.format.is_none();
+        let needs_text = !options.format.is_some_and(|format| format != Format::Vmdk);
         match signature {
             Signature::Descriptor => {
                 let file = place.open(IoMode::Buffered, backend::Access::Read)?;
@@ -136,12 +154,13 @@ impl Image {
                 Self::open_described(place, descriptor, options)
             }
             Signature::HostedSparse => Self::open_embedded(place, options),
-            Signature::VmfsSparse | Signature::SeSparse if needs_text => Err(Error::new(
+            Signature::VmfsSparse | Signature::SeSparse | Signature::VsanSparse if needs_text => Err(Error::new(
                 ErrorKind::Invalid,
                 format!("'{label}' is an extent: open the descriptor that names it, which knows its parent"),
             )),
             Signature::VmfsSparse => alone(Format::VmfsSparse),
             Signature::SeSparse => alone(Format::SeSparse),
+            Signature::VsanSparse => alone(Format::VsanSparse),
             Signature::Qcow2 => alone(Format::Qcow2),
             Signature::Raw => alone(Format::Flat),
             Signature::ChangeTracking => {
@@ -163,6 +182,14 @@ impl Image {
         Ok(probe(bytes))
     }
 
+    /// As [`Image::probe`] of what has to be a VMDK.
+    fn probe_vmdk(place: &Place) -> Result<Signature> {
+        match Self::probe(place)? {
+            found @ (Signature::Descriptor | Signature::HostedSparse) => Ok(found),
+            _ => Err(Error::new(ErrorKind::Corrupt, format!("'{}' is no VMDK", place.label()))),
+        }
+    }
+
     /// A file that is a disk without any descriptor.
     fn open_alone(place: Place, format: Format, options: &OpenOptions) -> Result<Self> {
         let label = place.label();
@@ -176,11 +203,13 @@ impl Image {
             }
             other => other.mode(options.mode, 0, None),
         };
-        let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
-        let opened = open_extent(format, place.open(mode, access(options.writable))?, &label, flat)?;
+        let file = place.open(mode, access(options.writable))?;
+        let opened = open_extent(format, &place, file, ExtentOptions::alone(options))?;
         let only_flat = opened.flat.is_some();
         let flats = opened.flat.into_iter().collect();
-        Ok(Self { place, home: None, layer: opened.layer, flats, only_flat, parent: opened.parent, _lock: lock })
+        let engines = opened.engine.into_iter().collect();
+        let parent = opened.parent;
+        Ok(Self { place, home: None, layer: opened.layer, flats, engines, only_flat, parent, _lock: lock })
     }
 
     /// A sparse extent of Workstation with its descriptor inside.
@@ -199,10 +228,11 @@ impl Image {
         };
         let parent = parent_of(&descriptor, &label, options)?;
         // The lines of an embedded descriptor name the file that it is in; the header knows the size better.
-        let flat = FlatOptions { offset: 0, capacity: None, writable: options.writable, thin: false };
-        let opened = open_extent(Format::HostedSparse, Arc::clone(&file), &label, flat)?;
+        let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
+        let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
         let home = Home::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
-        Ok(Self::assemble(place, home, opened.layer, Vec::new(), false, parent, lock))
+        let engines = opened.engine.into_iter().collect();
+        Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
     }
 
     fn open_described(place: Place, descriptor: Descriptor, options: &OpenOptions) -> Result<Self> {
@@ -216,15 +246,17 @@ impl Image {
         };
         let mut parts = Vec::with_capacity(resolved.len());
         let mut flats = Vec::new();
+        let mut engines = Vec::new();
         let mut only_flat = true;
         for (line, extent) in descriptor.extents.iter().zip(&resolved) {
             let mut part = Part { length: line.length(), layer: None, name: String::new() };
             if let Some(extent) = extent {
-                let opened =
-                    open_resolved(extent, &descriptor, options).map_err(|error| error.context(format!("'{label}'")))?;
+                let opened = open_resolved(extent, &descriptor, parent.is_some(), options)
+                    .map_err(|error| error.context(format!("'{label}'")))?;
                 part.name = extent.place.label();
                 only_flat &= opened.flat.is_some();
                 flats.extend(opened.flat);
+                engines.extend(opened.engine);
                 part.layer = Some(opened.layer);
             }
             parts.push(part);
@@ -240,14 +272,14 @@ impl Image {
             ),
         };
         let home = Home::new(place.clone(), descriptor, None, Arc::clone(&options.random));
-        Ok(Self::assemble(place, home, layer, flats, only_flat, parent, lock))
+        Ok(Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock))
     }
 
     fn assemble(
         place: Place,
         home: Home,
         layer: Arc<dyn Layer>,
-        flats: Vec<Arc<Flat>>,
+        (flats, engines): (Vec<Arc<Flat>>, Vec<Engine>),
         only_flat: bool,
         parent: Option<ParentReference>,
         lock: Option<Box<dyn Lock>>,
@@ -257,7 +289,7 @@ impl Image {
             true => Arc::new(Identified { inner: layer, home: Arc::clone(&home) }),
             false => layer,
         };
-        Self { place, home: Some(home), layer, flats, only_flat, parent, _lock: lock }
+        Self { place, home: Some(home), layer, flats, engines, only_flat, parent, _lock: lock }
     }
 
     /// Where it was opened.
@@ -399,6 +431,14 @@ fn resolve_extents<'a>(
             resolved.push(None);
             continue;
         };
+        if format == Format::VsanSparse && file.contains("://") {
+            let text = format!(
+                "'{label}' names '{}', an object of a vSAN store, which no file holds; copy the disk out with the \
+                 host's tools",
+                file.escape_debug()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
         let extent = place.folder.resolve(file).map_err(|error| error.context(format!("'{label}'")))?;
         if format != Format::Flat && line.offset != 0 {
             let text = format!("'{label}' begins '{file}' at an offset, which only flat extents have");
@@ -423,7 +463,12 @@ fn resolve_extents<'a>(
     Ok(resolved)
 }
 
-fn open_resolved(extent: &Resolved<'_>, descriptor: &Descriptor, options: &OpenOptions) -> Result<OpenExtent> {
+fn open_resolved(
+    extent: &Resolved<'_>,
+    descriptor: &Descriptor,
+    parent: bool,
+    options: &OpenOptions,
+) -> Result<OpenExtent> {
     let label = extent.place.label();
     let writable = options.writable && extent.line.access == Access::ReadWrite;
     let length = extent.line.length();
@@ -431,7 +476,8 @@ fn open_resolved(extent: &Resolved<'_>, descriptor: &Descriptor, options: &OpenO
     let mode = extent.format.mode(options.mode, offset, Some(length));
     let file = extent.place.open(mode, access(writable))?;
     let flat = FlatOptions { offset, capacity: Some(length), writable, thin: descriptor.thin() };
-    let opened = open_extent(extent.format, file, &label, flat)?;
+    let how = ExtentOptions { flat, parent, journal: options.journal, force: options.force };
+    let opened = open_extent(extent.format, &extent.place, file, how)?;
     if opened.layer.capacity() < length {
         let text = format!("'{label}' holds {} bytes of disk, and {length} by its line", opened.layer.capacity());
         return Err(Error::new(ErrorKind::Corrupt, text));
@@ -445,7 +491,7 @@ fn access(writable: bool) -> backend::Access {
 
 /// The lock of whoever writes an image: on its first extent, which is never renamed while the image exists.
 fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>>> {
-    if !options.writable {
+    if !options.writable || options.held {
         return Ok(None);
     }
     // Taking a lock creates what is missing; a missing extent is an error.

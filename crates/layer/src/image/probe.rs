@@ -22,6 +22,8 @@ pub enum Signature {
     VmfsSparse,
     /// A redo log with 4 KiB grains. Its descriptor is a file of its own.
     SeSparse,
+    /// A delta object. Its descriptor is a file of its own.
+    VsanSparse,
     /// VMware's list of changed blocks, which is no disk.
     ChangeTracking,
     /// QEMU's format.
@@ -33,12 +35,13 @@ pub enum Signature {
 }
 
 /// Signatures at the beginning of a file.
-const SIGNATURES: [(&[u8], Signature); 8] = [
+const SIGNATURES: [(&[u8], Signature); 9] = [
     (b"KDMV", Signature::HostedSparse),
     // What a writer of sparse extents leaves while it has not finished.
     (b"kdmv", Signature::HostedSparse),
     (b"COWD", Signature::VmfsSparse),
     (&[0xbe, 0xba, 0xfe, 0xca, 0, 0, 0, 0], Signature::SeSparse),
+    (&crate::vsansparse::header::MAGIC, Signature::VsanSparse),
     (&[0xa2, 0x72, 0x19, 0xf6], Signature::ChangeTracking),
     (b"QFI\xfb", Signature::Qcow2),
     (b"vhdxfile", Signature::Foreign("VHDX")),

@@ -7,6 +7,7 @@
 
 pub(crate) mod cache;
 pub(crate) mod marks;
+pub(crate) mod options;
 #[cfg(test)]
 mod tests;
 

@@ -21,6 +21,11 @@ pub(super) enum Kind {
     Directory,
 }
 
+impl Kind {
+    /// How many there are.
+    pub(super) const ALL: usize = 4;
+}
+
 const KIND_SHIFT: u32 = 60;
 
 /// A page: which area, and its number therein.
@@ -152,9 +157,32 @@ impl Cache {
         }
     }
 
-    /// Whether writing the page cannot run out of room.
-    pub(super) fn is_backed(&self, key: PageKey) -> bool {
-        self.pages.get(&key).is_some_and(|page| page.backed)
+    /// The bytes of a page, to be changed; `None` when it is not in memory.
+    pub(super) fn edit(&mut self, key: PageKey) -> Option<&mut [u8]> {
+        let page = self.pages.get_mut(&key)?;
+        page.used = true;
+        page.backed = true;
+        if !page.dirty {
+            page.dirty = true;
+            self.dirty.push(key);
+        }
+        let bytes: &mut Buffer = Arc::make_mut(&mut page.bytes.0);
+        Some(bytes)
+    }
+
+    /// Puts words into a page, which must be in memory, from word `index` on.
+    pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64>) {
+        let bytes = self.edit(key);
+        debug_assert!(bytes.is_some(), "{key:?} was not asked for before it was changed");
+        let places = bytes.and_then(|bytes| bytes.as_chunks_mut().0.get_mut(index..)).unwrap_or_default();
+        for (place, word) in places.iter_mut().zip(words) {
+            *place = word.to_le_bytes();
+        }
+    }
+
+    /// Whether writing the page cannot run out of room; `None` when it is not in memory.
+    pub(super) fn is_backed(&self, key: PageKey) -> Option<bool> {
+        self.pages.get(&key).map(|page| page.backed)
     }
 
     pub(super) fn set_backed(&mut self, key: PageKey) {

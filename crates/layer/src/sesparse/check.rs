@@ -108,7 +108,14 @@ impl SeSparse {
         let mut tables = NamedTables::default();
         let mut holes = Holes::default();
         let first = window.start == 0;
-        for slot in 0..self.layout.slots() {
+        let (slots, mut slot) = (self.layout.slots(), 0);
+        while slot < slots {
+            let begun = slot;
+            slot = self.next_slot(slot)?;
+            if slot > begun {
+                work.step(slot - begun)?;
+                continue;
+            }
             match self.read_table(slot, &mut holes) {
                 Ok(None) => {}
                 Ok(Some((table, content))) => {
@@ -133,6 +140,7 @@ impl SeSparse {
                 }
                 Err(error) => return Err(error),
             }
+            slot += 1;
             work.step(1)?;
         }
         // Opening for writing puts it right.

@@ -27,7 +27,7 @@ use super::state::by_bitmap_page;
 use super::touched::Touched;
 use super::{Options, SeSparse};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
-use backend::Buffer;
+use backend::{BLOCK_SIZE, Buffer};
 use std::sync::atomic::Ordering;
 
 /// Pages in one write.
@@ -81,6 +81,15 @@ impl SeSparse {
         }
         {
             let mut state = self.state.lock();
+            let state = &mut *state;
+            state.settled += 1;
+            for page in &work.pages {
+                let end = self.page_offset(page.key) + BLOCK_SIZE as u64;
+                let hole = &mut state.holes[page.key.kind() as usize];
+                if hole.contains(&(end - 1)) {
+                    hole.start = end;
+                }
+            }
             state.cache.settled(&work.pages);
             state.retirement.complete(work.number);
         }

@@ -14,9 +14,9 @@ use super::header::PAGE_ENTRIES;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Runs that wait at the most; beyond it grains are left for wipe to find. Only a reader that never ends lets it come
-/// to that.
-const WAITING_MAX: usize = 1 << 20;
+/// Runs that wait at the most; beyond it grains stay allocated until the image is opened again. Only a reader that
+/// never ends lets it come to that.
+pub(super) const WAITING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
 /// Whoever uses an answer of the map holds one.
 #[derive(Debug)]
@@ -45,16 +45,18 @@ pub(super) struct Retirement {
 }
 
 impl Retirement {
-    /// A table has given up a grain.
-    pub(super) fn give_up(&mut self, grain: u64) {
+    /// A table has given up a grain. False when too many wait, and this one is forgotten.
+    #[must_use]
+    pub(super) fn give_up(&mut self, grain: u64) -> bool {
         match self.open.last_mut() {
             Some(last) if last.end() == grain => last.count += 1,
-            _ if self.waiting >= WAITING_MAX => {}
+            _ if self.waiting >= WAITING_MAX => return false,
             _ => {
                 self.open.push(Run { start: grain, count: 1 });
                 self.waiting += 1;
             }
         }
+        true
     }
 
     /// Runs given up since the last batch.
@@ -134,10 +136,10 @@ mod tests {
     fn grains_wait_for_a_later_commit_and_for_older_readers() {
         let (mut retirement, mut current) = (Retirement::default(), Arc::new(Token));
         let reader = Arc::clone(&current);
-        retirement.give_up(7);
+        assert!(retirement.give_up(7));
         retirement.rotate(&mut current);
         let first = retirement.begin();
-        retirement.give_up(8);
+        assert!(retirement.give_up(8));
         retirement.complete(first);
         assert!(retirement.take_ready(10).is_empty(), "a reader from before holds it");
         drop(reader);

@@ -246,6 +246,10 @@ pub(super) fn apply(
     // A transaction that was left out keeps its number, so that it is not taken for a new one.
     let next = before.next_sequence.max(replayed.dropped.unwrap_or(replayed.last).saturating_add(1));
     Volatile { next_sequence: next, replay: 0, ..before }.encode(&mut block[at..]);
+    file.write_at(&[&block], 0, false).during(failed)?;
+    file.sync().during(failed)?;
+    // Only now: were this header to count further than one that still asks for a replay, it would prove whole what was
+    // left out.
     put_journal_header(&mut block[layout.journal_header.start() as usize..], next);
     file.write_at(&[&block], 0, false).during(failed)?;
     file.sync().during(failed)

@@ -11,8 +11,8 @@
 //! ```
 //!
 //! The bytes are in `docs/format/sesparse.md`. The work is split so: `state` is what is known, behind one lock, with
-//! the pages of metadata in `cache`; `read` and `write` are what guests do; `commit` makes it durable; `recover` opens
-//! for writing; `wipe`, `shrink` and `check` are what people ask for.
+//! the pages of metadata in `cache`, and `supply` brings what work on it lacks; `read` and `write` are what guests do;
+//! `commit` makes it durable; `recover` opens for writing; `wipe`, `shrink` and `check` are what people ask for.
 //!
 //! What must hold:
 //!
@@ -44,6 +44,7 @@ mod relocate;
 mod shrink;
 mod space;
 mod state;
+mod supply;
 #[cfg(test)]
 mod tests;
 mod touched;
@@ -181,8 +182,9 @@ impl SeSparse {
         })
     }
 
+    /// Says that somebody is busy. Two at once may count as one: it is a sign, no figure, and every read passes here.
     fn count_request(&self) {
-        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.requests.store(self.requests.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 }
 
@@ -217,6 +219,8 @@ impl Layer for SeSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        // The chain asks the map for what it does not know already; long work is to notice the other reads too.
+        self.count_request();
         self.options.write.then(|| Arc::clone(&*self.token.lock()) as Arc<dyn Any + Send + Sync>)
     }
 

@@ -4,7 +4,7 @@
 //! wrong, and the areas they name lie within the file where it matters. What tables, bitmap and backmap say is checked
 //! when it is read.
 
-use super::cache::Cache;
+use super::cache::{Cache, Kind};
 use super::commit::Committed;
 use super::epoch::{Retirement, Token};
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
@@ -131,7 +131,7 @@ impl SeSparse {
             header,
             header_dirty: false,
             spare_tables: Vec::new(),
-            table_room: None,
+            table_room: 0..0,
             suspect: touched.clone(),
             touched,
             mark_dirty: false,
@@ -140,6 +140,8 @@ impl SeSparse {
             census: None,
             readable: if options.write { held.min(grains) } else { held },
             loading: FxHashSet::default(),
+            holes: [const { 0..0 }; Kind::ALL],
+            settled: 0,
         };
         Self {
             name,

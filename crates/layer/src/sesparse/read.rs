@@ -16,6 +16,8 @@ pub(super) const PAGE_SPAN: u64 = PAGE_ENTRIES * GRAIN;
 const WALK_MAX: usize = 2048;
 /// Pages of the bitmap read at a time for counting.
 const COUNTED_PAGES: u64 = 64;
+/// Pieces of metadata in the file system that are looked at for counting.
+const PIECES_MAX: usize = 1 << 16;
 
 /// Extents under construction.
 struct Answer<'a> {
@@ -167,11 +169,13 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Counts bits of the bitmap as it is in memory.
+    /// Counts bits of the bitmap as it is in memory. Dead are grains that were handed out once and are free or waiting
+    /// to be, as far as they take space: not what was punched, nor what the file has grown by and nobody wrote.
     pub(super) fn count_usage(&self) -> Result<Usage> {
-        let (held, mut waiting) = {
+        let (held, waiting) = {
             let state = self.state.lock();
-            (state.readable.min(self.layout.grains_max()), state.retirement.waiting().map(|run| run.count).sum::<u64>())
+            let waiting = state.retirement.waiting().map(|run| run.count).sum::<u64>();
+            (state.space.fresh.min(self.layout.grains_max()), waiting)
         };
         let mut set = 0;
         let pages = held.div_ceil(PAGE_BITS);
@@ -187,12 +191,26 @@ impl SeSparse {
                 set += count_bits(bytes, valid);
             }
         }
-        waiting = waiting.min(set);
-        let allocated = self.file.allocated().during(|| format!("asking how much space {} takes", self.name))?;
+        let waiting = waiting.min(set);
         let mapped = (set - waiting) * GRAIN;
-        // Free grains take space unless they were never written, or punched.
-        let dead = ((held - set + waiting) * GRAIN).min(allocated.saturating_sub(mapped));
+        let failed = || format!("asking how much space {} takes", self.name);
+        let allocated = self.file.allocated().during(failed)?;
+        let of_grains = allocated.saturating_sub(self.metadata_space().during(failed)?);
+        let dead = ((held - set + waiting) * GRAIN).min(of_grains.saturating_sub(mapped));
         Ok(Usage { allocated, mapped, dead })
+    }
+
+    /// Bytes that take space in front of the grains, reserved ones counted. Given up at [`PIECES_MAX`] pieces: what
+    /// is dead may then be said to be more than it is by some tables.
+    fn metadata_space(&self) -> std::io::Result<u64> {
+        let end = self.layout.grains.start();
+        let (mut at, mut space) = (0, 0);
+        for _ in 0..PIECES_MAX {
+            let Some(found) = self.file.next_allocated(at)?.filter(|found| found.start < end) else { break };
+            space += found.end.min(end) - found.start;
+            at = found.end.max(at + 1);
+        }
+        Ok(space)
     }
 }
 

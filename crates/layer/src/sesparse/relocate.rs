@@ -202,6 +202,7 @@ impl State {
         if self.touched.is_none() {
             return Ok(None);
         }
+        self.space.end_streams();
         let mut end = self.space.fresh;
         while end > 0 {
             let page = (end - 1) / PAGE_BITS;

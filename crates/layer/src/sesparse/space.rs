@@ -8,12 +8,17 @@
 //! 3. free runs however small, when the end is the capacity, or when so much is free in the middle that the file would
 //!    grow to no purpose ([`slack`]).
 //!
+//! Guests write several files at once, and so several streams of requests take turns. Whoever goes on where he was gets
+//! grains set aside, more with each time, so that each stream lies together however they mix.
+//!
 //! What must hold, all of it under the lock of the layer:
 //!
-//! 1. A grain in `runs` is not named by any table, in memory or on the medium, nobody reads it any more, and its bit in
-//!    the bitmap is clear.
+//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, nobody reads
+//!    it any more, and its bit in the bitmap is clear.
 //! 2. Grains from `fresh` on were never handed out, or are as good as that.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
+//! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not tell them apart, so streams give back what
+//!    they have before it is searched, and before the end is lowered.
 
 use super::entry::Run;
 use std::collections::BTreeMap;
@@ -26,6 +31,24 @@ const RUNS_MAX: usize = if cfg!(test) { 16 } else { 1 << 15 };
 const LOOKS_MAX: usize = 32;
 /// Free grains beyond which even the smallest runs are used: 64 MiB, or an eighth of the file.
 const SLACK: u64 = 1 << 14;
+
+/// Streams that are told apart.
+const STREAMS: usize = 8;
+/// Grains set aside for a stream, at first and at the most: 64 KiB, 1 MiB.
+const AHEAD_MIN: u64 = 16;
+const AHEAD_MAX: u64 = 256;
+
+/// Requests of a guest that follow one another.
+#[derive(Clone, Copy, Debug)]
+struct Stream {
+    /// The grain of the guest with which it would go on.
+    next: u64,
+    aside: Run,
+    /// Grains to set aside the next time.
+    ahead: u64,
+    /// When it last took some.
+    used: u64,
+}
 
 fn slack(fresh: u64) -> u64 {
     SLACK.max(fresh / 8)
@@ -55,8 +78,13 @@ pub(super) struct Space {
     pub(super) limit: u64,
     /// Page of the bitmap to be searched next; `None` when all have been, or must not be.
     cursor: Option<u64>,
+    /// The bitmap may be believed.
+    trusted: bool,
     /// Runs were forgotten since the search began.
     forgot: bool,
+    streams: [Stream; STREAMS],
+    /// Counts up whenever a stream takes some.
+    clock: u64,
 }
 
 impl Space {
@@ -64,7 +92,20 @@ impl Space {
     pub(super) fn new(length: u64, limit: u64, trusted: bool) -> Self {
         let length = length.min(limit);
         let cursor = (trusted && length > 0).then_some(0);
-        Self { runs: BTreeMap::new(), free: 0, next: 0, fresh: length, length, limit, cursor, forgot: false }
+        let idle = Stream { next: u64::MAX, aside: Run { start: 0, count: 0 }, ahead: 0, used: 0 };
+        Self {
+            runs: BTreeMap::new(),
+            free: 0,
+            next: 0,
+            fresh: length,
+            length,
+            limit,
+            cursor,
+            trusted,
+            forgot: false,
+            streams: [idle; STREAMS],
+            clock: 0,
+        }
     }
 
     /// The page of the bitmap to search before the next allocation.
@@ -77,8 +118,9 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap once more from the start.
+    /// Searches the bitmap, which is to be believed, once more from the start.
     pub(super) fn search_again(&mut self) {
+        self.trusted = true;
         self.cursor = Some(0);
         self.forgot = false;
     }
@@ -88,8 +130,65 @@ impl Space {
         self.free
     }
 
+    /// Sets a place aside for up to `want` grains, of which the first is `guest` of the disk. The same again until
+    /// [`Space::use_aside`] takes it.
+    pub(super) fn set_aside(&mut self, guest: u64, want: u64) -> Choice {
+        let going_on = self.streams.iter().position(|stream| stream.next == guest);
+        let index = going_on.unwrap_or_else(|| {
+            let oldest = self.streams.iter().enumerate().min_by_key(|(_, stream)| stream.used);
+            let index = oldest.map_or(0, |(index, _)| index);
+            self.end_stream(index);
+            self.streams[index].next = guest;
+            self.streams[index].ahead = 0;
+            index
+        });
+        self.clock += 1;
+        self.streams[index].used = self.clock;
+        if self.streams[index].aside.count == 0 {
+            let ahead = self.streams[index].ahead;
+            let chosen = match self.choose(want.max(ahead)) {
+                Choice::Full if self.streams.iter().any(|stream| stream.aside.count > 0) => {
+                    self.end_streams();
+                    self.choose(want)
+                }
+                chosen => chosen,
+            };
+            let Choice::Run(run) = chosen else { return chosen };
+            self.take(run);
+            self.streams[index].aside = run;
+        }
+        let Stream { aside, .. } = self.streams[index];
+        Choice::Run(Run { start: aside.start, count: aside.count.min(want) })
+    }
+
+    /// Takes the first grains that were set aside for `guest`.
+    pub(super) fn use_aside(&mut self, guest: u64, count: u64) {
+        if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
+            let count = count.min(stream.aside.count);
+            stream.next += count;
+            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+            stream.ahead = (stream.ahead * 2).clamp(AHEAD_MIN, AHEAD_MAX);
+        }
+    }
+
+    /// Gives back what is set aside: nothing is from here on.
+    pub(super) fn end_streams(&mut self) {
+        // From the last on: what came from the end goes back to it.
+        let mut order: [usize; STREAMS] = std::array::from_fn(|index| index);
+        order.sort_unstable_by_key(|index| std::cmp::Reverse(self.streams[*index].aside.start));
+        order.into_iter().for_each(|index| self.end_stream(index));
+    }
+
+    fn end_stream(&mut self, index: usize) {
+        let stream = &mut self.streams[index];
+        let aside = std::mem::replace(&mut stream.aside, Run { start: 0, count: 0 });
+        if aside.count > 0 && !self.put_last(aside) {
+            self.put(aside);
+        }
+    }
+
     /// Chooses a place for up to `want` grains, without taking it.
-    pub(super) fn choose(&mut self, want: u64) -> Choice {
+    fn choose(&mut self, want: u64) -> Choice {
         let least = if self.free > slack(self.fresh) { 1 } else { want.min(WORTHWHILE) };
         if let Some(run) = self.run_near(least) {
             return Choice::Run(Run { start: run.start, count: run.count.min(want) });
@@ -112,7 +211,7 @@ impl Space {
 
     /// Searches again for runs that were forgotten, if there are any; whether it will.
     pub(super) fn search_forgotten(&mut self) -> bool {
-        let again = self.forgot && self.cursor.is_none();
+        let again = self.trusted && self.forgot && self.cursor.is_none();
         if again {
             self.search_again();
         }
@@ -134,7 +233,7 @@ impl Space {
         self.runs.first_key_value().map(|(&start, &count)| Run { start, count })
     }
 
-    /// Takes grains that [`Space::choose`] or [`Space::lowest`] named.
+    /// Takes grains that [`Space::lowest`] named, or that were chosen.
     pub(super) fn take(&mut self, run: Run) {
         if run.start == self.fresh {
             self.fresh = run.end();
@@ -222,6 +321,47 @@ mod tests {
         assert_eq!(space.choose(128), Choice::Run(run(10, 3)));
         space.take(run(10, 3));
         assert_eq!((space.choose(1), space.free()), (Choice::Full, 0));
+    }
+
+    #[test]
+    fn streams_lie_together_however_they_mix() {
+        let mut space = Space::new(0, 100_000, false);
+        space.length = 100_000;
+        let mut places: [Vec<u64>; 3] = Default::default();
+        for step in 0..1000 {
+            for (stream, places) in places.iter_mut().enumerate() {
+                let guest = stream as u64 * 50_000 + step;
+                let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room") };
+                assert_eq!(space.set_aside(guest, 1), Choice::Run(found), "the same until it is used");
+                space.use_aside(guest, found.count);
+                places.push(found.start);
+            }
+            // And somebody writes here and there.
+            let Choice::Run(found) = space.set_aside(1_000_000 + step * 7, 1) else { panic!("there is room") };
+            space.use_aside(1_000_000 + step * 7, found.count);
+        }
+        let mut all: Vec<u64> = places.concat();
+        for places in &places {
+            let breaks = places.windows(2).filter(|pair| pair[0] + 1 != pair[1]).count();
+            assert!(breaks < 12, "{breaks}");
+        }
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 3000);
+        space.end_streams();
+        assert_eq!(space.fresh - space.free(), 4000, "what was set aside and not used is free");
+    }
+
+    #[test]
+    fn what_is_set_aside_is_had_when_nothing_else_is() {
+        let mut space = Space::new(0, 64, false);
+        space.length = 64;
+        for guest in 0..64 {
+            let guest = guest % 2 * 1000 + guest / 2;
+            let Choice::Run(found) = space.set_aside(guest, 1) else { panic!("there is room for {guest}") };
+            space.use_aside(guest, found.count);
+        }
+        assert_eq!(space.set_aside(5000, 1), Choice::Full);
     }
 
     #[test]

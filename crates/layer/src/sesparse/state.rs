@@ -1,26 +1,23 @@
 //! What the layer knows, behind one lock that is never held over I/O.
 //!
 //! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
-//! has changed anything. [`SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure again.
+//! has changed anything. [`super::SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure
+//! again.
 
-use super::SeSparse;
 use super::cache::{Cache, Kind, PageBytes, PageKey};
-use super::entry::{Entry, Grain, Owner, Run, TABLE_SPAN, Table, decode_slot, encode_slot};
-use super::epoch::Retirement;
+use super::entry::{Entry, Grain, Owner, Run, Table, decode_slot, encode_slot};
+use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::space::{Choice, Space};
 use super::touched::Touched;
 use super::wipe::Census;
-use crate::{Error, ErrorKind, IoContext, Result};
-use backend::{BLOCK_SIZE, Buffer};
-use parking_lot::MutexGuard;
+use crate::{Error, ErrorKind};
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::ops::Range;
 use std::sync::Arc;
 
-/// Runs of freed grains that call for a commit of their own.
-const FREED_MAX: usize = 1 << 16;
-/// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
-const ROUNDS_MAX: usize = 100_000;
+/// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
+const FREED_MAX: usize = WAITING_MAX / 16;
 
 /// What work on the state lacks.
 pub(super) enum Need {
@@ -59,7 +56,8 @@ pub(super) struct State {
     pub header_dirty: bool,
     /// Tables handed out once that no slot names.
     pub spare_tables: Vec<Table>,
-    pub table_room: Option<Table>,
+    /// Tables for which there is space in the file.
+    pub table_room: Range<u32>,
     /// Marks of this session and those left from earlier ones; `None` while the bitmap is not to be trusted.
     pub touched: Option<Touched>,
     /// They are to be written with the next commit, changed or not.
@@ -73,6 +71,11 @@ pub(super) struct State {
     /// Grains that the file holds: places beyond are damage.
     pub readable: u64,
     pub loading: FxHashSet<PageKey>,
+    /// Where the file has nothing, by kind of page: pages in it are zeros and need not be read. What a commit has
+    /// written is taken off before its pages may leave memory.
+    pub holes: [Range<u64>; Kind::ALL],
+    /// Commits that have written pages: what was found out before one may not be true behind it.
+    pub settled: u64,
 }
 
 impl State {
@@ -88,8 +91,11 @@ impl State {
 
     /// Asks for a page that can be written without running out of room.
     pub(super) fn need_backed(&self, key: PageKey) -> Step<()> {
-        self.need(key)?;
-        if self.cache.is_backed(key) { Ok(()) } else { Err(Need::Room(key)) }
+        match self.cache.is_backed(key) {
+            Some(true) => Ok(()),
+            Some(false) => Err(Need::Room(key)),
+            None => Err(Need::Page(key)),
+        }
     }
 
     /// A word of a page.
@@ -127,7 +133,7 @@ impl State {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
             _ => return Err(self.corrupt("all grain tables are handed out")),
         };
-        if self.table_room != Some(table) {
+        if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));
         }
         // In this order: a page that is dirty is not put out by those that come in.
@@ -167,12 +173,51 @@ impl State {
         if let Some(Entry::Data(grain)) = before
             && Entry::Data(grain) != entry
         {
-            self.retirement.give_up(grain.0);
+            if !self.retirement.give_up(grain.0) {
+                // It stays allocated: marked beyond closing, so that opening finds it.
+                for marks in [&mut self.touched, &mut self.suspect].into_iter().flatten() {
+                    self.mark_dirty |= marks.insert(grain.0);
+                }
+            }
             if let Some(census) = &mut self.census {
                 census.account(Run { start: grain.0, count: 1 });
             }
         }
         Ok(())
+    }
+
+    /// Enters grains next to each other into entries next to each other of one page of a table; all pages concerned are
+    /// in memory.
+    pub(super) fn set_entries(&mut self, first: Owner, run: Run) -> Step<()> {
+        let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
+        let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
+        if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
+            // Somebody was faster: what he entered is given up, one by one.
+            for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
+                self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
+            }
+            return Ok(());
+        }
+        self.set_owners(run, Some(first));
+        if let Some(census) = &mut self.census {
+            census.account(run);
+        }
+        self.cache.set_all(key, index, (run.start..run.end()).map(|grain| Entry::Data(Grain(grain)).encode()));
+        Ok(())
+    }
+
+    /// Sets the backmap of grains whose pages are in memory: the first belongs to `first`, the next to the entry behind
+    /// it.
+    fn set_owners(&mut self, run: Run, first: Option<Owner>) {
+        let mut start = run.start;
+        while start < run.end() {
+            let end = (start / PAGE_ENTRIES + 1).saturating_mul(PAGE_ENTRIES).min(run.end());
+            let owner = |grain: u64| {
+                first.map_or(0, |first| Owner { entry: first.entry + (grain - run.start) as u16, ..first }.encode())
+            };
+            self.cache.set_all(backmap_page(start), page_index(start), (start..end).map(owner));
+            start = end;
+        }
     }
 
     /// Sets the backmap of a grain whose page is in memory.
@@ -194,28 +239,36 @@ impl State {
         Ok(())
     }
 
-    /// Hands out up to `want` adjoining grains.
-    pub(super) fn claim(&mut self, want: u64) -> Step<Run> {
+    /// Hands out up to `want` adjoining grains, the first of them for grain `guest` of the disk.
+    pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<Run> {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
         }
-        let run = match self.space.choose(want) {
+        let run = match self.space.set_aside(guest, want) {
             Choice::Run(run) => run,
             Choice::Growth => return Err(Need::Growth),
             Choice::Full => return Err(Need::Full),
         };
-        self.claim_run(run)
+        let run = self.allocate(run)?;
+        self.space.use_aside(guest, run.count);
+        Ok(run)
     }
 
     /// Hands out a free run, or as much of it as lies in one page of the bitmap.
     pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+        let run = self.allocate(run)?;
+        self.space.take(run);
+        Ok(run)
+    }
+
+    /// Marks grains as allocated, as many as lie in one page of the bitmap.
+    fn allocate(&mut self, run: Run) -> Step<Run> {
         let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         self.need_backed(bitmap_page(run.start))?;
         for index in backmap_page(run.start).index()..=backmap_page(run.end() - 1).index() {
             self.need_backed(PageKey::new(Kind::Backmap, index))?;
         }
         self.set_bits(run, true)?;
-        self.space.take(run);
         if let Some(census) = &mut self.census {
             census.account(run);
         }
@@ -225,14 +278,16 @@ impl State {
     /// Sets or clears bits of one page of the bitmap.
     pub(super) fn set_bits(&mut self, run: Run, allocated: bool) -> Step<()> {
         let key = bitmap_page(run.start);
-        self.need(key)?;
+        let words = self.cache.edit(key).ok_or(Need::Page(key))?.as_chunks_mut::<8>().0;
         let (mut bit, end) = (run.start % PAGE_BITS, run.start % PAGE_BITS + run.count);
         while bit < end {
-            let (index, within) = ((bit / 64) as usize, bit % 64);
+            let within = bit % 64;
             let count = (64 - within).min(end - bit);
             let mask = (u64::MAX >> (64 - count)) << within;
-            let word = self.word(key, index)?;
-            self.cache.set(key, index, if allocated { word | mask } else { word & !mask });
+            if let Some(place) = words.get_mut((bit / 64) as usize) {
+                let word = u64::from_le_bytes(*place);
+                *place = if allocated { word | mask } else { word & !mask }.to_le_bytes();
+            }
             bit += count;
         }
         Ok(())
@@ -240,6 +295,7 @@ impl State {
 
     /// Looks for free grains in a page of the bitmap.
     pub(super) fn search(&mut self, page: u64) -> Step<()> {
+        self.space.end_streams();
         let bytes = self.page(PageKey::new(Kind::Bitmap, page))?;
         let mut free: Option<Run> = None;
         for (base, word) in (page * PAGE_BITS..).step_by(64).zip(bytes.words()) {
@@ -277,9 +333,7 @@ impl State {
     pub(super) fn release(&mut self, run: Run) -> Step<()> {
         self.need(bitmap_page(run.start))?;
         self.need_backmap(run)?;
-        for grain in run.start..run.end() {
-            self.set_owner(grain, None);
-        }
+        self.set_owners(run, None);
         self.set_bits(run, false)?;
         if self.touched.is_some() {
             self.space.put(run);
@@ -324,124 +378,4 @@ pub(super) fn by_bitmap_page(run: Run) -> impl Iterator<Item = Run> {
         start += count;
         (count > 0).then(|| Run { start: start - count, count })
     })
-}
-
-impl SeSparse {
-    /// Runs `work` until it lacks nothing.
-    pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
-        let mut state = self.state.lock();
-        for _ in 0..ROUNDS_MAX {
-            let need = match work(&mut state) {
-                Ok(done) => return Ok(done),
-                Err(need) => need,
-            };
-            if let Need::Page(key) = need {
-                state = self.load(key, state)?;
-                continue;
-            }
-            drop(state);
-            match need {
-                Need::Failed(error) => return Err(error),
-                Need::Room(key) => self.back(key)?,
-                Need::TableRoom(table) => self.back_table(table)?,
-                Need::Growth => self.grow()?,
-                Need::Full => {
-                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is taken", self.name)));
-                }
-                Need::Commit | Need::Page(_) => self.commit_at_once()?,
-            }
-            state = self.state.lock();
-        }
-        Err(Error::new(ErrorKind::Busy, format!("{}: the memory for its tables is too small", self.name)))
-    }
-
-    /// Byte offset of a page.
-    pub(super) fn page_offset(&self, key: PageKey) -> u64 {
-        let area = match key.kind() {
-            Kind::Bitmap => self.layout.bitmap,
-            Kind::Backmap => self.layout.backmap,
-            Kind::Table => self.layout.tables,
-            Kind::Directory => self.layout.directory,
-        };
-        area.start() + key.index() * BLOCK_SIZE as u64
-    }
-
-    /// Reads a page, and in a table that is being gone through the rest of the table with it.
-    fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
-        if state.loading.contains(&key) {
-            self.loaded.wait(&mut state);
-            return Ok(state);
-        }
-        let mut count = 1;
-        if key.before_in_table().is_some_and(|before| state.cache.contains(before)) {
-            let most = TABLE_PAGES - key.index() % TABLE_PAGES;
-            let wanted = |key: PageKey| !state.cache.contains(key) && !state.loading.contains(&key);
-            count += (1..most).take_while(|by| wanted(key.plus(*by))).count() as u64;
-        }
-        state.loading.extend((0..count).map(|by| key.plus(by)));
-        let read = MutexGuard::unlocked(&mut state, || {
-            let mut buffer = Buffer::zeroed(count as usize);
-            self.read_metadata(&mut buffer, self.page_offset(key)).map(|()| buffer)
-        });
-        for by in 0..count {
-            state.loading.remove(&key.plus(by));
-        }
-        self.loaded.notify_all();
-        for (by, page) in (0..).zip(read?.chunks_exact(BLOCK_SIZE)) {
-            state.cache.insert(key.plus(by), PageBytes::new(Buffer::copy_of(page)));
-        }
-        Ok(state)
-    }
-
-    /// Takes space for a page and its neighbours, as many as a table has.
-    fn back(&self, key: PageKey) -> Result<()> {
-        let area_pages = match key.kind() {
-            Kind::Bitmap => self.layout.bitmap,
-            Kind::Backmap => self.layout.backmap,
-            Kind::Table => self.layout.tables,
-            Kind::Directory => self.layout.directory,
-        };
-        let pages = area_pages.size / super::header::PAGE_SECTORS;
-        let first = PageKey::new(key.kind(), key.index() - key.index() % TABLE_PAGES);
-        let count = TABLE_PAGES.min(pages.saturating_sub(first.index()));
-        self.reserve(self.page_offset(first), count * BLOCK_SIZE as u64)?;
-        let mut state = self.state.lock();
-        for by in 0..count {
-            state.cache.set_backed(first.plus(by));
-        }
-        Ok(())
-    }
-
-    fn back_table(&self, table: Table) -> Result<()> {
-        self.reserve(self.page_offset(table_page(table, 0)), TABLE_PAGES * BLOCK_SIZE as u64)?;
-        self.state.lock().table_room = Some(table);
-        Ok(())
-    }
-
-    fn reserve(&self, offset: u64, length: u64) -> Result<()> {
-        match self.file.reserve(offset, length) {
-            // Then writing it may fail; there is nothing better to be had.
-            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
-            other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
-        }
-    }
-
-    /// Makes the file longer by the data of one table.
-    fn grow(&self) -> Result<()> {
-        let _one_at_a_time = self.length.lock();
-        let (fresh, length, limit) = {
-            let state = self.state.lock();
-            (state.space.fresh, state.space.length, state.space.limit)
-        };
-        if fresh < length {
-            return Ok(());
-        }
-        let longer = (length + TABLE_SPAN / super::entry::GRAIN).min(limit);
-        let bytes = self.grain_offset(Grain(longer))?;
-        self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
-        let mut state = self.state.lock();
-        state.space.length = longer;
-        state.readable = state.readable.max(longer);
-        Ok(())
-    }
 }

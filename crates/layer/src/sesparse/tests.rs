@@ -3,10 +3,12 @@
 mod format;
 mod hostile;
 mod journal;
+mod large;
 mod maintenance;
 mod model;
 mod power_cuts;
 mod qemu;
+mod reclaim;
 mod threads;
 mod throughput;
 

@@ -166,17 +166,23 @@ impl SeSparse {
         // From here on everything new is counted; what was taken before will have been entered.
         drop(self.announce(&[], work)?);
         let mut holes = Holes::default();
-        for first in (0..self.layout.slots()).step_by(TABLES_PER_STEP as usize) {
-            let last = (first + TABLES_PER_STEP).min(self.layout.slots());
-            for slot in first..last {
+        let (slots, mut slot) = (self.layout.slots(), 0);
+        while slot < slots {
+            let begun = slot;
+            for _ in 0..TABLES_PER_STEP {
+                slot = self.next_slot(slot)?;
+                if slot >= slots {
+                    break;
+                }
                 if let Some((table, content)) = self.read_table(slot, &mut holes)? {
                     self.count_named(slot, &content, others_wrote)?;
                     if others_wrote {
                         self.adopt(table, &content)?;
                     }
                 }
+                slot += 1;
             }
-            work.step(last - first)?;
+            work.step(slot.min(slots) - begun)?;
         }
         let end = self.state.lock().readable.min(self.layout.grains_max()).min(window.end);
         for page in window.start / PAGE_BITS..end.div_ceil(PAGE_BITS) {
@@ -189,6 +195,21 @@ impl SeSparse {
             work.step(0)?;
         }
         Ok(())
+    }
+
+    /// The first slot from `from` on that is in use, or the first of the next page of the directory: a disk is mostly
+    /// larger than what is in it.
+    pub(super) fn next_slot(&self, from: u64) -> Result<u64> {
+        let slots = self.layout.slots();
+        if from >= slots {
+            return Ok(slots);
+        }
+        self.settle(|state| {
+            let (page, index) = (from / PAGE_ENTRIES, from % PAGE_ENTRIES);
+            let bytes = state.page(PageKey::new(Kind::Directory, page))?;
+            let unused = bytes.words_from(index as usize).take_while(|raw| *raw == 0).count() as u64;
+            Ok((from + unused).min(slots))
+        })
     }
 
     /// The table of a slot and its content: what is in memory, else what the file has. `None` without a table, or with
@@ -251,7 +272,14 @@ impl SeSparse {
 
     /// Frees grains that hold only zeros.
     fn wipe_zeros(&self, work: &mut Work, report: &mut WipeReport) -> Result<()> {
-        for slot in 0..self.layout.slots() {
+        let (slots, mut slot) = (self.layout.slots(), 0);
+        while slot < slots {
+            let begun = slot;
+            slot = self.next_slot(slot)?;
+            if slot > begun {
+                work.step(slot - begun)?;
+                continue;
+            }
             for page in 0..TABLE_PAGES {
                 let held = self.settle(|state| held_by_page(state, slot, page))?;
                 if held.is_empty() {
@@ -267,6 +295,7 @@ impl SeSparse {
                 }
                 work.step(0)?;
             }
+            slot += 1;
             work.step(1)?;
         }
         Ok(())

@@ -9,7 +9,7 @@
 //! writer holds: each step takes the current one before it looks for places.
 
 use super::SeSparse;
-use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_SPAN, Table};
+use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_ENTRIES, TABLE_SPAN, Table};
 use super::read::PAGE_SPAN;
 use super::state::{Need, State, Step, page_index, table_page};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -143,13 +143,17 @@ impl SeSparse {
         state.need_backed(table_page(table, entries.start))?;
         let page = state.page(table_page(table, entries.start))?;
         let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
-        let mut missing = 0;
-        for raw in words.clone() {
-            missing += u64::from(!matches!(state.decode(raw)?, Entry::Data(_)));
+        let (mut missing, mut first) = (0, None);
+        for (entry, raw) in (entries.start..).zip(words.clone()) {
+            if !matches!(state.decode(raw)?, Entry::Data(_)) {
+                missing += 1;
+                first = first.or(Some(slot * TABLE_ENTRIES + entry));
+            }
         }
+        let first = first.unwrap_or(0);
         let mut taken: u64 = claimed.iter().map(|run| run.count).sum();
         while taken < missing {
-            let run = state.claim(missing - taken)?;
+            let run = state.claim(first + taken, missing - taken)?;
             taken += run.count;
             claimed.push(run);
         }
@@ -268,14 +272,14 @@ fn announce(state: &mut State, pieces: &[Piece]) {
 
 /// Enters the new places of a plan into the table.
 fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
+    // All at once: what was entered before a second try could have been given up in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
         state.need_backmap(piece.place)?;
     }
     for piece in plan.pieces.iter().filter(|piece| piece.new) {
-        for (entry, grain) in (first + piece.first..).zip(piece.place.start..piece.place.end()) {
-            state.set_entry(Owner { table: plan.table, entry: entry as u16 }, Entry::Data(Grain(grain)))?;
-        }
+        let owner = Owner { table: plan.table, entry: (first + piece.first) as u16 };
+        state.set_entries(owner, piece.place)?;
     }
     Ok(())
 }

@@ -7,6 +7,9 @@ use crate::hosted::tables::Tables;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 
+/// Grains and their sectors, by grain.
+type Grains = Vec<(u32, u32)>;
+
 /// Bytes read at a time while markers are walked.
 const WALK_BYTES: usize = 64 << 10;
 
@@ -15,7 +18,7 @@ pub(super) enum Index {
     /// Tables in the file.
     Tables(Box<TableIndex>),
     /// Grain and sector of each marker found, by grain. Takes 8 bytes for at least 512 of the file.
-    Walked(Vec<(u32, u32)>),
+    Walked(Grains),
 }
 
 /// Grain tables that the directory names.
@@ -28,8 +31,15 @@ pub(super) struct TableIndex {
 }
 
 impl Index {
-    /// Finds the index; the header returned is the one that counts.
-    pub(super) fn open(file: &dyn File, header: Header, image: &str, warnings: &Warnings) -> Result<(Header, Self)> {
+    /// Finds the index; the header returned is the one that counts. `cut`: also of a stream whose end is missing, as
+    /// far as it goes.
+    pub(super) fn open(
+        file: &dyn File,
+        header: Header,
+        image: &str,
+        cut: bool,
+        warnings: &Warnings,
+    ) -> Result<(Header, Self)> {
         let found = match header.directory_offset == DIRECTORY_AT_END {
             true => read_footer(file, &header),
             false => Ok(header.clone()),
@@ -43,9 +53,21 @@ impl Index {
                 Ok((header, Self::Tables(Box::new(TableIndex { tables, per_table, present }))))
             }
             Err(error) if header.has(FLAG_MARKERS) && error.kind() == ErrorKind::Corrupt => {
+                let (grains, stopped) = walk(file, &header)?;
+                if let Some(why) = &stopped
+                    && !cut
+                {
+                    let text = format!(
+                        "{error}, and following it ends at {why}: the file was cut; get it again, or force the opening to \
+                         save what is before that"
+                    );
+                    return Err(Error::new(ErrorKind::Corrupt, text));
+                }
                 warnings.add(image, format!("{error}; what is there was found by walking the stream"));
-                let walked = walk(file, &header, image, warnings)?;
-                Ok((header, Self::Walked(walked)))
+                if let Some(why) = stopped {
+                    warnings.add(image, format!("the stream was followed up to {why}"));
+                }
+                Ok((header, Self::Walked(grains)))
             }
             Err(error) => Err(error),
         }
@@ -125,8 +147,8 @@ fn read_footer(file: &dyn File, head: &Header) -> Result<Header> {
     Ok(footer)
 }
 
-/// Goes from marker to marker to the end, or as far as the file goes.
-fn walk(file: &dyn File, header: &Header, image: &str, warnings: &Warnings) -> Result<Vec<(u32, u32)>> {
+/// Goes from marker to marker to the end, or as far as the file goes: the grains, and where and why it went no further.
+fn walk(file: &dyn File, header: &Header) -> Result<(Grains, Option<String>)> {
     let length = file.len().during(|| "cannot find out the length".to_owned())?;
     let mut reader = Window { file, start: 0, bytes: Vec::new() };
     let mut grains = Vec::new();
@@ -150,22 +172,20 @@ fn walk(file: &dyn File, header: &Header, image: &str, warnings: &Warnings) -> R
                 }
                 match (u32::try_from(first / header.grain), u32::try_from(sector)) {
                     (Ok(grain), Ok(sector)) => grains.push((grain, sector)),
-                    _ => break Some("the places exceed 32 bits"),
+                    _ => break Some("places exceed 32 bits"),
                 }
                 bytes.div_ceil(SECTOR)
             }
         };
         sector = sector.saturating_add(next);
     };
-    if let Some(why) = stopped {
-        warnings.add(image, format!("the stream was followed up to sector {sector}: {why}"));
-    }
+    let stopped = stopped.map(|why| format!("sector {sector}, where {why}"));
     // Should a grain be there twice, the later one counts, as it would in a table.
     grains.sort_by_key(|(grain, _)| *grain);
     grains.reverse();
     grains.dedup_by_key(|(grain, _)| *grain);
     grains.reverse();
-    Ok(grains)
+    Ok((grains, stopped))
 }
 
 /// A part of the file in memory, so that small grains do not cost a read each.

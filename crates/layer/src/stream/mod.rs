@@ -29,7 +29,7 @@ use crate::hosted::descriptor::read_descriptor;
 use crate::hosted::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
 use crate::hosted::header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, Header};
 use crate::hosted::read_header;
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file};
 use backend::File;
 use index::Index;
 use inflate::Grains;
@@ -52,8 +52,17 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Opens an extent; `image` is what messages call it.
+    /// Opens an extent; `image` is what messages call it. One whose end is missing is refused.
     pub fn open(file: Arc<dyn File>, image: &str) -> Result<Self> {
+        Self::open_with(file, image, false)
+    }
+
+    /// Opens an extent even if its end is missing: what was in that part reads as zeros.
+    pub fn salvage(file: Arc<dyn File>, image: &str) -> Result<Self> {
+        Self::open_with(file, image, true)
+    }
+
+    fn open_with(file: Arc<dyn File>, image: &str, cut: bool) -> Result<Self> {
         let context = |error: Error| error.context(image);
         let header = read_header(file.as_ref()).map_err(context)?;
         if !header.has(FLAG_COMPRESSED) {
@@ -61,7 +70,7 @@ impl Stream {
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let warnings = Warnings::default();
-        let (header, index) = Index::open(file.as_ref(), header, image, &warnings).map_err(context)?;
+        let (header, index) = Index::open(file.as_ref(), header, image, cut, &warnings).map_err(context)?;
         let grains = Grains::new(image, &header);
         let cache = Mutex::new(ClockCache::new((CACHE_BYTES / grains.size()) as usize));
         Ok(Self { image: image.to_owned(), file, header, index, grains, warnings, cache })
@@ -161,10 +170,7 @@ impl Layer for Stream {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(&self.file),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, &self.file, &self.image)
     }
 
     fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {

@@ -77,6 +77,11 @@ impl VmfsSparse {
         if unreadable > 0 {
             return Ok(check);
         }
+        // A million entries that name one table must not have it read a million times.
+        if let Err(error) = self.check_table_places() {
+            check.complain(1, || error.to_string());
+            return Ok(check);
+        }
         let survey = self.survey()?;
         check.tables = survey.tables;
         check.grains = survey.grains;

@@ -16,7 +16,8 @@ use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SEC
 use super::space::{ALIGNMENT, Space};
 use super::tables::PARTS_ALL;
 use crate::runs::cache::Captured;
-use crate::{Error, ErrorKind, IoContext, Result, SECTOR, read_only};
+use crate::runs::options::check_open;
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::any::Any;
@@ -94,14 +95,7 @@ impl VmfsSparse {
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        if writer.stopped.load(Ordering::Acquire) {
-            let what = format!("{}: an earlier failure of the medium stopped all changes", self.image);
-            return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
-        }
-        match open {
-            true => Ok(()),
-            false => Err(read_only("closed vmfssparse").context(&self.image)),
-        }
+        check_open(&self.image, "vmfssparse", writer.stopped.load(Ordering::Acquire), open)
     }
 
     pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {

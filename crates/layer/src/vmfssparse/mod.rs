@@ -33,13 +33,14 @@ mod tables;
 mod tests;
 mod write;
 
+pub use crate::runs::options::{CACHE_BYTES, OpenOptions};
 pub use check::Check;
 pub use create::{CreateOptions, create};
 pub use shrink::Shrunk;
 
 use crate::aligned::AlignedFile;
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
 use backend::File;
 use commit::Writer;
 use header::{HEADER_SIZE, Header};
@@ -47,34 +48,6 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use tables::{DATA, Tables, ZERO};
-
-/// Memory for grain tables of one extent, unless told otherwise: 8 MiB are a million fragments.
-pub const CACHE_BYTES: usize = 8 << 20;
-
-/// How an extent is opened.
-#[derive(Clone, Debug)]
-pub struct OpenOptions {
-    /// What messages call the image.
-    pub image: String,
-    /// Open it for writing.
-    pub writable: bool,
-    /// A parent shows through where the extent has nothing. Without one, zeros need no grain.
-    pub parent: bool,
-    /// Bytes of memory for grain tables that can be read again.
-    pub cache_bytes: usize,
-}
-
-impl OpenOptions {
-    /// For reading an image over a parent.
-    pub fn reading(image: impl Into<String>) -> Self {
-        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
-    }
-
-    /// For writing an image over a parent.
-    pub fn writing(image: impl Into<String>) -> Self {
-        Self { writable: true, ..Self::reading(image) }
-    }
-}
 
 /// An open redo log.
 pub struct VmfsSparse {
@@ -200,10 +173,7 @@ impl Layer for VmfsSparse {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(self.file.file()),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, self.file.file(), &self.image)
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {

@@ -13,21 +13,28 @@
 //!
 //! What a commit logs and what a checkpoint writes is taken in one moment, with `order` held alone: no change is in
 //! the one and not in the other. The log goes on while a checkpoint writes.
+//!
+//! Whatever a commit takes fits into the log: commits that need no checkpoint leave [`LOG_KEPT`] blocks of it, and no
+//! more changes than these hold ever wait, since whoever makes one asks for its room first ([`VsanSparse::promise`]).
 
 use super::VsanSparse;
 use super::header::Header;
 use super::layout::{BLOCK, LOG_BLOCKS, UNIT_BLOCKS};
-use super::log::{Log, Pending, blocks_of};
+use super::log::{Log, Pending, Record, blocks_of};
 use super::map::CapturedRoot;
 use super::page::{self, Kind};
 use crate::aligned::AlignedFile;
 use crate::runs::cache::Captured;
-use crate::{Error, ErrorKind, IoContext, Result, read_only};
+use crate::runs::options::check_open;
+use crate::{IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Changes that may wait to be logged; beyond it a write commits.
 const PENDING_MAX: usize = 4096;
+
+/// Changes that wait to be logged at the most, those included that are promised room.
+pub(super) const PENDING_LIMIT: usize = 15_000;
 
 /// Map pages that may wait for a checkpoint: 4 MiB to be written, and what recovery has to read.
 const CHANGED_PAGES_MAX: usize = 1024;
@@ -38,6 +45,8 @@ const LOG_DUE: u64 = LOG_BLOCKS / 2;
 /// Blocks of the log that commits leave to the checkpoint that makes room.
 const LOG_KEPT: u64 = LOG_BLOCKS / 4;
 
+const _: () = assert!(blocks_of(PENDING_LIMIT) <= LOG_KEPT);
+
 /// What an object has when it is open for writing.
 pub(super) struct Writer {
     /// True while it is open.
@@ -47,11 +56,23 @@ pub(super) struct Writer {
     begun: AtomicU64,
     ended: AtomicU64,
     checkpoint: Mutex<Checkpoint>,
-    log: Mutex<Log>,
+    pub(super) log: Mutex<Log>,
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
     pub(super) space: Mutex<Space>,
     pub(super) parent: bool,
+}
+
+/// Room for changes among those that wait to be logged. Dropped when they are there.
+pub(super) struct Promise<'a> {
+    pending: &'a Mutex<Pending>,
+    changes: usize,
+}
+
+impl Drop for Promise<'_> {
+    fn drop(&mut self) {
+        self.pending.lock().promised -= self.changes;
+    }
 }
 
 /// The header as it was written last, and how many checkpoints this incarnation made.
@@ -134,14 +155,7 @@ impl VsanSparse {
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        if writer.stopped.load(Ordering::Acquire) {
-            let what = format!("{}: an earlier failure of the medium stopped all changes", self.image);
-            return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
-        }
-        match open {
-            true => Ok(()),
-            false => Err(read_only("closed vsansparse").context(&self.image)),
-        }
+        check_open(&self.image, "vsansparse", writer.stopped.load(Ordering::Acquire), open)
     }
 
     pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {
@@ -171,6 +185,23 @@ impl VsanSparse {
         }
     }
 
+    /// Waits until so many changes have room among those that wait to be logged; the caller holds the gate and nothing
+    /// else.
+    pub(super) fn promise<'a>(&self, writer: &'a Writer, changes: usize) -> Result<Promise<'a>> {
+        loop {
+            {
+                let mut pending = writer.pending.lock();
+                if pending.len() + pending.promised + changes <= PENDING_LIMIT {
+                    pending.promised += changes;
+                    return Ok(Promise { pending: &writer.pending, changes });
+                }
+            }
+            self.commit(writer, false)?;
+            // The rest is promised to others, who are about to use it.
+            std::thread::yield_now();
+        }
+    }
+
     /// Makes everything written before durable; the caller holds the gate. With `full`, the log is emptied as well.
     pub(super) fn commit(&self, writer: &Writer, mut full: bool) -> Result<()> {
         let begun = writer.begun.load(Ordering::SeqCst);
@@ -181,7 +212,9 @@ impl VsanSparse {
             if !full && writer.ended.load(Ordering::SeqCst) > begun {
                 return Ok(());
             }
-            let needed = blocks_of(writer.pending.lock().len()) + 1;
+            // From here on nobody changes the map: what is counted now is what is taken.
+            let order = writer.order.write();
+            let needed = blocks_of(writer.pending.lock().len());
             if !full && log.used() + needed > LOG_BLOCKS - LOG_KEPT {
                 full = true;
                 continue;
@@ -191,7 +224,16 @@ impl VsanSparse {
                 None if is_due => writer.checkpoint.try_lock(),
                 held => held,
             };
-            let done = self.commit_captured(writer, log, held);
+            let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
+            let records = writer.pending.lock().take();
+            let job = held.map(|checkpoint| Job {
+                checkpoint,
+                pages: self.map.pages.capture(),
+                root: self.map.capture_root(),
+                next: writer.space.lock().next(),
+            });
+            drop(order);
+            let done = self.commit_captured(writer, log, number, &records, job);
             return done.inspect_err(|_| writer.stopped.store(true, Ordering::Release));
         }
     }
@@ -200,22 +242,12 @@ impl VsanSparse {
         &self,
         writer: &Writer,
         mut log: MutexGuard<'_, Log>,
-        held: Option<MutexGuard<'_, Checkpoint>>,
+        number: u64,
+        records: &[Record],
+        job: Option<Job<'_>>,
     ) -> Result<()> {
-        let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
-        let (records, job) = {
-            let _order = writer.order.write();
-            let records = writer.pending.lock().take();
-            let job = held.map(|checkpoint| Job {
-                checkpoint,
-                pages: self.map.pages.capture(),
-                root: self.map.capture_root(),
-                next: writer.space.lock().next(),
-            });
-            (records, job)
-        };
         self.sync()?;
-        log.append(&self.file, &records).map_err(|error| error.context(&self.image))?;
+        log.append(&self.file, records).map_err(|error| error.context(&self.image))?;
         writer.ended.store(number, Ordering::SeqCst);
         let end = *log;
         drop(log);

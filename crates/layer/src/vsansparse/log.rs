@@ -70,6 +70,8 @@ impl Record {
 #[derive(Default)]
 pub(super) struct Pending {
     records: Vec<Record>,
+    /// Changes that were promised room and are not here yet, or have just come.
+    pub(super) promised: usize,
 }
 
 impl Pending {
@@ -96,7 +98,7 @@ impl Pending {
 }
 
 /// Blocks that a number of records takes.
-pub(super) fn blocks_of(records: usize) -> u64 {
+pub(super) const fn blocks_of(records: usize) -> u64 {
     let full = records / BATCH_RECORDS_MAX;
     let rest = records % BATCH_RECORDS_MAX;
     let rest = if rest > 0 { (BODY + rest * RECORD_SIZE).div_ceil(SIZE) } else { 0 };

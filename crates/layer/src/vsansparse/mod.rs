@@ -36,13 +36,14 @@ mod recover;
 mod tests;
 mod write;
 
+pub use crate::runs::options::{CACHE_BYTES, OpenOptions};
 pub use check::Check;
 pub use create::{CreateOptions, create};
 pub use layout::{BLOCK, UNIT};
 
 use crate::aligned::AlignedFile;
 use crate::extents::{Answer, check_range};
-use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
+use crate::{Content, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file, read_only};
 use backend::File;
 use commit::Writer;
 use header::Header;
@@ -50,34 +51,6 @@ use map::{Map, State};
 use page::{DATA, ZERO, ZERO_RESERVED};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Memory for map pages of one object, unless told otherwise: 8 MiB are a million fragments.
-pub const CACHE_BYTES: usize = 8 << 20;
-
-/// How an object is opened.
-#[derive(Clone, Debug)]
-pub struct OpenOptions {
-    /// What messages call the image.
-    pub image: String,
-    /// Open it for writing.
-    pub writable: bool,
-    /// A parent shows through where the object has nothing. Without one, zeros need no entry.
-    pub parent: bool,
-    /// Bytes of memory for map pages that can be read again.
-    pub cache_bytes: usize,
-}
-
-impl OpenOptions {
-    /// For reading an image over a parent.
-    pub fn reading(image: impl Into<String>) -> Self {
-        Self { image: image.into(), writable: false, parent: true, cache_bytes: CACHE_BYTES }
-    }
-
-    /// For writing an image over a parent.
-    pub fn writing(image: impl Into<String>) -> Self {
-        Self { writable: true, ..Self::reading(image) }
-    }
-}
 
 /// An open delta object.
 pub struct VsanSparse {
@@ -183,10 +156,7 @@ impl Layer for VsanSparse {
     }
 
     fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
-        match index {
-            0 => Ok(self.file.file()),
-            _ => Err(Error::new(ErrorKind::Invalid, format!("{}: it has one file only", self.image))),
-        }
+        only_file(index, self.file.file(), &self.image)
     }
 
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {

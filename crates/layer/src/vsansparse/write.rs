@@ -161,6 +161,7 @@ impl VsanSparse {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let place = piece.place + (grain - piece.first);
             let count = entries.len() as u64;
+            let _room = self.promise(writer, 1)?;
             let _order = writer.order.read();
             self.map.change(&self.file, index, |page| {
                 page.set(entries, DATA, place);
@@ -183,6 +184,7 @@ impl VsanSparse {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let log = |grain: u64, count: u64| writer.pending.lock().push(Record { grain, count, place: None });
             if entries.len() as u32 == self.map.layout.page_grains(index) && state == State::Absent {
+                let _room = self.promise(writer, 1)?;
                 let _order = writer.order.read();
                 if self.map.zero_whole(index, || log(grain, entries.len() as u64)) {
                     continue;
@@ -190,6 +192,8 @@ impl VsanSparse {
             }
             self.reserve_page(index)?;
             let places = {
+                // No two ranges of one page that change adjoin.
+                let _room = self.promise(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {
                     let zeroed = zero_entries(page, entries, writer.parent);

@@ -5,7 +5,7 @@ use crate::image::Image;
 use crate::model::{Disk, Model};
 use crate::operation::{DISKS_MAX, SNAPSHOTS_MAX};
 use backend::BLOCK_SIZE;
-use disk::{Datastore, Error, ErrorKind, NoProgress, Point, Progress, Provisioning};
+use disk::{Datastore, Error, ErrorKind, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -92,7 +92,8 @@ impl Run {
             },
         );
         let what = format!("create {name}, {capacity} bytes, {provisioning:?}");
-        self.change(&what, after, |ds| ds.create_disk(&name, capacity, provisioning, &NoProgress)).map(|_| ())
+        self.change(&what, after, |ds| ds.create_disk(&name, &NewDisk::native(capacity, provisioning), &NoProgress))
+            .map(|_| ())
     }
 
     pub(super) fn resize(&mut self, disk: u64, capacity: u64, by_device: bool) -> Checked {
@@ -170,23 +171,27 @@ impl Run {
         if of.is_empty() {
             return Ok(());
         }
-        self.change(&format!("snapshot {of:?}"), after, |ds| ds.create_snapshots(&of)).map(|_| ())
+        self.change(&format!("snapshot {of:?}"), after, |ds| ds.create_snapshots(&of, &SnapshotOptions::default()))
+            .map(|_| ())
     }
 
     pub(super) fn delete_snapshot(&mut self, snapshot: u64) -> Checked {
         self.end_reads()?;
         let Some((disk, name)) = self.pick_snapshot(snapshot) else { return Ok(()) };
         if !self.model.clones_on(&disk, &name).is_empty() {
-            return self.must_be_busy("deleting a snapshot with clones", |ds| ds.delete_snapshot(&disk, &name));
+            return self.must_be_busy("deleting a snapshot with clones", |ds| {
+                ds.delete_snapshot(&disk, &name, None, &NoProgress)
+            });
         }
         let title = format!("{disk}@{name}");
         if self.devices.contains_key(&title) {
-            self.must_be_busy("deleting a snapshot in use", |ds| ds.delete_snapshot(&disk, &name))?;
+            self.must_be_busy("deleting a snapshot in use", |ds| ds.delete_snapshot(&disk, &name, None, &NoProgress))?;
             self.devices.remove(&title);
         }
         let mut after = self.model.clone();
         after.delete_snapshot(&disk, &name);
-        self.change(&format!("delete {title}"), after, |ds| ds.delete_snapshot(&disk, &name)).map(|_| ())
+        self.change(&format!("delete {title}"), after, |ds| ds.delete_snapshot(&disk, &name, None, &NoProgress))
+            .map(|_| ())
     }
 
     pub(super) fn revert(&mut self, snapshot: u64) -> Checked {

@@ -36,6 +36,15 @@ pub struct NewSnapshot {
     pub incomplete: bool,
 }
 
+/// What a copy has in common with its original.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Likeness {
+    /// Identity.
+    pub uuid: [u8; 16],
+    /// Seconds since 1970.
+    pub created: u64,
+}
+
 impl Engine {
     /// Looks at the catalog.
     pub fn with_catalog<T>(&self, look: impl FnOnce(&crate::catalog::Catalog) -> T) -> T {
@@ -98,6 +107,51 @@ impl Engine {
         let _control = self.control.lock();
         self.change(|catalog| {
             let object = Object { incomplete: false, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// A disk that was made to take another's place takes it, at once and whole: it is complete, and has that one's
+    /// name, identity and age. The other, where it is in this store, gets the name `aside` and is incomplete from now
+    /// on, so that it is gone after the next opening at the latest.
+    pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: Likeness) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            check_name(name)?;
+            let mut operations = Vec::with_capacity(2);
+            if let Some((old, aside)) = old {
+                check_name(aside)?;
+                let object = Object { name: aside.to_owned(), incomplete: true, ..catalog.get(old)?.clone() };
+                operations.push(Operation::Put { record: object.encode() });
+            }
+            let other = catalog.disk(name).map(|disk| disk.id);
+            if other.is_some_and(|other| other != new && old.is_none_or(|(old, _)| old != other)) {
+                return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
+            }
+            let (uuid, created) = (like.uuid, like.created);
+            let made = catalog.get(new)?.clone();
+            let object = Object { name: name.to_owned(), incomplete: false, uuid, created, ..made };
+            operations.push(Operation::Put { record: object.encode() });
+            Ok((operations, ()))
+        })
+    }
+
+    /// Takes the name from a disk that another has replaced elsewhere: it is incomplete from now on, so that it is gone
+    /// after the next opening at the latest.
+    pub fn retire_disk(&self, id: u64, aside: &str) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            check_name(aside)?;
+            let object = Object { name: aside.to_owned(), incomplete: true, ..catalog.get(id)?.clone() };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
+        })
+    }
+
+    /// Gives a snapshot the identity and age of the one it is a copy of.
+    pub fn liken_snapshot(&self, id: u64, like: Likeness) -> Result<()> {
+        let _control = self.control.lock();
+        self.change(|catalog| {
+            let object = Object { uuid: like.uuid, created: like.created, ..catalog.get(id)?.clone() };
             Ok((vec![Operation::Put { record: object.encode() }], ()))
         })
     }

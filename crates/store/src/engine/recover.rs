@@ -252,10 +252,12 @@ impl Engine {
             for snapshot in unsealed {
                 self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
             }
+            // Disks that are incomplete are for the owner of the store to look at: the record of a migration may say
+            // that one of them is the disk. And they go together with their snapshots, as any disk does.
             let mut incomplete: Vec<u64> = meta
                 .catalog
                 .objects()
-                .filter(|object| object.incomplete && object.state != State::Trash)
+                .filter(|object| object.incomplete && object.is_snapshot())
                 .map(|object| object.id)
                 .collect();
             incomplete.sort_unstable();

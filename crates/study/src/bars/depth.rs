@@ -6,7 +6,8 @@
 //! machine. A write run ends with a revert to the newest snapshot and the last part written again, so that the next
 //! one finds the same sharing.
 
-use super::{BLOCK, Setting, say, write_blocks};
+use super::layout::snapshot_name;
+use super::{BLOCK, Setting, layout, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
 use crate::fio::{self, Pattern};
@@ -39,19 +40,12 @@ struct Disk {
 impl Disk {
     /// Which blocks level `level` wrote.
     fn level(&self, level: u32) -> impl Iterator<Item = u64> {
-        let (blocks, levels) = (self.order.len() as u64, u64::from(self.depth) + 1);
-        let bound = |n: u64| (blocks * n / levels) as usize;
-        let level = u64::from(level);
-        self.order[bound(level)..bound(level + 1)].iter().map(|b| u64::from(*b))
+        layout::level(&self.order, self.depth, level)
     }
 
     fn newest(&self) -> String {
         snapshot_name(self.depth - 1)
     }
-}
-
-fn snapshot_name(level: u32) -> String {
-    format!("level-{level:05}")
 }
 
 /// Measures it.
@@ -132,20 +126,4 @@ fn build(datastore: &Datastore, disk: &Disk) -> Result<()> {
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn levels_share_all_blocks_out() {
-        for depth in [0, 1, 7, 1000] {
-            let disk = Disk { name: String::new(), depth, order: Random::new(3).order(1500) };
-            let mut seen: Vec<u64> = (0..=depth).flat_map(|level| disk.level(level)).collect();
-            assert!((0..=depth).all(|level| disk.level(level).count() > 0));
-            seen.sort_unstable();
-            assert_eq!(seen, (0..1500).collect::<Vec<_>>());
-        }
-    }
 }

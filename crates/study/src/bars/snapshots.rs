@@ -9,20 +9,16 @@
 //! that it neither takes nor frees space. Areas of the second half were overwritten in runs of 64 KiB between
 //! snapshots, so that what each snapshot alone holds, and a deletion must give back, is known to the byte.
 
+use super::load::{Load, rate, worst};
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
-use crate::error::{Error, Result};
-use crate::fio::Endpoint;
-use crate::nbd::{Client, Request, Timing};
+use crate::error::Result;
 use crate::process;
 use crate::random::Random;
 use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::{Value, json};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Longest 99th percentile of taking a snapshot, milliseconds.
@@ -38,7 +34,6 @@ const RETURN_TIME_MAX: Duration = Duration::from_secs(60);
 
 /// Rates are measured over at least this long: they scatter from second to second.
 const WINDOW: Duration = Duration::from_secs(3);
-const LOAD_DEPTH: usize = 16;
 const GAP: Duration = Duration::from_millis(50);
 const RUN: u64 = 64 << 10;
 const DISK: &str = "disk";
@@ -47,61 +42,6 @@ const COMMANDS: u32 = 20;
 
 fn taken(number: u32) -> String {
     format!("taken-{number:06}")
-}
-
-/// Random writes until told to stop.
-struct Load {
-    stop: Arc<AtomicBool>,
-    thread: JoinHandle<Result<Vec<Timing>>>,
-}
-
-impl Load {
-    fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
-        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
-        let stop = Arc::new(AtomicBool::new(false));
-        let seen = Arc::clone(&stop);
-        let thread = std::thread::spawn(move || {
-            let mut random = Random::new(seed);
-            let mut timings = Vec::with_capacity(1 << 20);
-            let requests = std::iter::from_fn(|| {
-                let more = !seen.load(Ordering::Relaxed);
-                more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
-            });
-            client.run(LOAD_DEPTH, requests, |timing| timings.push(timing))?;
-            Ok(timings)
-        });
-        Ok(Load { stop, thread })
-    }
-
-    fn finish(self) -> Result<Vec<Timing>> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().map_err(|_| Error::Answer("the load ended by a panic".into()))?
-    }
-}
-
-/// A time in which something was done, or nothing.
-type Window = (Instant, Instant);
-
-/// Worst latency in milliseconds among requests in flight during any of the windows.
-fn worst(timings: &[Timing], windows: &[Window]) -> f64 {
-    let mut worst: f64 = 0.0;
-    // Replies come in order of time, and a request lasts far less than a second: look no further back than that.
-    for (from, to) in windows {
-        let first = timings.partition_point(|t| t.answered < *from);
-        for timing in timings[first..].iter().take_while(|t| t.sent.saturating_duration_since(*to).as_secs() < 1) {
-            if timing.sent <= *to {
-                worst = worst.max(timing.microseconds() / 1000.0);
-            }
-        }
-    }
-    worst
-}
-
-/// Requests answered per second in a window.
-fn rate(timings: &[Timing], window: Window) -> f64 {
-    let inside = |at: Instant| timings.partition_point(|t| t.answered < at);
-    let seconds = window.1.duration_since(window.0).as_secs_f64();
-    ratio((inside(window.1) - inside(window.0)) as f64, seconds)
 }
 
 /// Measures it.
@@ -259,17 +199,5 @@ mod tests {
         let kept = [("a", [1, 0, 0, 0]), ("b", [2, 1, 0, 0]), ("c", [2, 2, 1, 0]), ("e", [3, 2, 2, 2])];
         let held = |name| held_alone(name, &kept, &head);
         assert_eq!((held("a"), held("b"), held("c"), held("e"), held("x")), (2, 1, 1, 1, 0));
-    }
-
-    #[test]
-    fn only_requests_in_flight_during_a_window_count() {
-        let start = Instant::now();
-        let at = |ms: u64| start + Duration::from_millis(ms);
-        let timing = |from: u64, to: u64| Timing { sent: at(from), answered: at(to) };
-        let timings = [timing(0, 9), timing(10, 15), timing(14, 21), timing(30, 60)];
-        assert_eq!(worst(&timings, &[(at(12), at(20))]), 7.0);
-        assert_eq!(worst(&timings, &[(at(22), at(25))]), 0.0);
-        assert_eq!(worst(&timings, &[(at(22), at(31)), (at(1), at(2))]), 30.0);
-        assert_eq!(rate(&timings, (at(0), at(50))), 60.0);
     }
 }

@@ -5,9 +5,9 @@
 //! medium (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache.
 //! Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
 
-use super::{BLOCK, Setting, say};
+use super::{BLOCK, Setting, no_cell, say};
 use crate::datastore::{Datastore, Serving};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fio::{self, Job, Length, Pattern, Sample};
 use crate::peers::{self, Images, Kind, Server};
 use crate::plan::Mode;
@@ -51,11 +51,9 @@ const CELLS: [Cell; 9] = [
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
-    let wanted = |c: &&Cell| plan.cells.is_empty() || plan.cells.iter().any(|part| c.name.contains(part.as_str()));
-    let cells: Vec<&Cell> = CELLS.iter().filter(wanted).collect();
+    let cells: Vec<&Cell> = CELLS.iter().filter(|cell| plan.wants(cell.name)).collect();
     if cells.is_empty() {
-        let names = CELLS.map(|c| c.name).join(", ");
-        return Err(Error::Usage(format!("no cell has {:?} in its name; there are {names}", plan.cells)));
+        return Err(no_cell(plan, &CELLS.map(|cell| cell.name)));
     }
     say("filling the disks");
     let images = Images::make(&setting.scratch, plan.disk_size, plan.seed)?;

@@ -4,23 +4,24 @@
 
 use super::*;
 use crate::control::client::Client;
+use crate::control::message::{DiskRequest, SnapshotRequest};
 use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
 
 /// How the playing handler answers each request.
 fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
     match request {
-        Request::DiskList => Ok(Reply::Disks(Vec::new())),
-        Request::DiskShow { name } => Err(Error::new(ErrorKind::NotFound, format!("no disk '{name}'"))),
+        Request::Disk(DiskRequest::List) => Ok(Reply::Disks(Vec::new())),
+        Request::Disk(DiskRequest::Show { name }) => Err(Error::new(ErrorKind::NotFound, format!("no disk '{name}'"))),
         // Works until cancelled.
-        Request::DiskDetach { .. } => loop {
+        Request::Disk(DiskRequest::Detach { .. }) => loop {
             watch.update(7, 10);
             if watch.cancelled() {
                 return Err(Error::new(ErrorKind::Interrupted, "stopped"));
             }
             thread::sleep(Duration::from_millis(1));
         },
-        Request::SnapshotDiff { .. } => {
+        Request::Snapshot(SnapshotRequest::Diff { .. }) => {
             let extent = |offset| ChangedExtent { offset, length: 1, zero: false };
             for batch in 0..100u64 {
                 watch.extents((0..100).map(|i| extent(batch * 100 + i)).collect())?;
@@ -86,7 +87,7 @@ impl Watch for Notes {
 }
 
 fn detach() -> Request {
-    Request::DiskDetach { name: "a".into() }
+    Request::Disk(DiskRequest::Detach { name: "a".into() })
 }
 
 #[test]
@@ -95,8 +96,8 @@ fn requests_on_one_connection_each_get_their_end() {
     let mut client = world.client();
     let notes = Notes::default();
     for _ in 0..100 {
-        assert_eq!(client.ask(Request::DiskList, &notes).unwrap(), Reply::Disks(Vec::new()));
-        let error = client.ask(Request::DiskShow { name: "vm9".into() }, &notes).unwrap_err();
+        assert_eq!(client.ask(Request::Disk(DiskRequest::List), &notes).unwrap(), Reply::Disks(Vec::new()));
+        let error = client.ask(Request::Disk(DiskRequest::Show { name: "vm9".into() }), &notes).unwrap_err();
         assert_eq!((error.kind(), error.to_string().as_str()), (ErrorKind::NotFound, "no disk 'vm9'"));
     }
     world.stop();
@@ -106,7 +107,8 @@ fn requests_on_one_connection_each_get_their_end() {
 fn a_diff_arrives_whole_and_in_order() {
     let mut world = World::new();
     let notes = Notes::default();
-    let request = Request::SnapshotDiff { disk: "a".into(), from: disk::Point::Head, to: disk::Point::Head };
+    let request =
+        Request::Snapshot(SnapshotRequest::Diff { disk: "a".into(), from: disk::Point::Head, to: disk::Point::Head });
     assert!(matches!(world.client().ask(request, &notes).unwrap(), Reply::Diff { extents: 10_000, .. }));
     assert!(notes.offsets.lock().iter().copied().eq(0..10_000));
     world.stop();
@@ -119,7 +121,7 @@ fn progress_is_told_and_cancel_ends_the_work() {
     let mut client = world.client();
     assert_eq!(client.ask(detach(), &notes).unwrap_err().kind(), ErrorKind::Interrupted);
     assert!(notes.progress.load(Ordering::Relaxed) > 0);
-    assert!(client.ask(Request::DiskList, &Notes::default()).is_ok(), "the connection is still good");
+    assert!(client.ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok(), "the connection is still good");
     world.stop();
 }
 
@@ -155,7 +157,7 @@ fn a_panic_in_a_request_ends_only_that_request() {
     let mut world = World::new();
     let mut client = world.client();
     assert_eq!(client.ask(Request::Status, &Notes::default()).unwrap_err().kind(), ErrorKind::Stopped);
-    assert!(client.ask(Request::DiskList, &Notes::default()).is_ok());
+    assert!(client.ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok());
     world.stop();
 }
 
@@ -180,7 +182,10 @@ fn bad_lines_get_one_error_and_the_end_of_the_connection() {
         let _ = answers.read_to_end(&mut rest);
         assert!(rest.is_empty());
     }
-    assert!(world.client().ask(Request::DiskList, &Notes::default()).is_ok(), "others are not disturbed");
+    assert!(
+        world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok(),
+        "others are not disturbed"
+    );
     world.stop();
 }
 
@@ -189,9 +194,12 @@ fn a_connection_too_many_is_told_so() {
     let mut world = World::new();
     let mut held: Vec<Client> = (0..CONNECTIONS_MAX).map(|_| world.client()).collect();
     for client in &mut held {
-        assert!(client.ask(Request::DiskList, &Notes::default()).is_ok());
+        assert!(client.ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok());
     }
-    assert_eq!(world.client().ask(Request::DiskList, &Notes::default()).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(
+        world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).unwrap_err().kind(),
+        ErrorKind::Busy
+    );
     drop(held);
     world.stop();
 }
@@ -211,6 +219,6 @@ fn random_bytes_disturb_nobody() {
         let _ = stream.write_all(&bytes);
         let _ = stream.write_all(b"\n");
     }
-    assert!(world.client().ask(Request::DiskList, &Notes::default()).is_ok());
+    assert!(world.client().ask(Request::Disk(DiskRequest::List), &Notes::default()).is_ok());
     world.stop();
 }

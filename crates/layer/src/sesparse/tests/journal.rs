@@ -132,6 +132,39 @@ fn reading_changes_nothing_and_writing_replays_for_good() {
     assert_eq!(u64::from_le_bytes(next), 10);
 }
 
+/// A cut at every operation of a replay into the file, several outcomes of each: replayed again it says the same.
+#[test]
+fn a_replay_survives_a_cut_anywhere() {
+    for (next, last) in [(10, 3), (7, ABSENT)] {
+        let memory = dirty(&three(), next);
+        let mut bytes = vec![0; memory.len().unwrap() as usize];
+        memory.read_at(&mut bytes, 0).unwrap();
+        for after in 0.. {
+            let disk = simulated(after);
+            let directory = disk.directory();
+            let file = directory.create(NAME, IoMode::Buffered).unwrap();
+            file.write_at(&[&bytes], 0, false).unwrap();
+            file.sync().unwrap();
+            directory.sync().unwrap();
+            disk.cut_after(disk.operations() + after);
+            let options = Options { journal: DirtyJournal::Replay, ..writing() };
+            let done = open(&*directory, IoMode::Buffered, options).is_ok();
+            for _ in 0..8 {
+                let disk = disk.crash();
+                for write in [false, true] {
+                    let layer = open(&*disk.directory(), IoMode::Buffered, Options { write, ..options }).unwrap();
+                    assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [2; 8], "cut after {after}");
+                    assert_eq!(stamps(&layer, 64 * GRAIN, GRAIN).unwrap(), [last; 8], "cut after {after}");
+                }
+            }
+            if done {
+                assert!(after > 4);
+                break;
+            }
+        }
+    }
+}
+
 #[test]
 fn older_sessions_and_a_journal_that_went_round() {
     // Slots 2 and 3 are of a session before; the last one has slots 0 and 1 only.

@@ -98,6 +98,15 @@ impl Side {
     }
 }
 
+/// Those to be measured: `LAMINA_BENCH_MODE`, or both.
+fn modes() -> Vec<IoMode> {
+    match std::env::var("LAMINA_BENCH_MODE").as_deref() {
+        Ok("buffered") => vec![IoMode::Buffered],
+        Ok("direct") => vec![IoMode::Direct],
+        _ => vec![IoMode::Buffered, IoMode::Direct],
+    }
+}
+
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]
@@ -107,14 +116,9 @@ fn median(mut values: Vec<f64>) -> f64 {
 #[ignore = "a measurement, to be run alone and optimised"]
 fn throughput_against_a_sparse_file() {
     let place = std::env::var("LAMINA_BENCH_FOLDER").unwrap_or("/tmp".into());
-    let modes = match std::env::var("LAMINA_BENCH_MODE").as_deref() {
-        Ok("buffered") => vec![IoMode::Buffered],
-        Ok("direct") => vec![IoMode::Direct],
-        _ => vec![IoMode::Buffered, IoMode::Direct],
-    };
     let folder = tempfile::tempdir_in(place).unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
-    for mode in modes {
+    for mode in modes() {
         for full in [false, true] {
             // Full disks are made once and overwritten; what begins empty is made for each run.
             let kept = full.then(|| [false, true].map(|flat| Side::make(&directory, flat, mode, true)));
@@ -182,7 +186,7 @@ fn throughput_of_guests_during_wipe_and_shrink() {
     let place = std::env::var("LAMINA_BENCH_FOLDER").unwrap_or("/tmp".into());
     let folder = tempfile::tempdir_in(place).unwrap();
     let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
-    for mode in [IoMode::Buffered, IoMode::Direct] {
+    for mode in modes() {
         let side = Side::make(&directory, false, mode, true);
         let Side::Sparse(layer) = &side else { unreachable!() };
         let mut random = Random(1);

@@ -12,7 +12,13 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
     let tail = bytes.len() as u64 - 10 * 512;
     for round in 0..300 {
         let end = if round % 3 == 0 { tail + random.below(10 * 512) } else { 65_536 + random.below(tail - 65_536) };
-        let layer = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
+        // Nobody takes a part for the whole without having asked for it.
+        let refused = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").err().unwrap();
+        assert!(
+            refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was cut"),
+            "cut at {end}: {refused}"
+        );
+        let layer = Stream::salvage(memory_file(&bytes[..end as usize]), "disk.vmdk").unwrap();
         assert!(!layer.warnings().is_empty(), "cut at {end}");
         let found = read_all(&layer, None);
         // Grains stand in ascending order: all of them up to some place, none behind it.
@@ -47,7 +53,7 @@ fn mutations_end_in_an_error_or_an_answer() {
         let mut random = Random::new(seed);
         let mut bytes = image.clone();
         mutate(&mut random, &mut bytes, &weak);
-        let Ok(layer) = Stream::open(memory_file(&bytes), "disk.vmdk") else { continue };
+        let Ok(layer) = Stream::salvage(memory_file(&bytes), "disk.vmdk") else { continue };
         let capacity = layer.capacity();
         let _ = layer.map(0..capacity, 64, &mut Vec::new());
         for at in [0, 5 * GRAIN as u64, 34 << 20] {

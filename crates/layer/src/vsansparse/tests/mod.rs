@@ -1,6 +1,7 @@
 //! Delta objects: the trials that every format passes, and the setting for what is special about them.
 
 use super::*;
+use crate::ErrorKind;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};

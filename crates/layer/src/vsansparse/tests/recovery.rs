@@ -1,5 +1,8 @@
 //! The log is bounded, goes round, and is read again; copies are told apart from damage.
 
+use super::super::commit::PENDING_LIMIT;
+use super::super::layout::LOG_BLOCKS;
+use super::super::log::Record;
 use super::*;
 use crate::model::Random;
 use rustc_hash::FxHashMap;
@@ -129,5 +132,40 @@ fn flushes_are_shared() {
         for step in 0..200u64 {
             assert_eq!(read(&layer, (thread * 1000 + step) * BLOCK), Some([step as u8; 4096]));
         }
+    }
+}
+
+/// Many threads can bring more changes at once than the ring holds: whoever finds no room left makes some, and what was
+/// flushed before is still there.
+#[test]
+fn no_more_changes_wait_than_the_log_holds() {
+    let (disk, _, layer) = object(64 << 20);
+    let write = |grain: u64, value: u8| layer.write(grain * BLOCK, &[&[value; 4096]]).unwrap();
+    (0..1000).step_by(2).for_each(|grain| write(grain, 1));
+    layer.flush().unwrap();
+    let writer = layer.writer().unwrap();
+    assert!(writer.log.lock().used() > 0, "what was flushed is in the log only");
+    let record = |grain: u64| {
+        let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("it was written") };
+        Record { grain, count: 1, place: Some(offset / BLOCK) }
+    };
+    let records: Vec<Record> = (0..1000).step_by(2).map(record).collect();
+    for round in 0..60 {
+        // As if others had brought them meanwhile.
+        let mut pending = writer.pending.lock();
+        let room = PENDING_LIMIT - pending.len() - round % 3;
+        records.iter().cycle().take(room).for_each(|record| pending.push(*record));
+        drop(pending);
+        match round % 2 {
+            0 => write(1001 + 2 * round as u64, 2),
+            _ => layer.zero(1001 * BLOCK..1500 * BLOCK, false).unwrap(),
+        }
+        assert!(writer.pending.lock().len() <= PENDING_LIMIT && writer.log.lock().used() <= LOG_BLOCKS);
+        assert_eq!(writer.pending.lock().promised, 0);
+    }
+    assert_eq!(layer.check().unwrap().problems, Vec::<String>::new());
+    let seen = after_cut(&disk, false).unwrap();
+    for grain in (0..1000).step_by(2) {
+        assert_eq!(read(&seen, grain * BLOCK), Some([1; 4096]), "grain {grain}");
     }
 }

@@ -1,0 +1,267 @@
+//! Which level holds a block, where the cache of extents no longer knows: a byte for each 4 KiB, so that a random load
+//! over far more than the extents that are kept still asks one level of a deep chain and not half of them.
+//!
+//! ```text
+//! span   256 KiB of addresses: which span, how often it helped, and for each of its 64 blocks a level's number,
+//!        NOBODY or UNKNOWN
+//! set    four spans; a new one takes the place of the one that helped least
+//! ```
+//!
+//! 1. A block's number is that of the newest level that has anything of it, and that level has all of it. It says
+//!    nothing of places: the level itself is asked, so that nothing here goes stale by what happens inside a level.
+//! 2. What changes or is copied by a merge becomes UNKNOWN; a number of a level that is gone is not in the stack of
+//!    whoever asks, and is UNKNOWN to him.
+//! 3. Memory is a fixed share of what the entries may take ([`BYTES_PER_ENTRY`]), taken when it is first needed.
+
+use super::SPAN;
+use layer::SECTOR;
+
+/// Bytes of a block.
+pub(crate) const BLOCK: u64 = 4096;
+const BLOCK_SECTORS: u64 = BLOCK / SECTOR;
+/// Blocks of a span.
+pub(crate) const SPAN_BLOCKS: usize = (SPAN / BLOCK) as usize;
+const SPAN_SECTORS: u64 = SPAN / SECTOR;
+/// Memory for each entry that the cache may have.
+const BYTES_PER_ENTRY: usize = 10;
+/// Spans of a set.
+const WAYS: usize = 4;
+/// Times that a span has to help to have been worth its survey.
+const HELPS_TO_PAY: u8 = 3;
+
+/// No level has anything of the block.
+pub(crate) const NOBODY: u8 = 254;
+/// Not known, or not as simple as that.
+pub(crate) const UNKNOWN: u8 = 255;
+
+/// What is known of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// The newest level that has any of it has all of it.
+    Level(u8),
+    /// No level has any of it.
+    Nobody,
+    /// A walk has to find out.
+    Unknown,
+    /// A survey of the span may be worth its while.
+    Missing,
+}
+
+#[derive(Clone)]
+struct Span {
+    /// Its number, counted from 1; 0 for none.
+    number: u32,
+    helped: u8,
+    levels: [u8; SPAN_BLOCKS],
+}
+
+const EMPTY: Span = Span { number: 0, helped: 0, levels: [UNKNOWN; SPAN_BLOCKS] };
+
+/// What a shard knows.
+#[derive(Clone, Default)]
+pub(super) struct Holders {
+    spans: Vec<Span>,
+    sets: usize,
+    /// Spans that went, having paid or not.
+    pub(super) paid: u64,
+    pub(super) wasted: u64,
+}
+
+fn number_of(sector: u64) -> u32 {
+    (sector / SPAN_SECTORS) as u32 + 1
+}
+
+/// The blocks that a range of sectors of one span touches.
+fn blocks(from: u64, to: u64) -> std::ops::Range<usize> {
+    let first = from % SPAN_SECTORS;
+    let last = (first + (to - from)).div_ceil(BLOCK_SECTORS);
+    (first / BLOCK_SECTORS) as usize..(last as usize).min(SPAN_BLOCKS)
+}
+
+impl Holders {
+    /// Sets how many entries the whole cache of `shards` such parts may have; forgets everything.
+    pub fn set_size(&mut self, entries: usize, shards: usize) {
+        let spans = entries * BYTES_PER_ENTRY / size_of::<Span>() / shards;
+        *self = Self { sets: spans / WAYS, paid: self.paid, wasted: self.wasted, ..Self::default() };
+    }
+
+    fn set_of(&self, number: u32) -> std::ops::Range<usize> {
+        let hash = u64::from(number).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let first = (hash as usize % self.sets.max(1)) * WAYS;
+        first..first + WAYS
+    }
+
+    fn span_mut(&mut self, number: u32) -> Option<&mut Span> {
+        if self.spans.is_empty() {
+            return None;
+        }
+        let set = self.set_of(number);
+        self.spans[set].iter_mut().find(|span| span.number == number)
+    }
+
+    /// Who holds sectors `from..to`, which lie in one span.
+    pub fn get(&mut self, from: u64, to: u64) -> Holder {
+        if self.sets == 0 {
+            return Holder::Unknown;
+        }
+        let Some(span) = self.span_mut(number_of(from)) else { return Holder::Missing };
+        let levels = &span.levels[blocks(from, to)];
+        match levels.first() {
+            Some(first) if *first != UNKNOWN && levels.iter().all(|level| level == first) => {
+                span.helped = span.helped.saturating_add(1);
+                if *first == NOBODY { Holder::Nobody } else { Holder::Level(*first) }
+            }
+            _ => Holder::Unknown,
+        }
+    }
+
+    /// Takes in what a survey of the span of sector `from` found.
+    pub fn put(&mut self, from: u64, levels: &[u8; SPAN_BLOCKS]) {
+        if self.sets == 0 {
+            return;
+        }
+        if self.spans.is_empty() {
+            self.spans = vec![EMPTY; self.sets * WAYS];
+        }
+        let number = number_of(from);
+        let set = self.set_of(number);
+        let set = &mut self.spans[set];
+        let at = set.iter().position(|span| span.number == number);
+        let at = at.or_else(|| (0..WAYS).min_by_key(|at| (set[*at].number != 0, set[*at].helped))).unwrap_or(0);
+        let gone = &set[at];
+        if gone.number != 0 && gone.number != number {
+            if gone.helped >= HELPS_TO_PAY {
+                self.paid += 1
+            } else {
+                self.wasted += 1
+            }
+            // What helped long ago does not stay for ever.
+            set.iter_mut().for_each(|span| span.helped /= 2);
+        }
+        set[at] = Span { number, helped: 0, levels: *levels };
+    }
+
+    /// Sectors `from..to` are held by `level`, as a walk found, if their span is here.
+    pub fn learn(&mut self, from: u64, to: u64, level: u8) {
+        if to - from > SPAN_SECTORS || !from.is_multiple_of(BLOCK_SECTORS) || number_of(from) != number_of(to - 1) {
+            return;
+        }
+        let whole = from..to / BLOCK_SECTORS * BLOCK_SECTORS;
+        if let Some(span) = self.span_mut(number_of(from))
+            && !whole.is_empty()
+        {
+            span.levels[blocks(whole.start, whole.end)].fill(level);
+        }
+    }
+
+    /// Nothing is known of sectors `from..to` any more.
+    pub fn forget(&mut self, from: u64, to: u64) {
+        self.forget_where(from, to, |_| true);
+    }
+
+    /// Nothing is known any more of what `wanted` chooses in sectors `from..to`.
+    pub fn forget_where(&mut self, from: u64, to: u64, wanted: impl Fn(u8) -> bool) {
+        if self.spans.is_empty() || from >= to {
+            return;
+        }
+        let forget = |span: &mut Span, from: u64, to: u64| {
+            let levels = &mut span.levels[blocks(from, to)];
+            levels.iter_mut().filter(|level| wanted(**level)).for_each(|level| *level = UNKNOWN);
+        };
+        if (to - from) / SPAN_SECTORS > self.spans.len() as u64 {
+            for span in self.spans.iter_mut().filter(|span| span.number != 0) {
+                let start = u64::from(span.number - 1) * SPAN_SECTORS;
+                let (from, to) = (from.max(start), to.min(start + SPAN_SECTORS));
+                if from < to {
+                    forget(span, from, to);
+                }
+            }
+            return;
+        }
+        let mut at = from;
+        while at < to {
+            let end = ((at / SPAN_SECTORS + 1) * SPAN_SECTORS).min(to);
+            if let Some(span) = self.span_mut(number_of(at)) {
+                forget(span, at, end);
+            }
+            at = end;
+        }
+    }
+
+    /// Nothing is known any more of what level `number` holds.
+    pub fn purge(&mut self, number: u8) {
+        let levels = self.spans.iter_mut().flat_map(|span| &mut span.levels);
+        levels.filter(|level| **level == number).for_each(|level| *level = UNKNOWN);
+    }
+
+    /// Bytes of memory.
+    pub fn memory(&self) -> usize {
+        self.spans.capacity() * size_of::<Span>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holders() -> Holders {
+        let mut holders = Holders::default();
+        holders.set_size(65_536, 16);
+        holders
+    }
+
+    #[test]
+    fn it_says_what_a_survey_found_until_it_changes() {
+        let mut holders = holders();
+        assert_eq!(holders.get(0, 8), Holder::Missing);
+        let mut levels = [7; SPAN_BLOCKS];
+        (levels[1], levels[2], levels[63]) = (UNKNOWN, NOBODY, 9);
+        holders.put(3 * SPAN_SECTORS + 17, &levels);
+        let first = 3 * SPAN_SECTORS;
+        assert_eq!(holders.get(first, first + 8), Holder::Level(7));
+        assert_eq!(holders.get(first + 1, first + 2), Holder::Level(7), "a part of a block");
+        assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them not known");
+        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody);
+        assert_eq!(holders.get(first + 496, first + 512), Holder::Unknown, "two levels");
+        assert_eq!(holders.get(first + 504, first + 512), Holder::Level(9));
+        holders.learn(first + 8, first + 20, 5);
+        assert_eq!(holders.get(first + 8, first + 16), Holder::Level(5));
+        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody, "not learnt from a part");
+        holders.forget(first + 511, first + 5000);
+        assert_eq!(holders.get(first + 504, first + 512), Holder::Unknown);
+        assert_eq!(holders.get(first + 496, first + 504), Holder::Level(7));
+        holders.forget_where(first, first + 512, |level| level == 5);
+        assert_eq!(holders.get(first + 8, first + 16), Holder::Unknown);
+        let (mut wide, mut narrow) = (holders.clone(), holders.clone());
+        wide.forget(first + 100, 1 << 37);
+        narrow.forget(first + 100, first + 1000);
+        for block in 0..SPAN_BLOCKS as u64 {
+            let at = first + block * 8;
+            assert_eq!(wide.get(at, at + 8), narrow.get(at, at + 8));
+            assert_eq!(
+                wide.get(at, at + 8) == holders.get(at, at + 8),
+                at + 8 <= first + 100 || [1, 63].contains(&block),
+                "{block}"
+            );
+        }
+        holders.purge(7);
+        assert_eq!(holders.get(first, first + 8), Holder::Unknown);
+        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody);
+        assert_eq!(holders.get(first + 512, first + 520), Holder::Missing, "another span");
+    }
+
+    #[test]
+    fn memory_is_bounded_and_what_helps_stays() {
+        let mut holders = holders();
+        holders.put(0, &[1; SPAN_BLOCKS]);
+        for span in 1..100_000 {
+            holders.put(span * SPAN_SECTORS, &[2; SPAN_BLOCKS]);
+            assert_eq!(holders.get(0, 8), Holder::Level(1), "asked for between any two others");
+        }
+        assert!(holders.memory() <= 65_536 * BYTES_PER_ENTRY / 16);
+        assert!(holders.wasted > 90_000 && holders.paid == 0);
+        holders.set_size(0, 16);
+        holders.put(0, &[1; SPAN_BLOCKS]);
+        assert_eq!((holders.get(0, 8), holders.memory()), (Holder::Unknown, 0));
+    }
+}

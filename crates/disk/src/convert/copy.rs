@@ -1,0 +1,354 @@
+//! The engine: one thread reads pieces and finds the zeros in them, the caller's writes them.
+//!
+//! Buffers go round: a piece that was written is read into again, so that memory is bounded and stays warm. Whoever
+//! stops first, stops the other: a reader whose pieces nobody takes ends at the next one, a writer learns from the
+//! channel's end without an end mark that the reader has failed.
+
+use crate::progress::Progress;
+use backend::{BLOCK_SIZE, Buffer};
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+use store::{Error, ErrorKind, Result};
+
+/// Bytes of a piece; pieces begin at multiples of it.
+pub const PIECE: u64 = 1 << 20;
+
+/// Pieces in memory: one being read, one being written, the others between them.
+pub const PIECES: usize = 8;
+
+/// The smallest run of zeros that is left out.
+const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
+
+/// Longest sleep of a throttled conversion before it asks again whether it is still wanted.
+const SLEEP_MAX: Duration = Duration::from_millis(20);
+
+/// What the source has from some byte on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// How far, in bytes; not 0.
+    pub length: u64,
+    /// True where it reads as zeros without being read.
+    pub zero: bool,
+}
+
+/// Where the content comes from. Asked by one thread, from front to back.
+pub trait Source: Send {
+    /// Capacity in bytes.
+    fn capacity(&self) -> u64;
+
+    /// What is at `start`, below the capacity.
+    fn next(&mut self, start: u64) -> Result<Run>;
+
+    /// Reads what [`Source::next`] did not call zeros.
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()>;
+}
+
+/// Where the content goes. All of it reads as zeros before anything is written.
+pub trait Sink: Send {
+    /// Data is written in whole units of this many bytes, a power of two, but for the end of the disk.
+    fn unit(&self) -> u64;
+
+    /// Takes all pieces.
+    fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()>;
+
+    /// Makes the target durable and gives it its name. After an error nothing is left.
+    fn finish(self: Box<Self>, progress: &dyn Progress) -> Result<()>;
+
+    /// Removes what was made.
+    fn abandon(self: Box<Self>);
+}
+
+/// A part of the disk: a megabyte with something in it, or a run of zeros of any length.
+pub struct Piece {
+    /// Where it begins.
+    pub start: u64,
+    /// Its length in bytes.
+    pub length: u64,
+    /// What is not zeros, relative to `start`: in order, apart, in the sink's units but for the end of the disk.
+    pub runs: Vec<Range<usize>>,
+    /// The bytes; behind the end of the disk zeros up to a whole block.
+    buffer: Option<Buffer>,
+}
+
+impl Piece {
+    /// The bytes of a run.
+    pub fn bytes(&self, run: &Range<usize>) -> &[u8] {
+        self.buffer.as_ref().map_or(&[], |buffer| &buffer[run.clone()])
+    }
+
+    /// The bytes of a run, and zeros behind them to whole blocks where the disk ends within one.
+    pub fn blocks(&self, run: &Range<usize>) -> &[u8] {
+        self.bytes(&(run.start..run.end.next_multiple_of(BLOCK_SIZE)))
+    }
+
+    /// What lies between the runs, as byte ranges of the disk.
+    pub fn zeros(&self) -> Zeros<'_> {
+        Zeros { piece: self, at: 0, next: 0 }
+    }
+}
+
+/// The ranges of a piece that are zeros.
+pub struct Zeros<'a> {
+    piece: &'a Piece,
+    at: u64,
+    next: usize,
+}
+
+impl Iterator for Zeros<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        while self.at < self.piece.length {
+            let run = self.piece.runs.get(self.next);
+            let (to, after) = match run {
+                Some(run) => (run.start as u64, run.end as u64),
+                None => (self.piece.length, self.piece.length),
+            };
+            let from = std::mem::replace(&mut self.at, after);
+            self.next += 1;
+            if from < to {
+                return Some(self.piece.start + from..self.piece.start + to);
+            }
+        }
+        None
+    }
+}
+
+enum Message {
+    Piece(Piece),
+    Failed(Error),
+    End,
+}
+
+/// The pieces as they come, in order.
+pub struct Pieces<'a> {
+    full: Receiver<Message>,
+    empty: Sender<Buffer>,
+    held: Option<Buffer>,
+    progress: &'a dyn Progress,
+    total: u64,
+    copied: u64,
+    rate: u64,
+    begun: Instant,
+    ended: bool,
+}
+
+impl Pieces<'_> {
+    /// Hands the next piece to `take`; false after the last. What was done so far is told to whoever watches.
+    pub fn next(&mut self, take: impl FnOnce(&Piece) -> Result<()>) -> Result<bool> {
+        if self.ended {
+            return Ok(false);
+        }
+        self.check()?;
+        if let Some(buffer) = self.held.take() {
+            // The reader may have ended: then nobody needs it.
+            let _ = self.empty.send(buffer);
+        }
+        let mut piece = match self.full.recv() {
+            Ok(Message::Piece(piece)) => piece,
+            Ok(Message::Failed(error)) => return Err(error),
+            Ok(Message::End) => {
+                self.ended = true;
+                return Ok(false);
+            }
+            Err(_) => return Err(Error::new(ErrorKind::Io, "the thread that reads has ended")),
+        };
+        take(&piece)?;
+        self.copied += piece.runs.iter().map(|run| run.len() as u64).sum::<u64>();
+        self.progress.update((piece.start + piece.length).min(self.total), self.total);
+        self.held = piece.buffer.take();
+        self.throttle()?;
+        Ok(true)
+    }
+
+    /// Fails when nobody wants the result any more.
+    fn check(&self) -> Result<()> {
+        match self.progress.cancelled() {
+            true => {
+                Err(Error::new(ErrorKind::Interrupted, "the conversion was stopped; nothing of the target is left"))
+            }
+            false => Ok(()),
+        }
+    }
+
+    /// Waits until what was copied has taken its time.
+    fn throttle(&self) -> Result<()> {
+        if self.rate == 0 {
+            return Ok(());
+        }
+        let due = Duration::from_secs_f64(self.copied as f64 / self.rate as f64);
+        while let Some(early) = due.checked_sub(self.begun.elapsed()).filter(|early| !early.is_zero()) {
+            self.check()?;
+            thread::sleep(early.min(SLEEP_MAX));
+        }
+        Ok(())
+    }
+}
+
+/// Copies all of a source; gives the bytes that were not zeros.
+pub fn copy(
+    source: Box<dyn Source + '_>,
+    mut sink: Box<dyn Sink + '_>,
+    rate: u64,
+    progress: &dyn Progress,
+) -> Result<u64> {
+    let total = source.capacity();
+    let unit = sink.unit().max(ZERO_UNIT);
+    debug_assert!(unit.is_power_of_two() && unit <= PIECE);
+    let outcome = thread::scope(|scope| {
+        let (to_writer, full) = sync_channel(PIECES);
+        let (empty, to_reader) = channel();
+        for _ in 0..PIECES {
+            // Nothing is taken yet: the other end is alive.
+            let _ = empty.send(Buffer::recycled((PIECE / BLOCK_SIZE as u64) as usize));
+        }
+        let reader = Reader { source, unit, to_writer, to_reader };
+        let spawned = thread::Builder::new().name("convert-read".to_owned()).spawn_scoped(scope, || reader.run());
+        spawned.map_err(|error| Error::io("starting a thread to read", error))?;
+        let begun = Instant::now();
+        let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, rate, begun, ended: false };
+        // The pieces go with this, and so the reader ends.
+        sink.fill(&mut pieces).map(|()| pieces.copied)
+    });
+    match outcome {
+        Ok(copied) => sink.finish(progress).map(|()| copied),
+        Err(error) => {
+            sink.abandon();
+            Err(error)
+        }
+    }
+}
+
+/// The reading side.
+struct Reader<'a> {
+    source: Box<dyn Source + 'a>,
+    unit: u64,
+    to_writer: SyncSender<Message>,
+    to_reader: Receiver<Buffer>,
+}
+
+impl Reader<'_> {
+    /// Reads until the end, an error, or nobody takes pieces.
+    fn run(mut self) {
+        let last = match self.read_all() {
+            Ok(()) => Message::End,
+            Err(error) => Message::Failed(error),
+        };
+        // Nobody there: nobody to tell.
+        let _ = self.to_writer.send(last);
+    }
+
+    fn read_all(&mut self) -> Result<()> {
+        let capacity = self.source.capacity();
+        let mut start = 0;
+        while start < capacity {
+            let zeros = self.zeros_from(start, capacity)?;
+            let piece = match zeros - start {
+                // Zeros up to the end of the piece at least: as far as they go, in whole pieces.
+                length if zeros == capacity || length >= PIECE => {
+                    let end = if zeros == capacity { capacity } else { zeros / PIECE * PIECE };
+                    Piece { start, length: end - start, runs: Vec::new(), buffer: None }
+                }
+                _ => {
+                    let Ok(buffer) = self.to_reader.recv() else { return Ok(()) };
+                    self.read_piece(start, (start + PIECE).min(capacity), buffer)?
+                }
+            };
+            start += piece.length;
+            if self.to_writer.send(Message::Piece(piece)).is_err() {
+                return Ok(());
+            }
+        }
+        Ok(())
+    }
+
+    /// Where the zeros that begin at `start` end.
+    fn zeros_from(&mut self, start: u64, capacity: u64) -> Result<u64> {
+        let mut at = start;
+        while at < capacity {
+            let run = self.next(at, capacity)?;
+            if !run.zero {
+                break;
+            }
+            at += run.length;
+        }
+        Ok(at)
+    }
+
+    fn next(&mut self, at: u64, capacity: u64) -> Result<Run> {
+        let run = self.source.next(at)?;
+        if run.length == 0 {
+            return Err(Error::new(ErrorKind::Corrupt, format!("the source does not say what is at {at}")));
+        }
+        Ok(Run { length: run.length.min(capacity - at), ..run })
+    }
+
+    fn read_piece(&mut self, start: u64, end: u64, mut buffer: Buffer) -> Result<Piece> {
+        let length = (end - start) as usize;
+        let mut at = start;
+        while at < end {
+            let run = self.next(at, end)?;
+            let part = (at - start) as usize..(at - start + run.length) as usize;
+            match run.zero {
+                true => buffer[part].fill(0),
+                false => self.source.read(at, &mut buffer[part])?,
+            }
+            at += run.length;
+        }
+        // The rest of the last block is written with it.
+        let padded = length.next_multiple_of(BLOCK_SIZE);
+        buffer[length..padded].fill(0);
+        // A sink may have sectors where the source ends within one.
+        let sectors = length.next_multiple_of(layer::SECTOR as usize);
+        let runs = runs(&buffer[..sectors], self.unit as usize);
+        Ok(Piece { start, length: sectors as u64, runs, buffer: Some(buffer) })
+    }
+}
+
+/// The parts of `bytes` that are not zeros, in units; neighbours together.
+fn runs(bytes: &[u8], unit: usize) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for (number, part) in bytes.chunks(unit).enumerate() {
+        if is_zero(part) {
+            continue;
+        }
+        let from = number * unit;
+        match runs.last_mut() {
+            Some(last) if last.end == from => last.end = from + part.len(),
+            _ => runs.push(from..from + part.len()),
+        }
+    }
+    runs
+}
+
+/// Whether all bytes are zero: in strides that the compiler makes wide, and at once where the first are not.
+fn is_zero(bytes: &[u8]) -> bool {
+    const STRIDE: usize = 256;
+    let zero = |part: &[u8]| part.iter().fold(0, |sum, byte| sum | byte) == 0;
+    bytes.chunks(STRIDE).all(zero)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_what_is_not_zero() {
+        let mut bytes = vec![0; 5 * 4096 + 512];
+        assert!(runs(&bytes, 4096).is_empty());
+        bytes[4096] = 1;
+        bytes[3 * 4096 - 1] = 1;
+        assert_eq!(runs(&bytes, 4096), std::slice::from_ref(&(4096..3 * 4096)));
+        bytes[5 * 4096 + 511] = 1;
+        assert_eq!(runs(&bytes, 4096), [4096..3 * 4096, 5 * 4096..5 * 4096 + 512]);
+        assert_eq!(runs(&bytes, 16384), std::slice::from_ref(&(0..5 * 4096 + 512)));
+        let length = bytes.len() as u64;
+        let piece = Piece { start: 1 << 20, length, runs: runs(&bytes, 4096), buffer: Some(Buffer::copy_of(&bytes)) };
+        let zeros: Vec<Range<u64>> =
+            piece.zeros().map(|range| range.start - (1 << 20)..range.end - (1 << 20)).collect();
+        assert_eq!(zeros, [0..4096, 3 * 4096..5 * 4096]);
+        assert_eq!(piece.blocks(&piece.runs[1]).len(), 4096);
+    }
+}

@@ -1,0 +1,132 @@
+//! Disks of a datastore, in whatever format, as sources and sinks.
+
+use super::copy::{Pieces, Run, Sink, Source};
+use crate::device::{Allocation, Device, Segment, StatusExtent, Verdict};
+use crate::progress::Progress;
+use backend::{BLOCK_SIZE, Buffer};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use store::{Error, Result};
+
+/// Bytes asked about at a time, and runs taken from one answer.
+const ASK_BYTES: u64 = 256 << 20;
+const ASK_EXTENTS: usize = 1024;
+
+/// A device, read from front to back.
+pub struct DeviceSource {
+    device: Arc<dyn Device>,
+    /// The next byte that `extents` tells of.
+    at: u64,
+    extents: VecDeque<StatusExtent>,
+}
+
+impl DeviceSource {
+    /// Reads the device as it is; it should not be written meanwhile.
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        Self { device, at: 0, extents: VecDeque::new() }
+    }
+}
+
+impl Source for DeviceSource {
+    fn capacity(&self) -> u64 {
+        self.device.capacity()
+    }
+
+    fn next(&mut self, start: u64) -> Result<Run> {
+        while let Some(first) = self.extents.front()
+            && self.at + first.length <= start
+        {
+            self.at += first.length;
+            self.extents.pop_front();
+        }
+        if self.extents.is_empty() || self.at > start {
+            let length = ASK_BYTES.min(self.capacity().saturating_sub(start));
+            self.extents = self.device.status(start, length, ASK_EXTENTS)?.into();
+            self.at = start;
+        }
+        let Some(first) = self.extents.front() else { return Ok(Run { length: 0, zero: false }) };
+        Ok(Run { length: self.at + first.length - start, zero: first.allocation != Allocation::Data })
+    }
+
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
+        loop {
+            let mut plan = self.device.plan_read(start, out.len())?;
+            for segment in &mut plan.segments {
+                if let Segment::Media(media) = segment {
+                    let mut buffer = Buffer::recycled(media.length.div_ceil(BLOCK_SIZE));
+                    let read = media.file.read_at(&mut buffer[..media.length], media.offset);
+                    read.map_err(|error| {
+                        let text = format!("reading {} bytes at {start} of {}", media.length, self.device.name());
+                        Error::io(text, error)
+                    })?;
+                    media.buffer = Some(buffer);
+                }
+            }
+            if self.device.finish_read(&mut plan)? == Verdict::Good {
+                let mut rest = &mut *out;
+                for slice in plan.slices() {
+                    let (part, behind) = rest.split_at_mut(slice.len());
+                    part.copy_from_slice(slice);
+                    rest = behind;
+                }
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// What is done with a device once it was filled, or could not be.
+pub type End = Box<dyn FnOnce(bool) -> Result<()> + Send>;
+
+/// A device that reads as zeros, written from front to back.
+pub struct DeviceSink {
+    device: Arc<dyn Device>,
+    end: End,
+}
+
+impl DeviceSink {
+    /// Fills the device; `end` is then told whether it is whole, and takes it back otherwise.
+    pub fn new(device: Arc<dyn Device>, end: End) -> Self {
+        Self { device, end }
+    }
+}
+
+impl Sink for DeviceSink {
+    fn unit(&self) -> u64 {
+        BLOCK_SIZE as u64
+    }
+
+    fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
+        let device = &self.device;
+        let take = |piece: &super::Piece| {
+            piece.runs.iter().try_for_each(|run| {
+                let bytes = piece.bytes(run);
+                device.write(piece.start + run.start as u64, Buffer::copy_of(bytes), bytes.len(), false)
+            })
+        };
+        while pieces.next(take)? {}
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, _: &dyn Progress) -> Result<()> {
+        let Self { device, end } = *self;
+        let flushed = device.flush();
+        drop(device);
+        match flushed {
+            Ok(()) => end(true),
+            Err(error) => {
+                // The first failure is the one to tell.
+                let _ = end(false);
+                Err(error)
+            }
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        let Self { device, end } = *self;
+        drop(device);
+        if let Err(error) = end(false) {
+            tracing::error!("the target of a failed conversion stays: {error}");
+        }
+    }
+}

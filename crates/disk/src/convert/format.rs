@@ -1,0 +1,141 @@
+//! The formats by their names on the command line.
+
+use crate::{Error, ErrorKind, Result};
+use layer::image::{Format, ImageKind};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// What a target can be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TargetFormat {
+    /// A native disk of the datastore.
+    Native,
+    /// An image that can be written later.
+    Image(ImageKind),
+    /// One compressed file, written once.
+    StreamOptimized,
+    /// An archive with one such disk and its description.
+    Ova,
+}
+
+impl TargetFormat {
+    /// Every format.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let images = ImageKind::ALL.into_iter().map(Self::Image);
+        std::iter::once(Self::Native).chain(images).chain([Self::StreamOptimized, Self::Ova])
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Image(kind) => kind.name(),
+            Self::StreamOptimized => "streamoptimized",
+            Self::Ova => "ova",
+        }
+    }
+}
+
+impl fmt::Display for TargetFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TargetFormat {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::all().find(|format| format.name().eq_ignore_ascii_case(name)).ok_or_else(|| unknown(name, Self::all()))
+    }
+}
+
+impl TryFrom<String> for TargetFormat {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
+    }
+}
+
+impl From<TargetFormat> for String {
+    fn from(format: TargetFormat) -> Self {
+        format.name().to_owned()
+    }
+}
+
+/// What a file is, when its user says so instead of its first bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum SourceFormat {
+    /// The bytes of a disk.
+    Raw,
+    /// Any VMDK, by its descriptor.
+    Vmdk,
+    /// QEMU's.
+    Qcow2,
+    /// An archive.
+    Ova,
+}
+
+impl SourceFormat {
+    /// Every format.
+    pub const ALL: [Self; 4] = [Self::Raw, Self::Vmdk, Self::Qcow2, Self::Ova];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Vmdk => "vmdk",
+            Self::Qcow2 => "qcow2",
+            Self::Ova => "ova",
+        }
+    }
+
+    /// How the opener calls it; archives are none of its formats.
+    pub(super) fn of_image(self) -> Option<Format> {
+        match self {
+            Self::Raw => Some(Format::Flat),
+            Self::Vmdk => Some(Format::Vmdk),
+            Self::Qcow2 => Some(Format::Qcow2),
+            Self::Ova => None,
+        }
+    }
+}
+
+impl fmt::Display for SourceFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for SourceFormat {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|format| format.name().eq_ignore_ascii_case(name));
+        found.ok_or_else(|| unknown(name, Self::ALL.into_iter()))
+    }
+}
+
+impl TryFrom<String> for SourceFormat {
+    type Error = Error;
+
+    fn try_from(name: String) -> Result<Self> {
+        name.parse()
+    }
+}
+
+impl From<SourceFormat> for String {
+    fn from(format: SourceFormat) -> Self {
+        format.name().to_owned()
+    }
+}
+
+fn unknown<T: fmt::Display>(name: &str, known: impl Iterator<Item = T>) -> Error {
+    let known: Vec<String> = known.map(|format| format.to_string()).collect();
+    let text = format!("'{}' is none of the formats {}", name.escape_debug(), known.join(", "));
+    Error::new(ErrorKind::Invalid, text)
+}

@@ -1,0 +1,125 @@
+//! Sinks that are images.
+
+use super::copy::{Pieces, Sink};
+use crate::progress::Progress;
+use backend::IoMode;
+use layer::image::create::{ImageKind, NewImage, Unfinished, begin};
+use layer::image::{Folder, Image, OpenOptions, system_entropy};
+use layer::{Content, Extent, Layer};
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use store::{ErrorKind, Result};
+
+/// Extents of one piece whose bytes are sent on their way to the medium early; the rest waits for the flush.
+const WRITE_OUT_EXTENTS: usize = 64;
+
+/// An image under its temporary name.
+pub(super) struct ImageSink {
+    unfinished: Unfinished,
+    image: Image,
+    kind: ImageKind,
+    /// Files whose bytes lie where their layer says.
+    layer: Arc<dyn Layer>,
+    extents: Vec<Extent>,
+}
+
+impl ImageSink {
+    /// Makes the image, empty.
+    pub(super) fn new(
+        folder: &Folder,
+        name: &str,
+        kind: ImageKind,
+        capacity: u64,
+        progress: &dyn Progress,
+    ) -> Result<Self> {
+        let random = system_entropy();
+        // Zeros are written at the end, and only where nothing else was.
+        let made = match kind {
+            ImageKind::EagerZeroedThick => ImageKind::ZeroedThick,
+            kind => kind,
+        };
+        let new = NewImage { mode: IoMode::Buffered, ..NewImage::new(name, capacity, made) };
+        let mut watch = |_: u64, _: u64| go_on(progress);
+        let unfinished = begin(folder, &new, &mut || random(), &mut watch)?;
+        match unfinished.open(&OpenOptions { writable: true, ..OpenOptions::default() }) {
+            Ok(image) => {
+                let layer = Arc::clone(image.layer());
+                Ok(Self { unfinished, image, kind, layer, extents: Vec::new() })
+            }
+            Err(error) => {
+                unfinished.abandon();
+                Err(error)
+            }
+        }
+    }
+
+    /// Has the system begin to write what was just written: the flush at the end then finds little to do.
+    fn write_out(&mut self, start: u64, length: u64) -> Result<()> {
+        self.extents.clear();
+        self.layer.map(start..start + length, WRITE_OUT_EXTENTS, &mut self.extents)?;
+        for extent in &self.extents {
+            if let Content::Data { file, offset } = extent.content {
+                self.layer.file(file)?.write_out(offset, extent.length, false);
+            }
+        }
+        Ok(())
+    }
+
+    fn close(&self, progress: &dyn Progress) -> Result<()> {
+        if self.kind == ImageKind::EagerZeroedThick {
+            self.image.inflate(&mut |done, total| {
+                progress.update(done, total);
+                go_on(progress)
+            })?;
+        }
+        self.layer.close()
+    }
+}
+
+fn go_on(progress: &dyn Progress) -> ControlFlow<()> {
+    if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+}
+
+impl Sink for ImageSink {
+    fn unit(&self) -> u64 {
+        self.layer.grain()
+    }
+
+    fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
+        let mut take = |piece: &super::Piece| {
+            for run in &piece.runs {
+                let start = piece.start + run.start as u64;
+                self.layer.write(start, &[piece.bytes(run)])?;
+                self.write_out(start, run.len() as u64)?;
+            }
+            Ok(())
+        };
+        while pieces.next(&mut take)? {}
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, progress: &dyn Progress) -> Result<()> {
+        let closed = self.close(progress);
+        let Self { unfinished, image, layer, .. } = *self;
+        drop((image, layer));
+        match closed {
+            Ok(()) => unfinished.finish().map(drop),
+            Err(error) => {
+                unfinished.abandon();
+                match error.kind() {
+                    ErrorKind::Interrupted => Err(store::Error::new(
+                        ErrorKind::Interrupted,
+                        "the conversion was stopped; nothing of the target is left",
+                    )),
+                    _ => Err(error),
+                }
+            }
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        let Self { unfinished, image, layer, .. } = *self;
+        drop((image, layer));
+        unfinished.abandon();
+    }
+}

@@ -1,0 +1,170 @@
+//! Conversion: the content of any disk or image into a new one of any format.
+//!
+//! ```text
+//! source                       pieces of 1 MiB                sink
+//!   chain of images      --->  reader  ===>  writer  --->     an image of any kind
+//!   disk, snapshot             finds zeros   (the caller's)   streamOptimized, OVA
+//!   disk of an archive                                        native disk
+//! ```
+//!
+//! What holds:
+//!
+//! 1. **Whole or not at all.** The target has its name once all of it is durable. An error, an interruption and a crash
+//!    leave nothing that looks like a disk; what a crash leaves is swept, by the datastore at its next opening and in a
+//!    folder at the next conversion to the same name.
+//! 2. **The source is not changed**, and does not change: of a disk in use a snapshot is read.
+//! 3. **Zeros are not written.** What the source does not hold is passed over; what it holds is looked at. So the
+//!    target is as thin as its format allows, and a thick one has its space all the same.
+//! 4. **Memory is bounded**: [`copy::PIECES`] pieces, whatever is converted.
+//! 5. A source is what its user says, and untrusted: everything that [`layer::image`] says of foreign images.
+
+mod archive;
+mod copy;
+mod device;
+mod format;
+mod image;
+mod source;
+mod target;
+
+pub use copy::{Piece, Pieces, Run, Sink, Source, Zeros};
+pub use device::{DeviceSink, DeviceSource};
+pub use format::{SourceFormat, TargetFormat};
+pub use source::ChainSource;
+pub(crate) use source::{is_archive, open_member};
+pub(crate) use target::folder_of;
+
+use crate::progress::Progress;
+use crate::{Datastore, Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+
+/// One end of a conversion.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Address {
+    /// A file.
+    Path(PathBuf),
+    /// `DISK` or `DISK@SNAPSHOT` of the datastore.
+    Disk(String),
+}
+
+/// How foreign images are opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct ImageOptions {
+    /// What the file is; otherwise its first bytes say it.
+    pub format: Option<SourceFormat>,
+    /// Take a parent that was changed since its child was made.
+    pub force_parent: bool,
+    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
+    pub replay_journal: bool,
+    /// Folders besides the image's own that it may refer to.
+    pub permitted: Vec<PathBuf>,
+    /// Which disk of an archive: the name of its file there.
+    pub member: Option<String>,
+}
+
+/// What to convert into what.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Conversion {
+    /// The source.
+    pub from: Address,
+    /// The target, which must not exist.
+    pub to: Address,
+    /// Its format.
+    pub format: TargetFormat,
+    /// How the source is opened.
+    pub options: ImageOptions,
+    /// Most bytes a second; 0 for as fast as it goes.
+    pub rate: u64,
+}
+
+/// What a conversion made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Converted {
+    /// The target: a path or the name of a disk.
+    pub target: String,
+    /// Its format.
+    pub format: TargetFormat,
+    /// Capacity in bytes.
+    pub capacity: u64,
+    /// Bytes that were not zeros.
+    pub copied: u64,
+    /// Files that were made, with their paths; none for disks of a datastore.
+    pub files: Vec<PathBuf>,
+    /// What a person should know.
+    pub warnings: Vec<String>,
+}
+
+impl Conversion {
+    /// Whether a datastore takes part.
+    pub fn needs_datastore(&self) -> bool {
+        matches!(self.from, Address::Disk(_)) || matches!(self.to, Address::Disk(_))
+    }
+
+    /// Carries it out.
+    pub fn run(&self, datastore: Option<&Datastore>, progress: &dyn Progress) -> Result<Converted> {
+        let datastore = || {
+            let missing = || Error::new(ErrorKind::Invalid, "a disk is named, and no datastore");
+            datastore.ok_or_else(missing)
+        };
+        // The target first: what cannot be made is not read for.
+        target::check(&self.to, self.format)?;
+        let mut warnings = Vec::new();
+        let _use = match &self.from {
+            Address::Disk(name) => Some(datastore()?.uses.share(crate::names::split(name).0)?),
+            Address::Path(_) => None,
+        };
+        let source: Box<dyn Source + '_> = match &self.from {
+            Address::Path(path) => source::open(path, &self.options, progress, &mut warnings)?,
+            Address::Disk(name) => disk_source(datastore()?, name)?,
+        };
+        let capacity = source.capacity().next_multiple_of(layer::SECTOR);
+        // Until the disk is there, nobody else gets its name.
+        let mut reservation = None;
+        let target = match &self.to {
+            Address::Path(path) => target::make(path, self.format, capacity, progress)?,
+            Address::Disk(name) => {
+                reservation = Some(datastore()?.reserve(name)?);
+                disk_target(datastore()?, name, self.format, capacity, progress)?
+            }
+        };
+        let files = target.files;
+        let copied = copy::copy(source, target.sink, self.rate, progress)?;
+        drop(reservation);
+        let target = match &self.to {
+            Address::Path(path) => path.display().to_string(),
+            Address::Disk(name) => name.clone(),
+        };
+        Ok(Converted { target, format: self.format, capacity, copied, files, warnings })
+    }
+}
+
+/// A disk or snapshot of a datastore to read.
+fn disk_source<'a>(datastore: &'a Datastore, name: &str) -> Result<Box<dyn Source + 'a>> {
+    let (disk, snapshot) = crate::names::split(name);
+    match datastore.foreign.find(disk) {
+        Some(entry) => datastore.foreign.conversion_source(&entry, snapshot),
+        None => datastore.native.conversion_source(disk, snapshot),
+    }
+}
+
+/// A new disk of a datastore, whose name is reserved.
+fn disk_target<'a>(
+    datastore: &'a Datastore,
+    name: &str,
+    format: TargetFormat,
+    capacity: u64,
+    progress: &dyn Progress,
+) -> Result<target::Target<'a>> {
+    let sink = match format {
+        TargetFormat::Native => datastore.native.conversion_target(name, capacity)?,
+        TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
+        TargetFormat::StreamOptimized | TargetFormat::Ova => {
+            let text = format!("disk '{name}' cannot be {format}: nobody can write into that; choose another format");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+    };
+    Ok(target::Target { sink, files: Vec::new() })
+}

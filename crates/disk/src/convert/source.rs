@@ -1,0 +1,188 @@
+//! Sources in files: images with their parents, and disks in archives.
+
+use super::copy::{Run, Source};
+use super::{ImageOptions, SourceFormat};
+use crate::progress::Progress;
+use backend::{Access, File, IoMode};
+use chain::{Chain, Condition, Span};
+use layer::image::{self, OpenOptions, Place, open_chain};
+use layer::ova::Ova;
+use layer::sesparse::DirtyJournal;
+use layer::stream::Stream;
+use std::collections::VecDeque;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// Bytes asked about at a time, and runs taken from one answer.
+const ASK_BYTES: u64 = 256 << 20;
+const ASK_SPANS: usize = 1024;
+
+/// Bytes of an archive's member digested between two looks whether that is still wanted.
+const DIGEST_PIECE: usize = 1 << 20;
+
+/// Where the magic of a tar archive stands.
+const TAR_MAGIC: (u64, &[u8]) = (257, b"ustar");
+
+/// A chain of layers.
+pub struct ChainSource {
+    chain: Arc<Chain>,
+    /// What is known of the bytes from the first span's start on.
+    spans: VecDeque<Span>,
+}
+
+impl ChainSource {
+    /// Reads the chain as it is; it should not be written meanwhile.
+    pub fn new(chain: Arc<Chain>) -> Self {
+        Self { chain, spans: VecDeque::new() }
+    }
+}
+
+impl Source for ChainSource {
+    fn capacity(&self) -> u64 {
+        self.chain.capacity()
+    }
+
+    fn next(&mut self, start: u64) -> Result<Run> {
+        while self.spans.front().is_some_and(|span| span.start + span.length <= start) {
+            self.spans.pop_front();
+        }
+        if self.spans.front().is_none_or(|span| span.start > start) {
+            let length = ASK_BYTES.min(self.chain.capacity().saturating_sub(start));
+            self.spans = self.chain.status(start, length, ASK_SPANS)?.into();
+        }
+        let Some(span) = self.spans.front() else { return Ok(Run { length: 0, zero: false }) };
+        let length = (span.start + span.length).saturating_sub(start);
+        Ok(Run { length, zero: span.condition != Condition::Data })
+    }
+
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.chain.read(start, out)
+    }
+}
+
+impl ImageOptions {
+    /// For the opener.
+    pub(crate) fn opening(&self, writable: bool) -> OpenOptions {
+        OpenOptions {
+            writable,
+            format: self.format.and_then(SourceFormat::of_image),
+            force: self.force_parent,
+            journal: if self.replay_journal { DirtyJournal::Replay } else { DirtyJournal::Refuse },
+            levels_max: chain::limits::LEVELS_MAX - 1,
+            ..OpenOptions::default()
+        }
+    }
+
+    /// The file that a user named.
+    pub(crate) fn place(&self, path: &Path) -> Result<Place> {
+        Place::local(path, &self.permitted)
+    }
+}
+
+/// Opens what a path names.
+pub(super) fn open(
+    path: &Path,
+    options: &ImageOptions,
+    progress: &dyn Progress,
+    warnings: &mut Vec<String>,
+) -> Result<Box<dyn Source>> {
+    let place = options.place(path)?;
+    let archive = match options.format {
+        Some(format) => format == SourceFormat::Ova,
+        None => is_archive(&place)?,
+    };
+    if archive {
+        return open_archive(&place, options, progress, warnings);
+    }
+    if let Some(member) = &options.member {
+        let text = format!("'{}' is no archive: there is no '{member}' in it", path.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let opened = open_chain(place, &options.opening(false))?;
+    if options.force_parent {
+        warnings.push("parents were taken as they are, changed or not: what was read may be garbage".to_owned());
+    }
+    let label = opened.images()[0].place().label();
+    Ok(Box::new(ChainSource::new(Arc::new(whole_chain(&label, &opened)?))))
+}
+
+/// The chain of opened images, for reading.
+pub(crate) fn whole_chain(label: &str, opened: &image::Chain) -> Result<Chain> {
+    let levels_max = chain::limits::LEVELS_MAX;
+    let options = chain::Options { read_only: true, levels_max, ..chain::Options::default() };
+    Chain::open(label, opened.layers(), options)
+}
+
+/// Whether the file begins as a tar archive does, and its name says that it is one of a virtual machine: the first
+/// bytes of a raw disk are its guest's.
+pub(crate) fn is_archive(place: &Place) -> Result<bool> {
+    if !place.name.to_ascii_lowercase().ends_with(".ova") {
+        return Ok(false);
+    }
+    let file = place.open(IoMode::Buffered, Access::Read)?;
+    let (at, magic) = TAR_MAGIC;
+    let mut bytes = vec![0; magic.len()];
+    file.read_at(&mut bytes, at).during(|| format!("reading the beginning of '{}'", place.label()))?;
+    Ok(bytes == magic)
+}
+
+/// The file of one disk of an archive, its digest checked.
+pub(crate) fn open_member(
+    place: &Place,
+    options: &ImageOptions,
+    progress: &dyn Progress,
+    warnings: &mut Vec<String>,
+) -> Result<(String, Arc<dyn File>)> {
+    let label = place.label();
+    let ova = Ova::open(place.open(IoMode::Buffered, Access::Read)?, &label)?;
+    warnings.extend(ova.warnings().iter().map(|warning| format!("'{label}': {warning}")));
+    let names: Vec<&str> = ova.disks().iter().map(|disk| disk.file.as_str()).collect();
+    let disk = match (&options.member, ova.disks()) {
+        (Some(member), disks) => disks.iter().find(|disk| disk.file == *member).ok_or_else(|| {
+            let text = format!("'{label}' has no disk '{member}': it has {}", names.join(", "));
+            Error::new(ErrorKind::NotFound, text)
+        })?,
+        (None, [disk]) => disk,
+        (None, []) => return Err(Error::new(ErrorKind::Invalid, format!("'{label}' describes no disk"))),
+        (None, _) => {
+            let text = format!("'{label}' has several disks: choose one with --member: {}", names.join(", "));
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+    };
+    if disk.parent.is_some() {
+        let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    // What the manifest promises is checked before anything is made of it.
+    let mut reader = ova.reader(&disk.file)?;
+    let mut buffer = vec![0; DIGEST_PIECE];
+    loop {
+        if progress.cancelled() {
+            return Err(Error::new(ErrorKind::Interrupted, "stopped while the archive was checked"));
+        }
+        match reader.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(_) => {}
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidData => {
+                return Err(Error::new(ErrorKind::Corrupt, error.to_string()));
+            }
+            Err(error) => return Err(Error::io(format!("reading '{}' of '{label}'", disk.file), error)),
+        }
+    }
+    Ok((disk.file.clone(), ova.file(&disk.file)?))
+}
+
+fn open_archive(
+    place: &Place,
+    options: &ImageOptions,
+    progress: &dyn Progress,
+    warnings: &mut Vec<String>,
+) -> Result<Box<dyn Source>> {
+    let (name, file) = open_member(place, options, progress, warnings)?;
+    let label = format!("{}:{name}", place.label());
+    let stream = Arc::new(Stream::open(file, &label)?);
+    let chain = Chain::open(label, vec![stream], chain::Options { read_only: true, ..chain::Options::default() })?;
+    Ok(Box::new(ChainSource::new(Arc::new(chain))))
+}

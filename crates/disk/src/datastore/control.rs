@@ -1,0 +1,264 @@
+//! Every verb, handed to the disks of the kind that the name belongs to.
+
+use super::Datastore;
+use crate::foreign::Entry;
+use crate::info::{
+    ChangedExtent, Direction, DiskInfo, DiskStatistics, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions,
+    Tuning,
+};
+use crate::names;
+use crate::native::check_capacity;
+use crate::progress::Progress;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+impl Datastore {
+    /// A disk in VMware's formats, for what only those have.
+    fn image_disk(&self, name: &str, what: &str) -> Result<Arc<Entry>> {
+        if let Some(entry) = self.foreign.find(name) {
+            return Ok(entry);
+        }
+        self.native.find_disk(name)?;
+        let text = format!("disk '{name}' is a native one: {what}");
+        Err(Error::new(ErrorKind::Unsupported, text))
+    }
+
+    /// Makes a disk. Progress matters for thick ones.
+    pub fn create_disk(&self, name: &str, new: &NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _name = self.reserve(name)?;
+        match new.format.kind(new.provisioning) {
+            Some(kind) => {
+                check_capacity(name, new.capacity)?;
+                self.foreign.create_disk(name, new.capacity, kind, new.delta, progress)
+            }
+            None if new.delta.is_some() => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("disk '{name}': snapshots of a native disk are no images and have no format of their own"),
+            )),
+            None => self.native.create_disk(name, new.capacity, new.provisioning, progress),
+        }
+    }
+
+    /// All disks by name, block counts left out.
+    pub fn disks(&self) -> Result<Vec<DiskInfo>> {
+        let mut disks = self.native.disks()?;
+        disks.extend(self.foreign.disks());
+        disks.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(disks)
+    }
+
+    /// One disk, blocks counted.
+    pub fn disk(&self, name: &str) -> Result<DiskInfo> {
+        match self.foreign.find(name) {
+            Some(entry) => self.foreign.info(&entry, true),
+            None => self.native.disk(name),
+        }
+    }
+
+    /// Grows a disk, or shrinks it when `shrink` says that losing its end is meant.
+    pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        match self.foreign.find(name) {
+            Some(entry) => self.foreign.resize_disk(&entry),
+            None => self.native.resize_disk(name, capacity, shrink),
+        }
+    }
+
+    /// Renames a disk.
+    pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        let _name = self.reserve(to)?;
+        match self.foreign.find(name) {
+            Some(entry) => self.foreign.rename_disk(&entry, to),
+            None => self.native.rename_disk(name, to),
+        }
+    }
+
+    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
+    /// it, unless `promote`: then the snapshots they stand on become theirs.
+    pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+        let _use = self.uses.share(name)?;
+        match self.foreign.find(name) {
+            Some(entry) => self.foreign.delete_disk(&entry, promote),
+            None => self.native.delete_disk(name, promote),
+        }
+    }
+
+    /// Takes snapshots of several disks at one point: (disk, snapshot name).
+    pub fn create_snapshots(&self, of: &[(String, String)], options: &SnapshotOptions) -> Result<Vec<SnapshotInfo>> {
+        let _uses = of.iter().map(|(disk, _)| self.uses.share(disk)).collect::<Result<Vec<_>>>()?;
+        let mut images = Vec::new();
+        let mut native = Vec::new();
+        for (disk, name) in of {
+            names::check("snapshot", name)?;
+            match self.foreign.find(disk) {
+                Some(entry) => images.push((entry, name.clone())),
+                None => native.push((disk.clone(), name.clone())),
+            }
+        }
+        if options.is_special()
+            && let Some((disk, _)) = native.first()
+        {
+            self.native.find_disk(disk)?;
+            let text = format!("disk '{disk}' is a native one: its snapshots have no folder, format or description");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        let mut taken = Vec::new();
+        if native.is_empty() {
+            self.foreign.create_snapshots(&images, options, &mut || Ok(()))?;
+        } else {
+            // The lock of the native disks is taken first: nobody's writes wait for that.
+            taken = self.native.create_snapshots(&native, &mut |take| match images.is_empty() {
+                true => take(),
+                false => self.foreign.create_snapshots(&images, options, take),
+            })?;
+        }
+        for (entry, name) in &images {
+            taken.extend(self.foreign.snapshots(entry).into_iter().filter(|snapshot| snapshot.name == *name));
+        }
+        let place = |info: &SnapshotInfo| of.iter().position(|(disk, name)| *disk == info.disk && *name == info.name);
+        taken.sort_by_key(place);
+        Ok(taken)
+    }
+
+    /// Snapshots of one disk, or of all, parents before children.
+    pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
+        match disk.map(|name| (name, self.foreign.find(name))) {
+            Some((_, Some(entry))) => Ok(self.foreign.snapshots(&entry)),
+            Some((name, None)) => self.native.snapshots(Some(name)),
+            None => {
+                let mut all = self.native.snapshots(None)?;
+                all.extend(self.foreign.entries().iter().flat_map(|entry| self.foreign.snapshots(entry)));
+                Ok(all)
+            }
+        }
+    }
+
+    /// Deletes a snapshot; `Busy` with the list when clones stand on it, and while clients read it. Where it is an
+    /// image, that is merged with a neighbour, in the direction asked for or the cheaper one.
+    pub fn delete_snapshot(
+        &self,
+        disk: &str,
+        name: &str,
+        direction: Option<Direction>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let _use = self.uses.share(disk)?;
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),
+            None if direction.is_some() => {
+                self.image_disk(disk, "deleting its snapshots merges nothing, so there is no direction").map(|_| ())
+            }
+            None => self.native.delete_snapshot(disk, name),
+        }
+    }
+
+    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
+        let _use = self.uses.share(disk)?;
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.revert(&entry, name),
+            None => self.native.revert(disk, name),
+        }
+    }
+
+    /// Calls `each` for every extent that differs between two points of a disk, in order of offset.
+    pub fn diff(
+        &self,
+        disk: &str,
+        from: &Point,
+        to: &Point,
+        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
+    ) -> Result<()> {
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.diff(&entry, from, to, each),
+            None => self.native.diff(disk, from, to, each),
+        }
+    }
+
+    /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
+    pub fn clone_linked(
+        &self,
+        disk: &str,
+        at: &Point,
+        clone_names: &[String],
+        progress: &dyn Progress,
+    ) -> Result<Vec<DiskInfo>> {
+        let _use = self.uses.share(disk)?;
+        let reserve = |name: &String| {
+            self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
+        };
+        let _names = clone_names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.clone_linked(&entry, at, clone_names, progress),
+            None => self.native.clone_linked(disk, at, clone_names, progress),
+        }
+    }
+
+    /// Makes an independent copy of the allocated data. Interrupted, it leaves nothing behind.
+    pub fn clone_full(&self, disk: &str, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(disk)?;
+        let _name = self.reserve(name)?;
+        match self.foreign.find(disk) {
+            Some(entry) => self.foreign.clone_full(&entry, at, name, progress),
+            None => self.native.clone_full(disk, at, name, progress),
+        }
+    }
+
+    /// Makes a linked clone independent of its parent, while it is in use: the parent can be deleted afterwards.
+    pub fn detach(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        match self.foreign.find(name) {
+            Some(_) => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("disk '{name}' stands on its parent's images; 'lamina clone --full' makes an independent copy"),
+            )),
+            None => self.native.detach(name, progress),
+        }
+    }
+
+    /// Figures of the chain of a disk in VMware's formats.
+    pub fn disk_statistics(&self, name: &str) -> Result<DiskStatistics> {
+        self.foreign.statistics(&*self.image_disk(name, "it has no chain, and so no figures of one")?)
+    }
+
+    /// Changes tunables of a chain, at once and for good.
+    pub fn tune_disk(&self, name: &str, tuning: &Tuning) -> Result<DiskStatistics> {
+        let _use = self.uses.share(name)?;
+        self.foreign.tune(&*self.image_disk(name, "it has no chain to tune")?, tuning)
+    }
+
+    /// Gives a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
+    pub fn inflate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        let entry = self.image_disk(name, "'lamina clone --full' makes copies of other provisioning types")?;
+        self.foreign.inflate(&entry, progress)?;
+        self.foreign.info(&entry, true)
+    }
+
+    /// Gives back the blocks of a flat disk that hold only zeros, while it is in use.
+    pub fn punch_zeros(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
+        self.foreign.punch_zeros(&*self.image_disk(name, "discard gives back what it does not need")?, progress)
+    }
+
+    /// Finds the dead grains of a disk's deltas and frees them, while it is in use.
+    pub fn wipe_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
+        self.foreign.wipe(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+    }
+
+    /// Gives the free grains of a disk's deltas back to the file system, while it is in use.
+    pub fn shrink_disk(&self, name: &str, progress: &dyn Progress) -> Result<Reclaimed> {
+        let _use = self.uses.share(name)?;
+        self.foreign.shrink(&*self.image_disk(name, "freed blocks go back by themselves")?, progress)
+    }
+
+    /// Merges the chain of a disk into its base, while it is in use. The snapshots between go.
+    pub fn consolidate_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.share(name)?;
+        let entry = self.image_disk(name, "it has no chain to consolidate")?;
+        self.foreign.consolidate(&entry, progress)?;
+        self.foreign.info(&entry, true)
+    }
+}

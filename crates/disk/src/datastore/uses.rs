@@ -1,0 +1,100 @@
+//! Who works on which disk: what a migration must not meet, and what must not meet a migration.
+//!
+//! An operation that changes a disk or its snapshots uses the disk's name until it has ended; a migration has it alone.
+//! Whoever comes second is refused with the reason, and nobody waits.
+
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+#[derive(Clone, Copy)]
+enum Use {
+    /// By that many operations.
+    Shared(u64),
+    /// For what.
+    Alone(&'static str),
+}
+
+/// The disks that are worked on.
+#[derive(Default)]
+pub(crate) struct Uses {
+    all: Mutex<BTreeMap<String, Use>>,
+}
+
+/// One use; it ends when this is dropped.
+pub(crate) struct InUse {
+    uses: Arc<Uses>,
+    name: String,
+}
+
+impl Uses {
+    /// Uses a disk for a change: `Busy` while somebody has it alone.
+    pub fn share(self: &Arc<Self>, name: &str) -> Result<InUse> {
+        let mut all = self.all.lock();
+        match all.entry(name.to_owned()).or_insert(Use::Shared(0)) {
+            Use::Shared(count) => *count += 1,
+            Use::Alone(what) => {
+                let text = format!("disk '{name}' is being {what}: this has to wait until that is done or stopped");
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+        }
+        Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
+    }
+
+    /// Has a disk alone, to be `what` (a participle): `Busy` while anybody uses it.
+    pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
+        let mut all = self.all.lock();
+        match all.get(name) {
+            None => {}
+            Some(Use::Alone(other)) => {
+                return Err(Error::new(ErrorKind::Busy, format!("disk '{name}' is being {other} already")));
+            }
+            Some(Use::Shared(_)) => {
+                let text = format!("disk '{name}' cannot be {what} now: another operation on it is under way");
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+        }
+        all.insert(name.to_owned(), Use::Alone(what));
+        Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
+    }
+}
+
+impl InUse {
+    /// Keeps the use until the datastore is opened again.
+    pub fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        let mut all = self.uses.all.lock();
+        match all.get_mut(&self.name) {
+            Some(Use::Shared(count)) if *count > 1 => *count -= 1,
+            _ => drop(all.remove(&self.name)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn alone_is_alone() {
+        let uses = Arc::new(Uses::default());
+        let (a, b) = (uses.share("x").unwrap(), uses.share("x").unwrap());
+        assert_eq!(uses.alone("x", "migrated").err().unwrap().kind(), ErrorKind::Busy);
+        drop(a);
+        assert!(uses.alone("x", "migrated").is_err());
+        drop(b);
+        let alone = uses.alone("x", "migrated").unwrap();
+        assert!(uses.share("x").err().unwrap().to_string().contains("migrated"));
+        assert!(uses.alone("x", "migrated").is_err());
+        uses.share("y").unwrap();
+        drop(alone);
+        assert!(uses.all.lock().is_empty());
+    }
+}

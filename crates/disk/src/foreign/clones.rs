@@ -1,0 +1,195 @@
+//! Clones: linked (a delta on a snapshot's image) and full (an independent copy in the same format).
+
+use super::snapshots::TEMPORARY;
+use super::{ChainedDevice, Entry, Foreign, Watched};
+use crate::device::{Allocation, Device};
+use crate::info::{DiskInfo, Point, SnapshotOptions};
+use crate::progress::Progress;
+use backend::Buffer;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+use vmdk::CloneReference;
+
+/// Bytes copied at a time.
+const COPY_PIECE: u64 = 1 << 20;
+/// Bytes whose allocation is looked at at a time.
+const COPY_WINDOW: u64 = 1 << 30;
+/// Runs asked for at a time.
+const COPY_RUNS: usize = 1024;
+
+impl Foreign {
+    /// Linked clones of a disk that are there now: those made elsewhere are believed in, for nobody here can look.
+    pub(super) fn clones_there(&self, entry: &Entry) -> Vec<CloneReference> {
+        let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
+        let own = self.path.as_deref();
+        let record = entry.disk.record();
+        let elsewhere = |uuid: &str| {
+            let clone = record.clones.iter().find(|clone| clone.uuid == uuid);
+            clone.is_some_and(|clone| own.is_none_or(|own| !std::path::Path::new(&clone.folder).starts_with(own)))
+        };
+        entry.disk.clones().into_iter().filter(|clone| there.contains(&clone.uuid) || elsewhere(&clone.uuid)).collect()
+    }
+
+    /// Names of the linked clones of a disk, or of one of its snapshots.
+    pub(super) fn clones_of(&self, entry: &Entry, snapshot: Option<&str>) -> Vec<String> {
+        let all = self.entries();
+        let clones = self.clones_there(entry);
+        let wanted = clones.into_iter().filter(|clone| snapshot.is_none() || clone.snapshot.as_deref() == snapshot);
+        let names = wanted.map(|clone| {
+            let now = all.iter().find(|entry| entry.disk.uuid() == clone.uuid);
+            now.map_or(clone.name, |entry| entry.disk.name())
+        });
+        names.collect()
+    }
+
+    /// Takes a snapshot under a name that is free.
+    pub(super) fn snapshot_for(&self, entry: &Arc<Entry>, name: &str, description: &str) -> Result<String> {
+        let mut free = name.to_owned();
+        let mut number = 2;
+        while entry.find_snapshot(&free).is_ok() {
+            free = format!("{name}-{number}");
+            number += 1;
+        }
+        let options = SnapshotOptions { description: description.to_owned(), ..SnapshotOptions::default() };
+        self.create_snapshots(&[(Arc::clone(entry), free.clone())], &options, &mut || Ok(()))?;
+        Ok(free)
+    }
+
+    /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
+    pub fn clone_linked(
+        &self,
+        entry: &Arc<Entry>,
+        at: &Point,
+        names: &[String],
+        progress: &dyn Progress,
+    ) -> Result<Vec<DiskInfo>> {
+        let (snapshot, made) = match (at, names) {
+            (_, []) => return Err(Error::new(ErrorKind::Invalid, "no clones are asked for")),
+            (Point::Snapshot(name), _) => {
+                entry.find_snapshot(name)?;
+                (name.clone(), false)
+            }
+            (Point::Head, [first, ..]) => (self.snapshot_for(entry, &format!("for-{first}"), "")?, true),
+        };
+        let mut clones: Vec<Arc<Entry>> = Vec::with_capacity(names.len());
+        let outcome = names.iter().try_for_each(|name| {
+            if progress.cancelled() {
+                return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
+            }
+            clones.push(self.clone_one(entry, &snapshot, name)?);
+            progress.update(clones.len() as u64, names.len() as u64);
+            Ok(())
+        });
+        if let Err(error) = outcome {
+            for clone in clones {
+                if let Err(second) = self.delete_disk(&clone, false) {
+                    tracing::warn!(clone = clone.disk.name(), %second, "a clone of the failed set stays");
+                }
+            }
+            if made {
+                self.delete_snapshot(entry, &snapshot, None, &crate::NoProgress)?;
+            }
+            return Err(error);
+        }
+        clones.iter().map(|clone| self.info(clone, false)).collect()
+    }
+
+    fn clone_one(&self, entry: &Arc<Entry>, snapshot: &str, name: &str) -> Result<Arc<Entry>> {
+        let (folder, home) = self.new_folder(name, false)?;
+        match entry.disk.linked_clone(snapshot, home, name, &self.options) {
+            Ok(disk) => Ok(self.insert(folder, disk)),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "the folder of a clone that was not made stays");
+                }
+                Err(error.context(format!("clone '{name}' was not made")))
+            }
+        }
+    }
+
+    /// Makes an independent copy of the allocated data in the same format. Interrupted, it leaves nothing behind.
+    pub fn clone_full(&self, entry: &Arc<Entry>, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let (snapshot, temporary) = match at {
+            Point::Snapshot(name) => {
+                entry.find_snapshot(name)?;
+                (name.clone(), false)
+            }
+            Point::Head => (self.snapshot_for(entry, &format!("copying-to-{name}"), TEMPORARY)?, true),
+        };
+        let copied = self.copy(entry, &snapshot, name, progress);
+        if temporary {
+            // Without the copy's progress: it is merged back, with what was written meanwhile.
+            self.delete_snapshot(entry, &snapshot, None, &crate::NoProgress)?;
+        }
+        let copied = copied?;
+        self.info(&copied, false)
+    }
+
+    fn copy(&self, entry: &Arc<Entry>, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<Arc<Entry>> {
+        let source =
+            ChainedDevice::new(format!("{}@{snapshot}", entry.disk.name()), entry.disk.snapshot_chain(snapshot)?);
+        let record = entry.disk.record();
+        let kind = entry.kind().unwrap_or(crate::info::ImageKind::Thin);
+        let new = vmdk::NewDisk {
+            name: name.to_owned(),
+            capacity: source.capacity(),
+            kind,
+            delta: Some(record.delta),
+            adapter: layer::descriptor::Adapter::named(&record.adapter).unwrap_or_default(),
+        };
+        let (folder, home) = self.new_folder(name, true)?;
+        let made = vmdk::Disk::create(home, &new, &self.options, &Watched(&crate::NoProgress));
+        let outcome = made.and_then(|disk| {
+            let target = ChainedDevice::new(name, disk.chain()?);
+            match copy_allocated(&source, &target, progress).and_then(|()| target.flush()) {
+                Ok(()) => Ok(disk),
+                Err(error) => {
+                    drop(target);
+                    disk.delete()?;
+                    Err(error)
+                }
+            }
+        });
+        match outcome {
+            Ok(disk) => {
+                self.complete(&folder)?;
+                Ok(self.insert(folder, disk))
+            }
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "the folder of a copy that was not made stays");
+                }
+                Err(error.context(format!("disk '{name}' was not made")))
+            }
+        }
+    }
+}
+
+/// Copies what holds data into a disk that reads as zeros.
+fn copy_allocated(source: &dyn Device, target: &dyn Device, progress: &dyn Progress) -> Result<()> {
+    let capacity = source.capacity();
+    let mut at = 0;
+    while at < capacity {
+        let window = COPY_WINDOW.min(capacity - at);
+        for run in source.status(at, window, COPY_RUNS)? {
+            let end = at + run.length;
+            while run.allocation == Allocation::Data && at < end {
+                if progress.cancelled() {
+                    return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
+                }
+                // Pieces end at borders of blocks, where a write needs nothing filled up.
+                let piece = (end - at).min(COPY_PIECE - at % COPY_PIECE);
+                let bytes = source.read(at, piece as usize)?;
+                let skip = (at % backend::BLOCK_SIZE as u64) as usize;
+                let mut buffer = Buffer::with_bytes(skip + bytes.len());
+                buffer[skip..skip + bytes.len()].copy_from_slice(&bytes);
+                target.write(at, buffer, bytes.len(), false)?;
+                at += piece;
+                progress.update(at, capacity);
+            }
+            at = end;
+        }
+        progress.update(at, capacity);
+    }
+    Ok(())
+}

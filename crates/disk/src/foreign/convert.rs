@@ -1,0 +1,139 @@
+//! Disks in VMware's formats as ends of a conversion.
+
+use super::snapshots::TEMPORARY;
+use super::{Entry, Foreign, ForeignReplica};
+use crate::convert::{DeviceSource, Piece, Pieces, Run, Sink, Source};
+use crate::info::ImageKind;
+use crate::progress::{NoProgress, Progress};
+use backend::BLOCK_SIZE;
+use chain::Chain;
+use std::sync::Arc;
+use store::Result;
+
+/// Largest unit in which a target is filled; formats with larger grains fill the rest up themselves.
+const UNIT_MAX: u64 = 1 << 20;
+
+impl Foreign {
+    /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that is merged back when the source
+    /// goes, and when the datastore is opened after a crash.
+    pub(crate) fn conversion_source<'a>(
+        &'a self,
+        entry: &Arc<Entry>,
+        snapshot: Option<&str>,
+    ) -> Result<Box<dyn Source + 'a>> {
+        let point = match snapshot {
+            Some(_) => None,
+            None => {
+                let name = self.snapshot_for(entry, "converting", TEMPORARY)?;
+                Some(Point { foreign: self, entry: Arc::clone(entry), name })
+            }
+        };
+        let name = point.as_ref().map(|point| point.name.as_str()).or(snapshot);
+        let inner = DeviceSource::new(self.open_device(entry, name, true)?);
+        Ok(Box::new(ForeignSource { inner, _point: point }))
+    }
+
+    /// A new disk to fill; its name is reserved.
+    pub(crate) fn conversion_target<'a>(
+        &'a self,
+        name: &str,
+        kind: ImageKind,
+        capacity: u64,
+        progress: &dyn Progress,
+    ) -> Result<Box<dyn Sink + 'a>> {
+        let replica = self.replica(name, capacity, kind, None, progress)?;
+        match replica.disk.chain() {
+            Ok(chain) => Ok(Box::new(ForeignSink { foreign: self, replica, chain })),
+            Err(error) => {
+                self.remove_replica(replica);
+                Err(error)
+            }
+        }
+    }
+
+    fn remove_replica(&self, replica: ForeignReplica) {
+        if let Err(error) = self.remove_moved(&replica.folder, replica.disk) {
+            tracing::warn!(%error, folder = replica.folder, "what was made of a disk goes at the next opening");
+        }
+    }
+}
+
+/// A snapshot for the time of a conversion.
+struct Point<'a> {
+    foreign: &'a Foreign,
+    entry: Arc<Entry>,
+    name: String,
+}
+
+impl Drop for Point<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.foreign.delete_snapshot(&self.entry, &self.name, None, &NoProgress) {
+            tracing::warn!(%error, snapshot = self.name, "the snapshot of a conversion goes at the next opening");
+        }
+    }
+}
+
+/// Reads a snapshot. Fields go in order: closed first, then deleted.
+struct ForeignSource<'a> {
+    inner: DeviceSource,
+    _point: Option<Point<'a>>,
+}
+
+impl Source for ForeignSource<'_> {
+    fn capacity(&self) -> u64 {
+        self.inner.capacity()
+    }
+
+    fn next(&mut self, start: u64) -> Result<Run> {
+        self.inner.next(start)
+    }
+
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.inner.read(start, out)
+    }
+}
+
+/// A disk that nobody can name yet, written from front to back.
+struct ForeignSink<'a> {
+    foreign: &'a Foreign,
+    replica: ForeignReplica,
+    chain: Arc<Chain>,
+}
+
+impl Sink for ForeignSink<'_> {
+    fn unit(&self) -> u64 {
+        let grain = self.chain.statistics().levels.first().map_or(BLOCK_SIZE as u64, |level| level.grain);
+        if grain.is_power_of_two() { grain.min(UNIT_MAX) } else { BLOCK_SIZE as u64 }
+    }
+
+    fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
+        let chain = &self.chain;
+        let take = |piece: &Piece| {
+            piece.runs.iter().try_for_each(|run| chain.write(piece.start + run.start as u64, piece.bytes(run)))
+        };
+        while pieces.next(take)? {}
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, _: &dyn Progress) -> Result<()> {
+        let Self { foreign, replica, chain } = *self;
+        let flushed = chain.flush();
+        drop(chain);
+        match flushed.and_then(|()| foreign.complete(&replica.folder)) {
+            Ok(()) => {
+                foreign.insert(replica.folder, replica.disk);
+                Ok(())
+            }
+            Err(error) => {
+                foreign.remove_replica(replica);
+                Err(error)
+            }
+        }
+    }
+
+    fn abandon(self: Box<Self>) {
+        let Self { foreign, replica, chain } = *self;
+        drop(chain);
+        foreign.remove_replica(replica);
+    }
+}

@@ -1,0 +1,339 @@
+//! Making, listing, showing, renaming and deleting disks; their figures and tunables.
+
+use super::{Entry, Foreign, Watched};
+use crate::info::{
+    Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
+    ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
+};
+use crate::progress::Progress;
+use layer::image::Place;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// What `lamina disk list` calls flat disks of VMFS.
+const VMDK: &str = "vmdk";
+
+impl From<layer::flat::Provisioning> for Provisioning {
+    fn from(provisioning: layer::flat::Provisioning) -> Self {
+        match provisioning {
+            layer::flat::Provisioning::Thin => Self::Thin,
+            layer::flat::Provisioning::ZeroedThick => Self::ZeroedThick,
+            layer::flat::Provisioning::EagerZeroedThick => Self::EagerZeroedThick,
+        }
+    }
+}
+
+impl Entry {
+    /// The kind of its base, as it was made.
+    pub fn kind(&self) -> Option<ImageKind> {
+        self.disk.record().kind.parse().ok()
+    }
+
+    /// Capacity in bytes, without opening its images where the head's descriptor has it.
+    pub fn capacity(&self) -> Result<u64> {
+        if let Some(device) = self.head.lock().upgrade() {
+            return Ok(device.chain().capacity());
+        }
+        match self.described_capacity() {
+            Some(capacity) => Ok(capacity),
+            None => Ok(self.disk.chain()?.capacity()),
+        }
+    }
+
+    /// Where the file is by which others open the head.
+    fn head_path(&self) -> String {
+        let record = self.disk.record();
+        let Ok(node) = record.node(record.head) else { return String::new() };
+        let home = self.disk.home().path().map(|path| path.display().to_string());
+        let folder = node.folder.clone().or(home).unwrap_or_default();
+        format!("{folder}/{}", node.descriptor)
+    }
+
+    fn described_capacity(&self) -> Option<u64> {
+        let record = self.disk.record();
+        let node = record.node(record.head).ok()?;
+        if node.folder.is_some() || node.format.is_some() {
+            return None;
+        }
+        let place = Place { folder: self.disk.home().clone(), name: node.descriptor.clone() };
+        let file = place.open(backend::IoMode::Buffered, backend::Access::Read).ok()?;
+        let descriptor = layer::descriptor::storage::load(&*file, &place.label()).ok()?;
+        descriptor.extents.iter().try_fold(0u64, |sum, extent| sum.checked_add(extent.sectors.checked_mul(512)?))
+    }
+}
+
+impl Foreign {
+    /// Makes a disk. Nothing is left of it after an error or a crash.
+    pub fn create_disk(
+        &self,
+        name: &str,
+        capacity: u64,
+        kind: ImageKind,
+        delta: Option<DeltaFormat>,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let (folder, home) = self.new_folder(name, false)?;
+        let new = vmdk::NewDisk {
+            name: name.to_owned(),
+            capacity,
+            kind,
+            delta,
+            adapter: layer::descriptor::Adapter::default(),
+        };
+        match vmdk::Disk::create(home, &new, &self.options, &Watched(progress)) {
+            Ok(disk) => self.info(&self.insert(folder, disk), false),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "the folder of a disk that was not made stays");
+                }
+                Err(error.context(format!("disk '{name}' was not made")))
+            }
+        }
+    }
+
+    /// All disks by name; one that cannot be looked at is left out and told of.
+    pub fn disks(&self) -> Vec<DiskInfo> {
+        let mut all = Vec::new();
+        for entry in self.entries() {
+            match self.info(&entry, false) {
+                Ok(info) => all.push(info),
+                Err(error) => tracing::warn!(disk = entry.disk.name(), %error, "a disk cannot be listed"),
+            }
+        }
+        all
+    }
+
+    /// One disk; `details` opens its images.
+    pub fn info(&self, entry: &Entry, details: bool) -> Result<DiskInfo> {
+        let record = entry.disk.record();
+        let kind = entry.kind();
+        let full = if details { Some(entry.disk.info()?) } else { None };
+        let provisioning = match &full {
+            Some(info) => info.provisioning,
+            None => kind.and_then(ImageKind::provisioning),
+        };
+        let flat = kind
+            .is_some_and(|kind| matches!(kind, ImageKind::Thin | ImageKind::ZeroedThick | ImageKind::EagerZeroedThick));
+        let capacity = match &full {
+            Some(info) => info.capacity,
+            None => entry.capacity()?,
+        };
+        Ok(DiskInfo {
+            capacity,
+            provisioning: provisioning.map_or(Provisioning::Thin, Provisioning::from),
+            format: if flat { VMDK.to_owned() } else { record.kind.clone() },
+            parent_snapshot: record.current().map(|snapshot| snapshot.name.clone()),
+            origin: self.origin_of(&record),
+            snapshots: record.snapshots.len() as u64,
+            blocks_allocated: None,
+            blocks_to_be_zeroed: None,
+            exclusive: None,
+            clients: self.switches.clients(&entry.identity(None)),
+            created: record.created,
+            image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
+            name: record.name,
+            uuid: record.uuid,
+        })
+    }
+
+    /// The snapshot that a clone stands on, under the name that its disk has now.
+    fn origin_of(&self, record: &vmdk::Record) -> Option<String> {
+        let origin = record.origin.as_ref()?;
+        let source = self.entries().into_iter().find(|entry| entry.disk.uuid() == origin.uuid);
+        let name = source.map_or_else(|| origin.disk.clone(), |entry| entry.disk.name());
+        Some(format!("{name}@{}", origin.snapshot))
+    }
+
+    /// Renames a disk; its files keep their names.
+    pub fn rename_disk(&self, entry: &Arc<Entry>, to: &str) -> Result<DiskInfo> {
+        let from = entry.disk.name();
+        entry.disk.rename(to)?;
+        let mut disks = self.disks.write();
+        disks.remove(&from);
+        disks.insert(to.to_owned(), Arc::clone(entry));
+        drop(disks);
+        self.info(entry, false)
+    }
+
+    /// These formats keep their capacity.
+    pub fn resize_disk(&self, entry: &Entry) -> Result<DiskInfo> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "disk '{}' keeps its capacity: its images and their snapshots are made for it; 'lamina disk migrate' \
+                 to the native format makes a disk that can be resized",
+                entry.disk.name()
+            ),
+        ))
+    }
+
+    /// Deletes a disk with its snapshots.
+    pub fn delete_disk(&self, entry: &Arc<Entry>, promote: bool) -> Result<()> {
+        let _clients = entry.clients.lock();
+        let name = entry.disk.name();
+        self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{name}'"))?;
+        for snapshot in &entry.disk.record().snapshots {
+            let identity = entry.identity(Some(&snapshot.name));
+            self.switches.refuse_in_use(&identity, &format!("snapshot '{name}@{}'", snapshot.name))?;
+        }
+        let clones = self.clones_of(entry, None);
+        if !clones.is_empty() {
+            let names = crate::native::list(clones.iter().map(String::as_str));
+            let how = if promote {
+                "images in this format belong to one disk and cannot be handed over; delete them first"
+            } else {
+                "delete them first"
+            };
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!("disk '{name}' is the parent of linked clones: {names}; {how}"),
+            ));
+        }
+        let outcome = Arc::clone(&entry.disk).delete();
+        if let Err(error) = &outcome
+            && entry.disk.record().pending.is_none()
+        {
+            // Nothing has happened.
+            return Err(Error::new(error.kind(), error.to_string()));
+        }
+        self.forget(&name);
+        outcome.and_then(|()| self.remove_folder(&entry.folder))
+    }
+
+    /// Figures of a disk's chain.
+    pub fn statistics(&self, entry: &Entry) -> Result<DiskStatistics> {
+        let statistics = entry.disk.chain()?.statistics();
+        let record = entry.disk.record();
+        let tunables = record.tunables;
+        let (metadata, data) = (&statistics.metadata, &statistics.data);
+        Ok(DiskStatistics {
+            name: record.name.clone(),
+            levels: statistics
+                .levels
+                .iter()
+                .map(|level| LevelInfo {
+                    format: level.format.to_owned(),
+                    capacity: level.capacity,
+                    grain: level.grain,
+                    writable: level.writable,
+                })
+                .collect(),
+            metadata: MetadataCacheStatistics {
+                hits: metadata.hits,
+                misses: metadata.misses,
+                evictions: metadata.evictions,
+                walks: metadata.walks,
+                walk_levels: metadata.walk_levels,
+                walk_levels_max: metadata.walk_levels_max,
+                prefetched: metadata.prefetched,
+                prefetched_used: metadata.prefetched_used,
+                entries: metadata.entries,
+                memory: metadata.memory,
+            },
+            data: DataCacheStatistics {
+                hits: data.hits,
+                misses: data.misses,
+                insertions: data.insertions,
+                evictions: data.evictions,
+                invalidations: data.invalidations,
+                blocks: data.blocks,
+                memory: data.memory,
+                memory_max: data.memory_max,
+            },
+            fills: statistics.fills,
+            tunables: Tuning {
+                metadata_entries: Some(tunables.metadata_entries as u64),
+                prefetch: Some(tunables.prefetch),
+                prefetch_extents: Some(tunables.prefetch_extents as u64),
+                read_cache: Some(tunables.read_cache),
+                levels_max: Some(tunables.levels_max as u64),
+            },
+        })
+    }
+
+    /// Changes tunables, at once and for good.
+    pub fn tune(&self, entry: &Entry, tuning: &Tuning) -> Result<DiskStatistics> {
+        let number = |value: Option<u64>| value.map(|value| usize::try_from(value).unwrap_or(usize::MAX));
+        entry.disk.tune(&vmdk::Tuning {
+            metadata_entries: number(tuning.metadata_entries),
+            prefetch: tuning.prefetch,
+            prefetch_extents: number(tuning.prefetch_extents),
+            read_cache: tuning.read_cache,
+            levels_max: number(tuning.levels_max),
+        })?;
+        self.statistics(entry)
+    }
+
+    /// Sum of the capacities, bytes that all folders take, disks, snapshots.
+    pub fn sums(&self) -> Result<Sums> {
+        let mut sums = Sums::default();
+        for entry in self.entries() {
+            sums.disks += 1;
+            sums.snapshots += entry.disk.record().snapshots.len() as u64;
+            // What cannot be looked at is told of by 'check'.
+            sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
+            let path = self.images()?.join(&entry.folder);
+            for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {
+                // A file may go while it is looked at.
+                let metadata = file.and_then(|file| file.metadata());
+                sums.allocated += metadata.map_or(0, |metadata| metadata.blocks() * 512);
+            }
+        }
+        Ok(sums)
+    }
+}
+
+/// Sums over all disks.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sums {
+    pub disks: u64,
+    pub snapshots: u64,
+    pub provisioned: u64,
+    pub allocated: u64,
+}
+
+impl DiskFormat {
+    /// The kind of image that a disk of this format begins with.
+    pub(crate) fn kind(self, provisioning: Provisioning) -> Option<ImageKind> {
+        match self {
+            Self::Native => None,
+            Self::Vmdk => Some(match provisioning {
+                Provisioning::Thin => ImageKind::Thin,
+                Provisioning::ZeroedThick => ImageKind::ZeroedThick,
+                Provisioning::EagerZeroedThick => ImageKind::EagerZeroedThick,
+            }),
+            Self::Image(kind) => Some(kind),
+        }
+    }
+}
+
+fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
+    ImageDetails {
+        kind: info.kind,
+        delta: info.delta.name().to_owned(),
+        counters: info.counters.map(|of| Counters { blocks: of.blocks, nb: of.nb, tbz: of.tbz }),
+        fragments: info.fragments,
+        levels: info.levels as u64,
+        levels_max: info.levels_max as u64,
+        formats: info.formats.into_iter().map(str::to_owned).collect(),
+        head,
+        files: info
+            .files
+            .into_iter()
+            .map(|file| ImageFile {
+                path: file.path,
+                standing: match file.standing {
+                    vmdk::Standing::Made => "made".into(),
+                    vmdk::Standing::Adopted => "adopted".into(),
+                    vmdk::Standing::Foreign => "foreign".into(),
+                },
+            })
+            .collect(),
+        allocated: info.usage.allocated,
+        mapped: info.usage.mapped,
+        dead: info.usage.dead,
+        consolidation_needed: info.redundant > 0,
+    }
+}

@@ -1,0 +1,403 @@
+//! Disks in VMware's formats that the datastore keeps: one folder each in `DATASTORE/images`.
+//!
+//! ```text
+//! disks       made, listed, shown, renamed, deleted; figures and tunables
+//! snapshots   taken (with others at one point), listed, deleted, gone back to, compared
+//! clones      linked and full
+//! moving      ends of a migration
+//! convert     ends of a conversion
+//! maintain    inflate, punch, wipe, shrink, consolidate, check
+//! device      a chain of layers as a device
+//! ```
+//!
+//! What a disk is, is `vmdk`'s; here it gets a folder, a place among the names of the datastore, and clients.
+//!
+//! 1. A folder is a disk of the datastore when it has a record and no [`INCOMPLETE`] mark. Opening the datastore
+//!    removes what was being made; what cannot be opened is left alone and told by `check`.
+//! 2. Every record is read when the datastore is opened; images are opened when somebody uses the disk, and closed with
+//!    the datastore.
+//! 3. `Entry::clients` is held while a client comes, and while a disk is deleted or reverted: neither meets the other.
+//!    Long work does not hold it, and finds by itself what is in use.
+
+mod clones;
+mod convert;
+mod device;
+mod disks;
+mod maintain;
+mod moving;
+mod snapshots;
+
+pub use device::ChainedDevice;
+pub(crate) use moving::{ForeignOriginal, ForeignReplica};
+
+use crate::device::Device;
+use crate::migrate::Overlay;
+use crate::names;
+use crate::native::Native;
+use crate::progress::Progress;
+use crate::switch::{Identity, SwitchedDevice, Switches};
+use backend::IoMode;
+use layer::image::Folder;
+use parking_lot::{Mutex, RwLock};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::ErrorKind as IoKind;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// The folder of all disks.
+pub(crate) const IMAGES: &str = "images";
+/// In the folder of a disk: it is being made by an operation, and goes with a crash.
+const INCOMPLETE: &str = "lamina.incomplete";
+/// The file that `vmdk` locks; all that may be left of a disk that never was.
+const LOCK_NAME: &str = "lamina.lock";
+
+/// Long work of `vmdk` watched by whoever asked for it.
+pub(crate) struct Watched<'a>(pub &'a dyn Progress);
+
+impl chain::Watch for Watched<'_> {
+    fn progress(&self, done: u64, total: u64) {
+        self.0.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.0.cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        self.0.rate()
+    }
+}
+
+/// A disk of the datastore.
+pub(crate) struct Entry {
+    /// Name of its folder in `images`.
+    pub folder: String,
+    /// The disk.
+    pub disk: Arc<vmdk::Disk>,
+    /// Its head as it is open now, to be told of new snapshots.
+    head: Mutex<Weak<ChainedDevice>>,
+    clients: Mutex<()>,
+}
+
+impl Entry {
+    fn new(folder: String, disk: Arc<vmdk::Disk>) -> Arc<Self> {
+        Arc::new(Self { folder, disk, head: Mutex::new(Weak::new()), clients: Mutex::new(()) })
+    }
+
+    /// What clients of the head, or of a snapshot, are counted under.
+    pub fn identity(&self, snapshot: Option<&str>) -> Identity {
+        Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
+    }
+
+    /// The head, counted as nobody's: for the datastore's own work.
+    pub fn head_device(&self) -> Result<Arc<ChainedDevice>> {
+        let device = Arc::new(ChainedDevice::new(self.disk.name(), self.disk.chain()?));
+        device.set_bases(self.disk.bases()?);
+        *self.head.lock() = Arc::downgrade(&device);
+        Ok(device)
+    }
+
+    /// Says what the head can be compared with, after snapshots have come or gone.
+    fn tell_bases(&self) {
+        let Some(device) = self.head.lock().upgrade() else { return };
+        match self.disk.bases() {
+            Ok(bases) => device.set_bases(bases),
+            Err(error) => tracing::warn!(%error, disk = self.disk.name(), "clients see an older list of snapshots"),
+        }
+    }
+}
+
+/// All of them.
+pub(crate) struct Foreign {
+    /// `DATASTORE/images`; `None` where the datastore has no path, and so no such disks.
+    path: Option<PathBuf>,
+    options: vmdk::Options,
+    switches: Arc<Switches>,
+    /// What may lie above images.
+    native: Arc<Native>,
+    /// By name.
+    disks: RwLock<BTreeMap<String, Arc<Entry>>>,
+    /// Folders that could not be opened, and why.
+    broken: Mutex<BTreeMap<String, String>>,
+}
+
+impl Foreign {
+    /// Opens what is there, but for folders that nobody may look into yet. Disks that cannot be opened do not keep the
+    /// others from it.
+    pub fn open(
+        native: &Arc<Native>,
+        datastore: Option<&Path>,
+        mode: IoMode,
+        switches: Arc<Switches>,
+        kept: &BTreeSet<String>,
+    ) -> Result<Self> {
+        let path = datastore.map(|path| path.join(IMAGES));
+        let mut options = vmdk::Options { mode, ..vmdk::Options::default() };
+        if let Some(own) = path.clone() {
+            options.folders = Some(Arc::new(move |reference: &str| find_folder(&own, reference)));
+        }
+        let native = Arc::clone(native);
+        let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
+        for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
+            if let Err(error) = foreign.open_folder(&folder) {
+                tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
+                foreign.broken.lock().insert(folder, error.to_string());
+            }
+        }
+        Ok(foreign)
+    }
+
+    /// Names of the folders in `images`.
+    fn folders(&self) -> Result<Vec<String>> {
+        let Some(path) = &self.path else { return Ok(Vec::new()) };
+        let entries = match fs::read_dir(path) {
+            Err(error) if error.kind() == IoKind::NotFound => return Ok(Vec::new()),
+            other => other.during(|| format!("listing {}", path.display()))?,
+        };
+        let mut names = Vec::new();
+        for entry in entries {
+            let entry = entry.during(|| format!("listing {}", path.display()))?;
+            let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
+            if let Some(name) = entry.file_name().to_str().filter(|_| is_folder) {
+                names.push(name.to_owned());
+            }
+        }
+        names.sort();
+        Ok(names)
+    }
+
+    /// Opens the disk of a folder, with what lies above its images, or removes what is incomplete.
+    pub fn open_folder(&self, folder: &str) -> Result<()> {
+        let path = self.images()?.join(folder);
+        let incomplete = path.join(INCOMPLETE).exists();
+        match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
+            Ok(disk) if incomplete => {
+                tracing::warn!(folder, "removing a disk whose making was interrupted");
+                disk.delete()?;
+                self.remove_folder(folder)
+            }
+            Ok(disk) => {
+                // What a crash left of files that no record names: nobody else makes any in this folder.
+                if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
+                    tracing::warn!(folder, %error, "what a crash has left could not be removed");
+                }
+                let disk = self.with_overlay(disk, &path)?;
+                let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
+                names::check("disk", &name)?;
+                let mut disks = self.disks.write();
+                if disks.contains_key(&name) {
+                    return Err(Error::new(ErrorKind::Exists, format!("another folder has a disk '{name}' too")));
+                }
+                entry.drop_temporary_snapshots();
+                disks.insert(name, entry);
+                Ok(())
+            }
+            // Its making or its end was interrupted; only what was certainly ours goes.
+            Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The disk as it is, or opened again with the native disk that lies above its images.
+    fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
+        let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
+        let options = vmdk::Options {
+            overlay: Some(overlay.layer(&self.native)?),
+            force_parent: overlay.force_parent,
+            replay_journal: overlay.replay_journal,
+            ..self.options.clone()
+        };
+        disk.close()?;
+        // Its lock goes with it.
+        drop(disk);
+        vmdk::Disk::open(Folder::local(path, &[])?, &options)
+    }
+
+    fn images(&self) -> Result<&Path> {
+        self.path.as_deref().ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "disks in VMware's formats need a datastore in a local folder")
+        })
+    }
+
+    /// Makes a folder for a disk that will have that name. With `incomplete`, what is in it goes with a crash until
+    /// [`Foreign::complete`].
+    pub fn new_folder(&self, name: &str, incomplete: bool) -> Result<(String, Folder)> {
+        let images = self.images()?;
+        match fs::create_dir(images) {
+            Ok(()) => sync_folder(images.parent().unwrap_or(images))?,
+            Err(error) if error.kind() == IoKind::AlreadyExists => {}
+            Err(error) => return Err(Error::io(format!("making {}", images.display()), error)),
+        }
+        let mut folder = name.to_owned();
+        let mut number = 2;
+        let path = loop {
+            let path = images.join(&folder);
+            match fs::create_dir(&path) {
+                Ok(()) => break path,
+                // Of a disk that was renamed since.
+                Err(error) if error.kind() == IoKind::AlreadyExists => folder = format!("{name}-{number}"),
+                Err(error) => return Err(Error::io(format!("making {}", path.display()), error)),
+            }
+            number += 1;
+        };
+        let made = (|| {
+            if incomplete {
+                fs::write(path.join(INCOMPLETE), b"").during(|| format!("marking {}", path.display()))?;
+                sync_folder(&path)?;
+            }
+            sync_folder(images)?;
+            Folder::local(&path, &[])
+        })();
+        match made {
+            Ok(home) => Ok((folder, home)),
+            Err(error) => {
+                let _ = self.remove_folder(&folder);
+                Err(error)
+            }
+        }
+    }
+
+    /// Says of a folder of a datastore that is not open yet whether its disk is incomplete; nothing where there is
+    /// none.
+    pub fn set_incomplete(datastore: &Path, folder: &str, incomplete: bool) -> Result<()> {
+        let path = datastore.join(IMAGES).join(folder);
+        if !path.is_dir() {
+            return Ok(());
+        }
+        let mark = path.join(INCOMPLETE);
+        let done = match incomplete {
+            true => fs::write(&mark, b""),
+            false => match fs::remove_file(&mark) {
+                Err(error) if error.kind() == IoKind::NotFound => Ok(()),
+                other => other,
+            },
+        };
+        done.during(|| format!("marking {}", path.display()))?;
+        sync_folder(&path)
+    }
+
+    /// What was made under [`INCOMPLETE`] is whole and durable.
+    pub fn complete(&self, folder: &str) -> Result<()> {
+        let path = self.images()?.join(folder);
+        fs::remove_file(path.join(INCOMPLETE)).during(|| format!("completing {}", path.display()))?;
+        sync_folder(&path)
+    }
+
+    /// Removes the folder of a disk that is gone. What is in it that no disk made is left, and keeps it.
+    pub fn remove_folder(&self, folder: &str) -> Result<()> {
+        let images = self.images()?;
+        let path = images.join(folder);
+        for name in [LOCK_NAME, INCOMPLETE] {
+            match fs::remove_file(path.join(name)) {
+                Err(error) if error.kind() != IoKind::NotFound => {
+                    return Err(Error::io(format!("removing '{name}' of {}", path.display()), error));
+                }
+                _ => {}
+            }
+        }
+        match fs::remove_dir(&path) {
+            Ok(()) => sync_folder(images),
+            Err(error) if error.kind() == IoKind::NotFound => Ok(()),
+            Err(error) if error.kind() == IoKind::DirectoryNotEmpty => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{} has files that belong to no disk; look at them, and remove the folder", path.display()),
+            )),
+            Err(error) => Err(Error::io(format!("removing {}", path.display()), error)),
+        }
+    }
+
+    /// How disks are opened here.
+    pub fn options(&self) -> &vmdk::Options {
+        &self.options
+    }
+
+    /// A disk that was made or adopted in `folder` is one of the datastore's from now on.
+    pub fn insert(&self, folder: String, disk: Arc<vmdk::Disk>) -> Arc<Entry> {
+        let (name, entry) = (disk.name(), Entry::new(folder, disk));
+        self.disks.write().insert(name, Arc::clone(&entry));
+        entry
+    }
+
+    /// A disk is none of the datastore's any more.
+    pub fn forget(&self, name: &str) -> Option<Arc<Entry>> {
+        self.disks.write().remove(name)
+    }
+
+    /// The disk of that name.
+    pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
+        self.disks.read().get(name).cloned()
+    }
+
+    /// All disks by name.
+    pub fn entries(&self) -> Vec<Arc<Entry>> {
+        self.disks.read().values().cloned().collect()
+    }
+
+    /// Folders that could not be opened, and why.
+    pub fn broken(&self) -> Vec<(String, String)> {
+        self.broken.lock().iter().map(|(folder, why)| (folder.clone(), why.clone())).collect()
+    }
+
+    /// Opens a disk, or a snapshot of it, for a client.
+    pub fn open_device(&self, entry: &Entry, snapshot: Option<&str>, read_only: bool) -> Result<Arc<dyn Device>> {
+        let _clients = entry.clients.lock();
+        let disk = &entry.disk;
+        let (name, client) = match snapshot {
+            None => (
+                disk.name(),
+                self.switches.attach(entry.identity(None), || Ok(entry.head_device()? as Arc<dyn Device>))?,
+            ),
+            Some(snapshot) => {
+                let title = format!("{}@{snapshot}", disk.name());
+                let open = || {
+                    let chain = disk.snapshot_chain(snapshot)?;
+                    Ok(Arc::new(ChainedDevice::new(title.clone(), chain)) as Arc<dyn Device>)
+                };
+                entry.find_snapshot(snapshot)?;
+                (title.clone(), self.switches.attach(entry.identity(Some(snapshot)), open)?)
+            }
+        };
+        Ok(Arc::new(SwitchedDevice::over(name, read_only || snapshot.is_some(), client)))
+    }
+
+    /// Names that can be opened.
+    pub fn device_names(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        for entry in self.entries() {
+            let name = entry.disk.name();
+            names.push(name.clone());
+            names.extend(entry.disk.record().snapshots.iter().map(|snapshot| format!("{name}@{}", snapshot.name)));
+        }
+        names
+    }
+
+    /// Closes every disk; the first error of any.
+    pub fn close(&self) -> Result<()> {
+        let mut outcome = Ok(());
+        for entry in self.entries() {
+            let closed = entry.disk.close().map_err(|error| error.context(format!("closing '{}'", entry.disk.name())));
+            outcome = outcome.and(closed);
+        }
+        outcome
+    }
+}
+
+/// The folder that a record calls `reference`. A datastore may have been moved since: what is not where it was is
+/// looked for among its own.
+fn find_folder(images: &Path, reference: &str) -> Result<Folder> {
+    let path = Path::new(reference);
+    if !path.is_dir()
+        && let Some(name) = path.file_name()
+        && path.parent().is_some_and(|parent| parent.ends_with(IMAGES))
+        && images.join(name).is_dir()
+    {
+        return Folder::local(&images.join(name), &[]);
+    }
+    Folder::local(path, &[])
+}
+
+fn sync_folder(path: &Path) -> Result<()> {
+    fs::File::open(path).and_then(|folder| folder.sync_all()).during(|| format!("syncing {}", path.display()))
+}

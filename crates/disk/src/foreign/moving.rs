@@ -1,0 +1,234 @@
+//! Disks in VMware's formats as the two ends of a migration: one that is copied, and one that is being made as a copy.
+//!
+//! The copy's folder is marked as incomplete until it takes the place of the original, the original's from then on; so
+//! opening the datastore removes whichever is not the disk.
+
+use super::{ChainedDevice, Entry, Foreign, Watched};
+use crate::device::Device;
+use crate::info::{DeltaFormat, ImageKind};
+use crate::migrate::{Node, Original, Replica};
+use crate::progress::Progress;
+use crate::switch::Identity;
+use chain::{Chain, Condition};
+use layer::image::Place;
+use parking_lot::Mutex;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use store::{Error, ErrorKind, Result};
+
+/// Spans asked for at a time.
+const SPANS: usize = 1024;
+/// Bytes asked about at a time.
+const LOOK: u64 = 1 << 30;
+
+/// A disk that moves away.
+pub(crate) struct ForeignOriginal {
+    pub entry: Arc<Entry>,
+}
+
+/// A disk that is being made as a copy.
+pub(crate) struct ForeignReplica {
+    pub folder: String,
+    pub disk: Arc<vmdk::Disk>,
+    /// The head as it was opened last: clients will have it.
+    head: Mutex<Weak<ChainedDevice>>,
+}
+
+impl Foreign {
+    /// A disk to be copied.
+    pub fn original(&self, entry: Arc<Entry>) -> Result<ForeignOriginal> {
+        let clones: Vec<String> = entry.disk.clones().into_iter().map(|clone| clone.name).collect();
+        if !clones.is_empty() {
+            let (name, clones) = (entry.disk.name(), crate::native::list(clones.iter().map(String::as_str)));
+            let text = format!("disk '{name}' is the parent of linked clones: {clones}; delete them first");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        Ok(ForeignOriginal { entry })
+    }
+
+    /// Images that are there, as a disk that nobody can name yet, in a folder that goes with a crash until
+    /// [`Foreign::complete`].
+    pub fn adopt(
+        &self,
+        name: &str,
+        what: &Place,
+        how: vmdk::Adopt,
+        options: &vmdk::Options,
+    ) -> Result<ForeignOriginal> {
+        let (folder, home) = self.new_folder(name, true)?;
+        match vmdk::Disk::adopt(home, name, what, how, options) {
+            Ok(disk) => Ok(ForeignOriginal { entry: Entry::new(folder, disk) }),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// An empty disk in a folder that goes with a crash.
+    pub fn replica(
+        &self,
+        name: &str,
+        capacity: u64,
+        kind: ImageKind,
+        delta: Option<DeltaFormat>,
+        progress: &dyn Progress,
+    ) -> Result<ForeignReplica> {
+        let (folder, home) = self.new_folder(name, true)?;
+        let adapter = layer::descriptor::Adapter::default();
+        let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
+        match vmdk::Disk::create(home, &new, self.options(), &Watched(progress)) {
+            Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
+            Err(error) => {
+                if let Err(second) = self.remove_folder(&folder) {
+                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.
+    pub fn insert_replica(&self, replica: &ForeignReplica) {
+        let entry = self.insert(replica.folder.clone(), Arc::clone(&replica.disk));
+        *entry.head.lock() = replica.head.lock().clone();
+    }
+
+    /// Removes a disk that moved away, or a copy that is not wanted, with its folder.
+    pub fn remove_moved(&self, folder: &str, disk: Arc<vmdk::Disk>) -> Result<()> {
+        disk.delete()?;
+        self.remove_folder(folder)
+    }
+}
+
+impl ForeignOriginal {
+    /// Under what the switches know it, or a snapshot of it.
+    pub fn identity(&self, snapshot: Option<&str>) -> Identity {
+        self.entry.identity(snapshot)
+    }
+
+    fn chain_of(&self, snapshot: Option<&str>) -> Result<Arc<Chain>> {
+        match snapshot {
+            Some(name) => self.entry.disk.snapshot_chain(name),
+            None => self.entry.disk.chain(),
+        }
+    }
+}
+
+impl Original for ForeignOriginal {
+    fn nodes(&self) -> Result<Vec<Node>> {
+        let snapshots = self.entry.disk.snapshots();
+        let mut nodes: Vec<Node> = Vec::with_capacity(snapshots.len());
+        let mut stack: Vec<Option<&str>> = vec![None];
+        let mut seen = BTreeSet::new();
+        while let Some(above) = stack.pop() {
+            if let Some(found) = snapshots.iter().find(|snapshot| Some(snapshot.name.as_str()) == above) {
+                if !seen.insert(&found.name) {
+                    continue;
+                }
+                nodes.push(Node {
+                    name: found.name.clone(),
+                    parent: found.parent.clone(),
+                    capacity: found.capacity,
+                    created: found.created,
+                    uuid: None,
+                    description: found.description.clone(),
+                });
+            }
+            let children = snapshots.iter().rev().filter(|snapshot| snapshot.parent.as_deref() == above);
+            stack.extend(children.map(|child| Some(child.name.as_str())));
+        }
+        Ok(nodes)
+    }
+
+    fn head_parent(&self) -> Result<Option<String>> {
+        Ok(self.entry.disk.record().current().map(|snapshot| snapshot.name.clone()))
+    }
+
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        let title = format!("{}@{name}", self.entry.disk.name());
+        Ok(Arc::new(ChainedDevice::new(title, self.entry.disk.snapshot_chain(name)?)))
+    }
+
+    fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
+        let (below, above) = (self.chain_of(Some(from))?, self.chain_of(to)?);
+        let (levels, keys) = (below.keys().len(), above.keys());
+        // A parent's chain is the end of its children's: what lies above it has changed.
+        let Some(key) = keys.len().checked_sub(levels).and_then(|first| keys.get(first)) else {
+            each(0..above.capacity());
+            return Ok(());
+        };
+        let capacity = above.capacity();
+        let mut at = 0;
+        while at < capacity {
+            let spans = above.changed_above(*key, at, LOOK.min(capacity - at), SPANS)?;
+            for span in &spans {
+                if span.condition != Condition::Absent {
+                    each(span.start..span.start + span.length);
+                }
+                at = span.start + span.length;
+            }
+            if spans.is_empty() {
+                return Err(Error::new(ErrorKind::Corrupt, format!("nothing is said of what is at {at}")));
+            }
+        }
+        let smaller = below.capacity().min(capacity);
+        if smaller < capacity {
+            each(smaller..capacity);
+        }
+        Ok(())
+    }
+}
+
+impl ForeignReplica {
+    /// Under what the switches will know it, or a snapshot of it.
+    pub fn identity(&self, snapshot: Option<&str>) -> Identity {
+        Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
+    }
+
+    /// A snapshot of it, to read.
+    pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        let title = format!("{}@{name}", self.disk.name());
+        Ok(Arc::new(ChainedDevice::new(title, self.disk.snapshot_chain(name)?)))
+    }
+}
+
+impl Replica for ForeignReplica {
+    fn head(&self) -> Result<Arc<dyn Device>> {
+        let device = ChainedDevice::new(self.disk.name(), self.disk.chain()?);
+        device.set_bases(self.disk.bases()?);
+        let device = Arc::new(device);
+        *self.head.lock() = Arc::downgrade(&device);
+        Ok(device)
+    }
+
+    fn take(&self, node: &Node) -> Result<()> {
+        let new = vmdk::NewSnapshot {
+            name: node.name.clone(),
+            description: node.description.clone(),
+            ..vmdk::NewSnapshot::default()
+        };
+        self.disk.snapshot(&new).map(|_| ())
+    }
+
+    fn go_back(&self, snapshot: &str) -> Result<()> {
+        self.disk.revert(snapshot)
+    }
+
+    fn forget(&self, snapshot: &str) -> Result<()> {
+        self.disk.delete_snapshot(snapshot, None, &())
+    }
+
+    fn resize(&self, capacity: u64) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "a disk in VMware's formats has one capacity, and this one had others: its snapshots differ in size \
+                 from {capacity} bytes; migrate it to the native format, or delete those snapshots"
+            ),
+        ))
+    }
+}

@@ -1,0 +1,260 @@
+//! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
+
+use super::{Entry, Foreign, Watched};
+use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
+use crate::progress::Progress;
+use chain::{Chain, Condition, LevelKey};
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+use vmdk::NewSnapshot;
+
+/// Bytes whose changes are looked for at a time.
+const DIFF_WINDOW: u64 = 1 << 30;
+/// Runs asked for at a time.
+const DIFF_SPANS: usize = 4096;
+/// What snapshots of unfinished work are described as; they go when the datastore is opened again.
+pub(super) const TEMPORARY: &str = "lamina: temporary, for a copy";
+
+impl From<Direction> for vmdk::Direction {
+    fn from(direction: Direction) -> Self {
+        match direction {
+            Direction::Up => Self::Up,
+            Direction::Down => Self::Down,
+        }
+    }
+}
+
+/// A watcher of work that is not wanted.
+struct Unwanted;
+
+impl Progress for Unwanted {
+    fn update(&self, _done: u64, _total: u64) {}
+    fn cancelled(&self) -> bool {
+        true
+    }
+}
+
+impl Entry {
+    /// `NotFound` without such a snapshot.
+    pub(super) fn find_snapshot(&self, name: &str) -> Result<()> {
+        if self.disk.record().snapshots.iter().any(|snapshot| snapshot.name == name) {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "disk '{0}' has no snapshot '{1}'; 'lamina snapshot list {0}' shows what there is",
+                self.disk.name(),
+                name.escape_debug()
+            ),
+        ))
+    }
+
+    /// Takes the names of snapshots whose work a crash ended. Their levels are merged with the next deletion.
+    pub(super) fn drop_temporary_snapshots(&self) {
+        let record = self.disk.record();
+        for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
+            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
+            match dropped {
+                Err(error) if error.kind() != ErrorKind::Interrupted => {
+                    tracing::warn!(%error, disk = record.name, snapshot = snapshot.name, "a temporary snapshot stays");
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The chain of a point, and the images in it, newest first.
+    fn chain_of(&self, point: &Point) -> Result<(Arc<Chain>, Vec<u32>)> {
+        match point {
+            Point::Head => {
+                let chain = self.disk.chain()?;
+                let record = self.disk.record();
+                Ok((chain, record.line(record.head)?))
+            }
+            Point::Snapshot(name) => {
+                self.find_snapshot(name)?;
+                let chain = self.disk.snapshot_chain(name)?;
+                let record = self.disk.record();
+                let node = record.snapshot(name)?.node;
+                Ok((chain, record.line(node)?))
+            }
+        }
+    }
+}
+
+/// Runs of one side that differ from what both sides have in common.
+fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, u64)>) -> Result<()> {
+    let mut at = from;
+    let to = to.min(chain.capacity());
+    while at < to {
+        let spans = chain.changed_above(above, at, to - at, DIFF_SPANS)?;
+        let Some(last) = spans.last() else { break };
+        at = last.start + last.length;
+        let changed = spans.iter().filter(|span| span.condition != Condition::Absent);
+        out.extend(changed.map(|span| (span.start, span.start + span.length)));
+    }
+    Ok(())
+}
+
+impl Foreign {
+    /// Takes snapshots of several disks at one point. `between` is called at the point, while nobody writes.
+    pub fn create_snapshots(
+        &self,
+        of: &[(Arc<Entry>, String)],
+        options: &SnapshotOptions,
+        between: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        let mut wanted = Vec::with_capacity(of.len());
+        for (entry, name) in of {
+            if entry.disk.record().snapshots.iter().any(|snapshot| snapshot.name == *name) {
+                let text = format!("disk '{}' has a snapshot '{name}' already", entry.disk.name());
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+            wanted.push((
+                Arc::clone(&entry.disk),
+                NewSnapshot {
+                    name: name.clone(),
+                    description: options.description.clone(),
+                    folder: options.folder.clone(),
+                    delta: options.delta,
+                },
+            ));
+        }
+        let outcome = vmdk::snapshot_group(&wanted, between);
+        of.iter().for_each(|(entry, _)| entry.tell_bases());
+        outcome
+    }
+
+    /// The snapshots of a disk, oldest first.
+    pub fn snapshots(&self, entry: &Entry) -> Vec<SnapshotInfo> {
+        let disk = entry.disk.name();
+        let names: Vec<(String, String)> =
+            self.entries().iter().map(|entry| (entry.disk.uuid(), entry.disk.name())).collect();
+        let clones = self.clones_there(entry);
+        let shown = entry.disk.snapshots().into_iter().map(|snapshot| SnapshotInfo {
+            disk: disk.clone(),
+            capacity: snapshot.capacity,
+            parent: snapshot.parent,
+            clones: clones
+                .iter()
+                .filter(|clone| clone.snapshot.as_deref() == Some(&snapshot.name))
+                .map(|clone| {
+                    let now = names.iter().find(|(uuid, _)| *uuid == clone.uuid);
+                    now.map_or_else(|| clone.name.clone(), |(_, name)| name.clone())
+                })
+                .collect(),
+            current: snapshot.current,
+            created: snapshot.created,
+            description: snapshot.description,
+            name: snapshot.name,
+        });
+        shown.collect()
+    }
+
+    /// Deletes a snapshot: its image is merged with a neighbour while the disk is in use.
+    pub fn delete_snapshot(
+        &self,
+        entry: &Entry,
+        name: &str,
+        direction: Option<Direction>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        {
+            let _clients = entry.clients.lock();
+            entry.find_snapshot(name)?;
+            let title = format!("snapshot '{}@{name}'", entry.disk.name());
+            self.switches.refuse_in_use(&entry.identity(Some(name)), &title)?;
+            let clones = self.clones_of(entry, Some(name));
+            if !clones.is_empty() {
+                return Err(Error::new(
+                    ErrorKind::Busy,
+                    format!(
+                        "{title} is the parent of linked clones: {}; delete them first",
+                        crate::native::list(clones.iter().map(String::as_str))
+                    ),
+                ));
+            }
+        }
+        let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), &Watched(progress));
+        entry.tell_bases();
+        outcome
+    }
+
+    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    pub fn revert(&self, entry: &Entry, name: &str) -> Result<DiskInfo> {
+        let _clients = entry.clients.lock();
+        entry.find_snapshot(name)?;
+        self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{}'", entry.disk.name()))?;
+        entry.disk.revert(name)?;
+        self.info(entry, false)
+    }
+
+    /// Calls `each` for every extent that differs between two points, in order of offset. What both have in common is
+    /// the newest image that is in the chains of both: what lies above it, on either side, is what may differ.
+    pub fn diff(
+        &self,
+        entry: &Entry,
+        from: &Point,
+        to: &Point,
+        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
+    ) -> Result<()> {
+        let (old, old_line) = entry.chain_of(from)?;
+        let (new, new_line) = entry.chain_of(to)?;
+        let common = new_line.iter().find(|node| old_line.contains(node)).copied();
+        let above = |chain: &Chain, line: &[u32]| -> Result<LevelKey> {
+            let keys = chain.keys();
+            let index = line.iter().position(|node| Some(*node) == common);
+            index.filter(|_| keys.len() == line.len()).and_then(|index| keys.get(index).copied()).ok_or_else(|| {
+                let text = format!("the chain of disk '{}' changed meanwhile; try again", entry.disk.name());
+                Error::new(ErrorKind::Busy, text)
+            })
+        };
+        let (old_above, new_above) = (above(&old, &old_line)?, above(&new, &new_line)?);
+        let capacity = old.capacity().max(new.capacity());
+        let mut at = 0;
+        let mut pending: Option<ChangedExtent> = None;
+        while at < capacity {
+            let end = capacity.min(at + DIFF_WINDOW);
+            let mut changed = Vec::new();
+            runs(&old, old_above, at, end, &mut changed)?;
+            runs(&new, new_above, at, end, &mut changed)?;
+            changed.sort_unstable();
+            let mut done = at;
+            for (start, stop) in changed {
+                let start = start.max(done);
+                done = done.max(stop);
+                if start < stop {
+                    by_content(&new, start, stop, &mut |extent| match &mut pending {
+                        Some(last) if last.offset + last.length == extent.offset && last.zero == extent.zero => {
+                            last.length += extent.length;
+                            Ok(())
+                        }
+                        _ => pending.replace(extent).map_or(Ok(()), &mut *each),
+                    })?;
+                }
+            }
+            at = end;
+        }
+        pending.map_or(Ok(()), each)
+    }
+}
+
+/// Cuts a changed run by whether the later point holds data there.
+fn by_content(chain: &Chain, start: u64, stop: u64, each: &mut dyn FnMut(ChangedExtent) -> Result<()>) -> Result<()> {
+    let mut at = start;
+    let end = stop.min(chain.capacity());
+    while at < end {
+        let spans = chain.status(at, end - at, DIFF_SPANS)?;
+        let Some(last) = spans.last() else { break };
+        for span in &spans {
+            let zero = span.condition != Condition::Data;
+            each(ChangedExtent { offset: span.start, length: span.length, zero })?;
+        }
+        at = last.start + last.length;
+    }
+    if at < stop {
+        each(ChangedExtent { offset: at, length: stop - at, zero: true })?;
+    }
+    Ok(())
+}

@@ -1,0 +1,105 @@
+//! Checking an image with its parents.
+
+use crate::convert::ImageOptions;
+use crate::progress::Progress;
+use layer::image::check::{Checked, check as check_image};
+use layer::image::{Image, Place, open_chain};
+use serde::{Deserialize, Serialize};
+use std::ops::ControlFlow;
+use std::path::Path;
+use store::{Error, ErrorKind, Result};
+
+/// What a check found.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageCheck {
+    /// Of every extent of every level, newest first.
+    pub findings: Vec<ImageFinding>,
+    /// How many problems there are.
+    pub problems: u64,
+    /// How many things were put right.
+    pub repaired: u64,
+}
+
+/// What a check found in one extent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageFinding {
+    /// The image.
+    pub image: String,
+    /// The extent's file.
+    pub file: String,
+    /// Its format.
+    pub format: String,
+    /// What is wrong.
+    pub problems: Vec<String>,
+    /// What is worth knowing.
+    pub notes: Vec<String>,
+    /// Bytes that nothing names.
+    pub dead: u64,
+}
+
+/// Checks what a path names; with `repair` the image itself is opened for writing, its parents never.
+pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
+    let place = options.place(path)?;
+    if crate::convert::is_archive(&place)? {
+        let mut warnings = Vec::new();
+        let (name, _) = crate::convert::open_member(&place, options, progress, &mut warnings)?;
+        let finding = ImageFinding {
+            image: place.label(),
+            file: name,
+            format: "ova".into(),
+            problems: Vec::new(),
+            notes: warnings,
+            dead: 0,
+        };
+        return Ok(ImageCheck { findings: vec![finding], ..ImageCheck::default() });
+    }
+    let opening = options.opening(false);
+    let mut out = ImageCheck::default();
+    // The image's own tables come first: parents that cannot be found are its problem too, and not the only one.
+    let mut below = Vec::new();
+    let broken = match open_chain(place.clone(), &opening) {
+        Ok(chain) => {
+            below.extend(chain.images().iter().skip(1).map(|image| image.place().clone()));
+            None
+        }
+        // Who has no chain may still have an image.
+        Err(error) if Image::open(place.clone(), &opening).is_ok() => Some(error),
+        Err(error) if repair || error.kind() == ErrorKind::Corrupt => Some(error),
+        Err(error) => return Err(error),
+    };
+    look(&mut out, &place, &opening, repair, progress)?;
+    if let (Some(error), Some(finding)) = (broken, out.findings.first_mut()) {
+        // Repairing may have removed the reason.
+        if open_chain(place, &opening).is_err() {
+            finding.problems.push(error.to_string());
+            out.problems += 1;
+        }
+    }
+    for parent in below {
+        look(&mut out, &parent, &opening, false, progress)?;
+    }
+    Ok(out)
+}
+
+fn look(
+    out: &mut ImageCheck,
+    place: &Place,
+    opening: &layer::image::OpenOptions,
+    repair: bool,
+    progress: &dyn Progress,
+) -> Result<()> {
+    let mut watch = |done: u64, total: u64| {
+        progress.update(done, total);
+        if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    if watch(0, 1).is_break() {
+        return Err(Error::new(ErrorKind::Interrupted, "the check was stopped"));
+    }
+    let label = place.label();
+    for Checked { file, format, problems, notes, repaired, dead } in check_image(place, opening, repair, &mut watch)? {
+        out.problems += problems.len() as u64;
+        out.repaired += repaired;
+        out.findings.push(ImageFinding { image: label.clone(), file, format, problems, notes, dead });
+    }
+    Ok(())
+}

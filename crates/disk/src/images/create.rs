@@ -1,0 +1,73 @@
+//! Making an image by its path.
+
+use super::show::{ImageLevel, show};
+use crate::convert::{ImageOptions, folder_of};
+use crate::progress::Progress;
+use layer::descriptor::{Adapter, storage};
+use layer::image::{self, Image, ImageKind, NewParent, system_entropy};
+use serde::{Deserialize, Serialize};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use store::{Error, ErrorKind, Result};
+
+/// A new image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewImage {
+    /// Where: the descriptor, or the file that is all of it.
+    pub path: PathBuf,
+    /// Capacity in bytes; the parent's if not given.
+    pub capacity: Option<u64>,
+    /// Its kind, by name.
+    pub format: String,
+    /// The image below it.
+    pub parent: Option<PathBuf>,
+    /// The adapter that its geometry is made for, by name.
+    pub adapter: Option<String>,
+}
+
+/// Makes it; nothing is left after an error.
+pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -> Result<ImageLevel> {
+    let invalid = |text: String| Error::new(ErrorKind::Invalid, text);
+    let kind: ImageKind = new.format.parse()?;
+    let (folder, name) = folder_of(&new.path)?;
+    let parent = new.parent.as_deref().map(|path| open_parent(path, options)).transpose()?;
+    let capacity = match (new.capacity, &parent) {
+        (Some(capacity), _) => capacity,
+        (None, Some(parent)) => parent.layer().capacity(),
+        (None, None) => return Err(invalid("an image without a parent needs a size".to_owned())),
+    };
+    let adapter = match new.adapter.as_deref() {
+        Some(name) => Adapter::named(name)
+            .ok_or_else(|| invalid(format!("'{}' is no adapter: lsilogic, buslogic, ide", name.escape_debug())))?,
+        None => Adapter::default(),
+    };
+    let mut image = image::NewImage { adapter, ..image::NewImage::new(&name, capacity, kind) };
+    if let Some(parent) = &parent {
+        if capacity < parent.layer().capacity() {
+            let text = format!("an image of {capacity} bytes cannot lie above one of {}", parent.layer().capacity());
+            return Err(invalid(text));
+        }
+        image = image.above(NewParent::of(parent, &folder)?);
+    }
+    storage::sweep_one(&**folder.directory(), &name)?;
+    let random = system_entropy();
+    let mut watch = |done: u64, total: u64| {
+        progress.update(done, total);
+        if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+    };
+    image::create(&folder, &image, &mut || random(), &mut watch)?;
+    drop(parent);
+    // A raw file is not probed: nothing is in it yet, and its kind is known.
+    let format = (kind == ImageKind::Raw).then_some(crate::convert::SourceFormat::Raw);
+    let shown = show(&new.path, &ImageOptions { format, ..options.clone() })?;
+    shown.levels.into_iter().next().ok_or_else(|| invalid("an image has at least one level".to_owned()))
+}
+
+fn open_parent(path: &Path, options: &ImageOptions) -> Result<Image> {
+    // The whole chain has to open, or the new image would not.
+    let opened = image::open_chain(options.place(path)?, &options.opening(false))?;
+    let mut images = opened.into_images();
+    images.truncate(1);
+    images.pop().ok_or_else(|| Error::new(ErrorKind::NotFound, format!("there is no image '{}'", path.display())))
+}

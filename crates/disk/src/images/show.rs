@@ -1,0 +1,152 @@
+//! Showing an image with its parents.
+
+use crate::convert::ImageOptions;
+use crate::progress::NoProgress;
+use layer::descriptor::Descriptor;
+use layer::image::{Image, ImageKind, Place, open_chain};
+use layer::stream::Stream;
+use layer::{Layer, SECTOR};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+use std::sync::Arc;
+use store::Result;
+
+/// An image and what lies below it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageInfo {
+    /// The levels, newest first; only those above the problem if there is one.
+    pub levels: Vec<ImageLevel>,
+    /// Why the levels below cannot be opened.
+    pub problem: Option<String>,
+}
+
+/// One level of a chain.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageLevel {
+    /// The file that one opens.
+    pub path: String,
+    /// What it is, as `lamina convert -d` calls it.
+    pub format: String,
+    /// What the descriptor calls it.
+    pub create_type: Option<String>,
+    /// Capacity in bytes.
+    pub capacity: u64,
+    /// Bytes that its files take in the file system.
+    pub allocated: u64,
+    /// Bytes of the disk that it holds.
+    pub mapped: u64,
+    /// Bytes in its files that nothing names.
+    pub dead: u64,
+    /// How a flat disk has its space.
+    pub provisioning: Option<String>,
+    /// Blocks of 1 MiB that a flat disk has (VMware's nb).
+    pub blocks_allocated: Option<u64>,
+    /// Of these, blocks to be zeroed on first write (VMware's tbz).
+    pub blocks_to_be_zeroed: Option<u64>,
+    /// Runs on the medium in which a flat disk lies.
+    pub fragments: Option<u64>,
+    /// Identity of the content.
+    pub content_id: Option<String>,
+    /// Identity that the parent's content had.
+    pub parent_content_id: Option<String>,
+    /// Where the parent was when this was made.
+    pub parent: Option<String>,
+    /// The adapter that it was made for.
+    pub adapter: Option<String>,
+    /// Identity of the disk.
+    pub uuid: Option<String>,
+    /// The extents.
+    pub extents: Vec<ImageExtent>,
+}
+
+/// One extent of an image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ImageExtent {
+    /// The file, as the descriptor names it; `None` for zeros.
+    pub file: Option<String>,
+    /// Its type there.
+    pub kind: String,
+    /// Length in bytes.
+    pub length: u64,
+}
+
+/// Looks at the image that a path names.
+pub fn show(path: &Path, options: &ImageOptions) -> Result<ImageInfo> {
+    let place = options.place(path)?;
+    let archive = match options.format {
+        Some(format) => format == crate::convert::SourceFormat::Ova,
+        None => crate::convert::is_archive(&place)?,
+    };
+    if archive {
+        return show_member(&place, options);
+    }
+    let opening = options.opening(false);
+    match open_chain(place.clone(), &opening) {
+        Ok(chain) => {
+            let levels = chain.images().iter().map(level).collect::<Result<_>>()?;
+            Ok(ImageInfo { levels, problem: None })
+        }
+        Err(problem) => {
+            // What the image says of itself helps to find what it misses.
+            let Ok(image) = Image::open(place, &opening) else { return Err(problem) };
+            Ok(ImageInfo { levels: vec![level(&image)?], problem: Some(problem.to_string()) })
+        }
+    }
+}
+
+fn level(image: &Image) -> Result<ImageLevel> {
+    let mut shown = of_layer(image.place().label(), &**image.layer())?;
+    shown.provisioning = image.provisioning().map(|provisioning| provisioning.name().to_owned());
+    if let Some(kind) = ImageKind::of(image) {
+        shown.format = kind.to_string();
+    }
+    let counters = image.counters();
+    shown.blocks_allocated = counters.map(|counters| counters.nb);
+    shown.blocks_to_be_zeroed = counters.map(|counters| counters.tbz);
+    shown.fragments = image.fragments()?;
+    shown.parent = image.parent().map(|parent| parent.hint.clone());
+    if let Some(descriptor) = image.descriptor() {
+        described(&mut shown, &descriptor);
+    }
+    Ok(shown)
+}
+
+fn of_layer(path: String, layer: &dyn Layer) -> Result<ImageLevel> {
+    let usage = layer.usage()?;
+    Ok(ImageLevel {
+        path,
+        format: layer.format().to_owned(),
+        capacity: layer.capacity(),
+        allocated: usage.allocated,
+        mapped: usage.mapped,
+        dead: usage.dead,
+        ..ImageLevel::default()
+    })
+}
+
+fn described(shown: &mut ImageLevel, descriptor: &Descriptor) {
+    shown.create_type = Some(descriptor.create_type.name().to_owned());
+    shown.content_id = Some(descriptor.content.to_string());
+    shown.parent_content_id = descriptor.parent_content.map(|content| content.to_string());
+    shown.adapter = descriptor.database.get("ddb.adapterType").map(ToOwned::to_owned);
+    shown.uuid = descriptor.database.get("ddb.uuid").map(ToOwned::to_owned);
+    let extent = |extent: &layer::descriptor::ExtentLine| ImageExtent {
+        file: extent.file.clone(),
+        kind: extent.kind.name().to_owned(),
+        length: extent.sectors.saturating_mul(SECTOR),
+    };
+    shown.extents = descriptor.extents.iter().map(extent).collect();
+}
+
+/// The disk in an archive.
+fn show_member(place: &Place, options: &ImageOptions) -> Result<ImageInfo> {
+    let mut warnings = Vec::new();
+    let (name, file) = crate::convert::open_member(place, options, &NoProgress, &mut warnings)?;
+    let label = format!("{}:{name}", place.label());
+    let stream = Arc::new(Stream::open(file, &label)?);
+    let mut shown = of_layer(label, &*stream)?;
+    if let Some(text) = stream.descriptor()? {
+        described(&mut shown, &Descriptor::parse(&text)?);
+    }
+    Ok(ImageInfo { levels: vec![shown], problem: (!warnings.is_empty()).then(|| warnings.join("; ")) })
+}

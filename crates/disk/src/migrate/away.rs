@@ -1,0 +1,94 @@
+//! Moving a disk to another datastore, which this process opens for that.
+//!
+//! Clients that have the disk open go on using it, so the other datastore stays open here as long as there are any: its
+//! lock is held meanwhile, and nobody else can serve it. It is closed with this one at the latest.
+
+use super::run::{MigrateOptions, Peer};
+use crate::datastore::{Datastore, OpenOptions, QueueChoice};
+use crate::info::DiskInfo;
+use crate::progress::Progress;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// Memory for the other datastore.
+const METADATA_CACHE: usize = 64 << 20;
+const WRITE_BUFFER: usize = 32 << 20;
+/// How often it is looked whether clients are left.
+const IDLE_POLL: Duration = Duration::from_millis(200);
+
+impl Datastore {
+    /// Moves a disk, with its snapshots and its clients, to another datastore. `Busy` while that is open elsewhere.
+    pub fn migrate_away(
+        &self,
+        name: &str,
+        options: &MigrateOptions,
+        to: &Path,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let home = self.path.as_deref().ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "a disk can move to another datastore from one in a local folder only")
+        })?;
+        let resolve = |path: &Path| path.canonicalize().during(|| format!("looking for '{}'", path.display()));
+        let (home, path) = (resolve(home)?, resolve(to)?);
+        if home == path {
+            return self.migrate(name, options, progress);
+        }
+        let datastore = match self.guest(&path) {
+            Some(open) => open,
+            None => Self::open(
+                &path,
+                OpenOptions {
+                    mode: self.engine().options().mode,
+                    queue: QueueChoice::Auto,
+                    metadata_cache: METADATA_CACHE,
+                    write_buffer: WRITE_BUFFER,
+                },
+            )?,
+        };
+        let peer = Peer { datastore, path, home };
+        let outcome = self.migrate_to(name, options, Some(&peer), progress);
+        let closed = self.leave(peer);
+        outcome.and_then(|info| closed.map(|()| info))
+    }
+
+    /// Another datastore that clients of this process still use.
+    fn guest(&self, path: &Path) -> Option<Arc<Self>> {
+        let guests = self.guests.lock();
+        guests.iter().find(|guest| guest.path.as_deref() == Some(path)).cloned()
+    }
+
+    /// Closes the other datastore, or has that done once no client uses it.
+    fn leave(&self, peer: Peer) -> Result<()> {
+        let datastore = peer.datastore;
+        if !datastore.switches.in_use() {
+            self.guests.lock().retain(|guest| !Arc::ptr_eq(guest, &datastore));
+            return datastore.close();
+        }
+        let mut guests = self.guests.lock();
+        if guests.iter().any(|guest| Arc::ptr_eq(guest, &datastore)) {
+            return Ok(());
+        }
+        guests.push(Arc::clone(&datastore));
+        let all = Arc::clone(&self.guests);
+        let watch = move || {
+            loop {
+                std::thread::sleep(IDLE_POLL);
+                let mut guests = all.lock();
+                // Under the lock, so that no migration finds it and has it closed under its hands.
+                let known = guests.iter().any(|guest| Arc::ptr_eq(guest, &datastore));
+                if known && (datastore.switches.in_use() || Arc::strong_count(&datastore) > 2) {
+                    continue;
+                }
+                guests.retain(|guest| !Arc::ptr_eq(guest, &datastore));
+                if known && let Err(error) = datastore.close() {
+                    tracing::error!("closing a datastore that clients had moved to: {error}");
+                }
+                return;
+            }
+        };
+        let spawned = std::thread::Builder::new().name("away".into()).spawn(watch);
+        spawned.map(|_| ()).during(|| "starting to watch the clients that moved".into())
+    }
+}

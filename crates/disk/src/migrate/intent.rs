@@ -1,0 +1,317 @@
+//! What a datastore remembers of a migration: the file that says which of the two copies is the disk.
+//!
+//! ```text
+//!                  begin                    commit                   end
+//!   (no file) ------------> copying -------------------> committed -------> (no file)
+//!                              \-- end: the target is removed first --------^
+//! ```
+//!
+//! 1. The file is there, durably, before anything of the target is, and goes after the last of what its stage calls for
+//!    has been done: so nothing is ever left behind that no file speaks of.
+//! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed): each stage is there or not.
+//! 3. What a stage calls for may be done any number of times.
+//! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided
+//!    by the file of the source: committed there, the target stays; anything else, or no file, and it goes. So the
+//!    file of the source goes last.
+//!
+//! The layout is in `docs/format/migration-intent.md`.
+
+use backend::{Directory, IoMode};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use store::{Error, ErrorKind, IoContext, Result, checksum};
+
+/// How the files begin.
+const PREFIX: &str = "migration-";
+/// What a file is written as before it has its name.
+const TEMPORARY: &str = ".new";
+/// The version this program writes and reads.
+const VERSION: u32 = 1;
+/// Largest file: names and paths are all it holds.
+const LENGTH_MAX: u64 = 64 << 10;
+/// Most migrations that a datastore remembers.
+pub(crate) const INTENTS_MAX: usize = 256;
+
+/// How far a migration is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Stage {
+    /// The source is the disk.
+    Copying,
+    /// The target is the disk.
+    Committed,
+    /// The target is here, and the file of the same name in the source's datastore says which is the disk.
+    Arriving,
+}
+
+/// Where a copy is in its datastore.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub(crate) enum Copy {
+    /// A native disk: the source by its number in the store, the target by the name that it has until it is the disk.
+    Native {
+        /// The number, of the source.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        object: Option<u64>,
+    },
+    /// A disk in one of VMware's formats, by its folder.
+    Images {
+        /// Name of the folder.
+        folder: String,
+    },
+}
+
+/// One migration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Intent {
+    /// Its identity, and that of the file.
+    pub id: String,
+    /// How far it is.
+    pub stage: Stage,
+    /// The name of the disk.
+    pub disk: String,
+    /// What the disk was. Not there in an arriving file.
+    pub source: Option<Copy>,
+    /// What it is to be.
+    pub target: Copy,
+    /// Identity of the disk, which it keeps.
+    pub uuid: String,
+    /// When the disk was made, in seconds since 1970.
+    pub created: u64,
+    /// Folder of the other datastore, if there is one.
+    pub peer: Option<PathBuf>,
+}
+
+/// The files of one datastore.
+pub(crate) struct Intents {
+    directory: Arc<dyn Directory>,
+}
+
+fn file_name(id: &str) -> Result<String> {
+    let plain = id.len() == 36 && id.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
+    if !plain {
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is no identity of a migration", id.escape_debug())));
+    }
+    Ok(format!("{PREFIX}{id}"))
+}
+
+impl Intent {
+    /// The name of a native target until it is the disk: no person can give it.
+    pub fn hidden(&self) -> String {
+        format!(".migrating-{}", self.id)
+    }
+}
+
+impl Intents {
+    /// The files in the folder of a datastore.
+    pub fn new(directory: Arc<dyn Directory>) -> Self {
+        Self { directory }
+    }
+
+    /// Writes one, durably; in the place of an earlier one of that identity.
+    pub fn put(&self, intent: &Intent) -> Result<()> {
+        let name = file_name(&intent.id)?;
+        let temporary = format!("{name}{TEMPORARY}");
+        let during = || format!("recording the migration of disk '{}'", intent.disk);
+        remove_if_there(&*self.directory, &temporary).during(during)?;
+        let file = self.directory.create(&temporary, IoMode::Buffered).during(during)?;
+        let written = file.write_at(&[&encode(intent)?], 0, false).and_then(|()| file.sync());
+        let named =
+            written.and_then(|()| self.directory.rename(&temporary, &name)).and_then(|()| self.directory.sync());
+        named.during(during)
+    }
+
+    /// Removes one, durably.
+    pub fn remove(&self, id: &str) -> Result<()> {
+        let name = file_name(id)?;
+        remove_if_there(&*self.directory, &name)
+            .and_then(|()| self.directory.sync())
+            .during(|| format!("removing the record '{name}' of a migration"))
+    }
+
+    /// All of them, by identity; what was never whole is removed.
+    pub fn all(&self) -> Result<Vec<Intent>> {
+        let names = self.directory.list().during(|| "looking for migrations under way".into())?;
+        let mut found = Vec::new();
+        for name in names.iter().filter(|name| name.starts_with(PREFIX)) {
+            if name.ends_with(TEMPORARY) {
+                remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
+                continue;
+            }
+            if found.len() >= INTENTS_MAX {
+                let text = format!("there are more than {INTENTS_MAX} records of migrations");
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+            let Some(intent) = self.read(name)? else { continue };
+            if file_name(&intent.id)? != *name {
+                return Err(Error::new(ErrorKind::Corrupt, format!("'{name}' is the record of another migration")));
+            }
+            found.push(intent);
+        }
+        Ok(found)
+    }
+
+    fn read(&self, name: &str) -> Result<Option<Intent>> {
+        let during = || format!("reading the record '{name}' of a migration");
+        let file = match self.directory.open(name, IoMode::Buffered) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io(during(), error)),
+        };
+        let length = file.len().during(during)?;
+        if length > LENGTH_MAX {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("'{name}' of {length} bytes is no record of a migration"),
+            ));
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_at(&mut bytes, 0).during(during)?;
+        decode(&bytes).map(Some).map_err(|error| error.context(name))
+    }
+}
+
+/// The record of a migration in another datastore that is not open here.
+pub(crate) fn peek(datastore: &Path, id: &str) -> Result<Option<Intent>> {
+    use std::io::Read;
+    let path = datastore.join(file_name(id)?);
+    let during = || format!("reading the record '{}' of a migration", path.display());
+    let file = match std::fs::File::open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound && datastore.join("superblock").exists() => {
+            return Ok(None);
+        }
+        Err(error) => return Err(Error::io(during(), error)),
+    };
+    let mut bytes = Vec::new();
+    file.take(LENGTH_MAX).read_to_end(&mut bytes).during(during)?;
+    decode(&bytes).map(Some).map_err(|error| error.context(path.display()))
+}
+
+fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+fn encode(intent: &Intent) -> Result<Vec<u8>> {
+    let mut body = serde_json::to_vec_pretty(intent).map_err(|error| {
+        Error::new(ErrorKind::Invalid, format!("a record of a migration cannot be written: {error}"))
+    })?;
+    body.push(b'\n');
+    let mut bytes = format!("lamina migration {VERSION} crc32c={:08x}\n", checksum(&body)).into_bytes();
+    bytes.append(&mut body);
+    Ok(bytes)
+}
+
+fn decode(bytes: &[u8]) -> Result<Intent> {
+    let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the record of a migration {what}"));
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| corrupt("has no first line"))?;
+    let (head, body) = (&bytes[..end], &bytes[end + 1..]);
+    let head = std::str::from_utf8(head).map_err(|_| corrupt("has no first line"))?;
+    let rest = head.strip_prefix("lamina migration ").ok_or_else(|| corrupt("begins with something else"))?;
+    let (version, sum) = rest.split_once(" crc32c=").ok_or_else(|| corrupt("has no checksum"))?;
+    match version.parse::<u32>() {
+        Ok(VERSION) => {}
+        Ok(newer) => {
+            let text = format!("the record of a migration has version {newer}, and this program reads {VERSION}");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        Err(_) => return Err(corrupt("has no version")),
+    }
+    if u32::from_str_radix(sum, 16) != Ok(checksum(body)) {
+        return Err(corrupt("fails its checksum"));
+    }
+    let intent: Intent =
+        serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))?;
+    // What it calls a folder of images is removed one day.
+    let leads_out = |copy: &Copy| {
+        matches!(copy, Copy::Images { folder }
+            if folder.contains(['/', '\0']) || matches!(folder.as_str(), "" | "." | ".."))
+    };
+    let away = intent.source.iter().chain([&intent.target]).any(leads_out);
+    match away {
+        true => Err(corrupt("names a folder that is none of the datastore's")),
+        false => Ok(intent),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+    fn intent(stage: Stage) -> Intent {
+        Intent {
+            id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
+            stage,
+            disk: "größe".into(),
+            source: Some(Copy::Native { object: Some(7) }),
+            target: Copy::Images { folder: "größe".into() },
+            uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
+            created: 1_795_000_000,
+            peer: Some("/srv/other".into()),
+        }
+    }
+
+    #[test]
+    fn the_page_about_the_format_shows_this_file() {
+        let page = include_str!("../../../../docs/format/migration-intent.md");
+        let example = String::from_utf8(encode(&intent(Stage::Copying)).unwrap()).unwrap();
+        assert!(page.contains(&example), "docs/format/migration-intent.md should show:\n{example}");
+    }
+
+    #[test]
+    fn each_stage_is_there_or_not_wherever_the_power_goes() {
+        for cut in 0..40 {
+            for seed in 0..8 {
+                let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+                disk.cut_after(cut);
+                let intents = Intents::new(disk.directory());
+                let mut reached = 0;
+                for step in 0..3 {
+                    let done = match step {
+                        0 => intents.put(&intent(Stage::Copying)),
+                        1 => intents.put(&intent(Stage::Committed)),
+                        _ => intents.remove(&intent(Stage::Copying).id),
+                    };
+                    if done.is_err() {
+                        break;
+                    }
+                    reached += 1;
+                }
+                let disk = disk.crash();
+                let all = Intents::new(disk.directory()).all().unwrap();
+                let stages: Vec<Stage> = all.iter().map(|intent| intent.stage).collect();
+                let expected: [&[Stage]; 4] = [&[], &[Stage::Copying], &[Stage::Committed], &[]];
+                let allowed = [expected[reached], expected[(reached + 1).min(3)]];
+                assert!(allowed.contains(&&stages[..]), "cut {cut} seed {seed}: {stages:?} after {reached} steps");
+                assert!(disk.directory().list().unwrap().len() == stages.len(), "nothing else is left");
+            }
+        }
+    }
+
+    #[test]
+    fn damage_is_found() {
+        let good = encode(&intent(Stage::Committed)).unwrap();
+        assert_eq!(decode(&good).unwrap(), intent(Stage::Committed));
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x04;
+            assert!(decode(&bad).is_err(), "byte {at}");
+            assert!(decode(&good[..at]).is_err());
+        }
+        let newer = String::from_utf8(good).unwrap().replace("migration 1", "migration 2");
+        assert_eq!(decode(newer.as_bytes()).unwrap_err().kind(), ErrorKind::Unsupported);
+        assert!(file_name("../../etc/passwd").is_err());
+        for folder in ["", "..", ".", "../../etc", "/etc", "a/b"] {
+            let away = Intent { target: Copy::Images { folder: folder.into() }, ..intent(Stage::Copying) };
+            assert_eq!(decode(&encode(&away).unwrap()).unwrap_err().kind(), ErrorKind::Corrupt, "{folder}");
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! A native disk as the top layer of a chain: what a guest runs on while the image below it is brought in.
+//!
+//! | the disk has there   | the layer says |
+//! |----------------------|----------------|
+//! | nothing              | [`Content::Absent`]: the image below shows through |
+//! | reserved space       | [`Content::Zero`]: the guest discarded it, or wrote zeros |
+//! | data                 | [`Content::Encoded`]: read through the disk, checksums and all |
+//!
+//! 1. The disk is thin and has no user but this layer: space that a thick type reserved would hide the image below.
+//! 2. A range never becomes absent again: discarding reserves. So an answer of [`Layer::map`] may grow old without
+//!    showing the image below where the guest has written.
+//! 3. Places are never named, so none needs to be kept: there is no epoch.
+
+use crate::device::{Allocation, Device};
+use backend::{BLOCK_SIZE, Buffer, File};
+use layer::{Content, Extent, Layer, Usage};
+use std::ops::Range;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Extents looked at at a time where all have to be.
+const EXTENTS: usize = 1024;
+
+/// The layer.
+pub struct NativeLayer {
+    disk: Arc<dyn Device>,
+}
+
+impl NativeLayer {
+    /// The layer of a thin native disk, that nobody else changes.
+    pub fn new(disk: Arc<dyn Device>) -> Self {
+        Self { disk }
+    }
+
+    /// True when the disk has data in all of a range.
+    fn is_data(&self, start: u64, length: u64) -> Result<bool> {
+        let found = self.disk.status(start, length, 1)?;
+        Ok(matches!(found.as_slice(), [all] if all.length >= length && all.allocation == Allocation::Data))
+    }
+}
+
+impl Layer for NativeLayer {
+    fn capacity(&self) -> u64 {
+        self.disk.capacity()
+    }
+
+    fn grain(&self) -> u64 {
+        BLOCK
+    }
+
+    fn format(&self) -> &'static str {
+        "native"
+    }
+
+    fn writable(&self) -> bool {
+        !self.disk.read_only()
+    }
+
+    fn map(&self, range: Range<u64>, most: usize, out: &mut Vec<Extent>) -> Result<()> {
+        let mut at = range.start;
+        for found in self.disk.status(range.start, range.end - range.start, most.max(1))? {
+            let content = match found.allocation {
+                Allocation::Data => Content::Encoded,
+                Allocation::Zero => Content::Zero,
+                Allocation::Hole => Content::Absent,
+            };
+            out.push(Extent { start: at, length: found.length, content });
+            at += found.length;
+        }
+        Ok(())
+    }
+
+    fn file(&self, index: u16) -> Result<&Arc<dyn File>> {
+        Err(Error::new(ErrorKind::Invalid, format!("{}: a native disk names no file {index}", self.disk.name())))
+    }
+
+    fn read_encoded(&self, start: u64, out: &mut [u8]) -> Result<()> {
+        out.copy_from_slice(&self.disk.read(start, out.len())?);
+        Ok(())
+    }
+
+    fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {
+        let skip = (start % BLOCK) as usize;
+        let length: usize = slices.iter().map(|slice| slice.len()).sum();
+        let blocks = (skip + length).div_ceil(BLOCK_SIZE);
+        let mut data = Buffer::recycled(blocks);
+        data[..skip].fill(0);
+        let mut at = skip;
+        for slice in slices {
+            data[at..at + slice.len()].copy_from_slice(slice);
+            at += slice.len();
+        }
+        data[at..].fill(0);
+        self.disk.write(start, data, length, false)
+    }
+
+    fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {
+        let length: usize = slices.iter().map(|slice| slice.len()).sum();
+        let whole = start / BLOCK * BLOCK..(start + length as u64).next_multiple_of(BLOCK).min(self.capacity());
+        if !self.is_data(whole.start, whole.end - whole.start)? {
+            return Ok(false);
+        }
+        self.write(start, slices)?;
+        Ok(true)
+    }
+
+    fn zero(&self, range: Range<u64>, _keep: bool) -> Result<()> {
+        // Space is what hides the image below, so it is taken either way.
+        self.disk.write_zeroes(range.start, range.end - range.start, true, false)
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.disk.flush()
+    }
+
+    fn usage(&self) -> Result<Usage> {
+        let (mut usage, mut at) = (Usage::default(), 0);
+        while at < self.capacity() {
+            let found = self.disk.status(at, self.capacity() - at, EXTENTS)?;
+            if found.is_empty() {
+                break;
+            }
+            for extent in found {
+                at += extent.length;
+                match extent.allocation {
+                    Allocation::Data => {
+                        usage.allocated += extent.length;
+                        usage.mapped += extent.length;
+                    }
+                    Allocation::Zero => usage.allocated += extent.length,
+                    Allocation::Hole => {}
+                }
+            }
+        }
+        Ok(usage)
+    }
+}

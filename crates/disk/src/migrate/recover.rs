@@ -1,0 +1,107 @@
+//! What opening a datastore does about migrations that were interrupted: before disks that are incomplete are removed.
+//!
+//! Both copies of a disk under migration are told apart by one mark only: what is incomplete goes. So each record is
+//! carried out by setting the marks as it says, and removed; the rest is done by what removes incomplete disks.
+
+use super::intent::{Copy, Intent, Intents, Stage, peek};
+use super::run::likeness_of;
+use crate::foreign::Foreign;
+use crate::native::Native;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+/// What nobody can decide yet: kept, and kept out of sight.
+#[derive(Debug, Default)]
+pub(crate) struct InDoubt {
+    /// Names of native disks.
+    pub names: BTreeSet<String>,
+    /// Folders of other disks.
+    pub folders: BTreeSet<String>,
+}
+
+/// Carries out the records of a datastore that is being opened.
+pub(crate) fn recover(native: &Native, datastore: Option<&Path>) -> Result<InDoubt> {
+    let intents = Intents::new(Arc::clone(native.engine.directory()));
+    let mut doubt = InDoubt::default();
+    for intent in intents.all()? {
+        let done = match intent.stage {
+            Stage::Copying => true,
+            Stage::Committed => match &intent.peer {
+                None => {
+                    complete(&intent, native, datastore)?;
+                    retire(&intent, native, datastore)?;
+                    true
+                }
+                Some(peer) => {
+                    retire(&intent, native, datastore)?;
+                    // The other one has taken the disk when its record is gone; until then it needs this one.
+                    matches!(peek(peer, &intent.id), Ok(None))
+                }
+            },
+            Stage::Arriving => {
+                let peer = intent.peer.as_deref().ok_or_else(|| {
+                    Error::new(ErrorKind::Corrupt, format!("the record of migration {} names no datastore", intent.id))
+                })?;
+                match peek(peer, &intent.id) {
+                    Ok(Some(Intent { stage: Stage::Committed, .. })) => {
+                        complete(&intent, native, datastore)?;
+                        true
+                    }
+                    Ok(_) => true,
+                    Err(error) => {
+                        tracing::warn!(
+                            disk = intent.disk,
+                            "whether it has arrived is known by the datastore '{}', which cannot be asked: {error}",
+                            peer.display()
+                        );
+                        match &intent.target {
+                            Copy::Native { .. } => doubt.names.insert(intent.hidden()),
+                            Copy::Images { folder } => doubt.folders.insert(folder.clone()),
+                        };
+                        false
+                    }
+                }
+            }
+        };
+        if done {
+            tracing::info!(disk = intent.disk, stage = ?intent.stage, "an interrupted migration was settled");
+            intents.remove(&intent.id)?;
+        }
+    }
+    Ok(doubt)
+}
+
+/// The target is the disk.
+fn complete(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
+    match &intent.target {
+        Copy::Native { .. } => {
+            let original = match &intent.source {
+                Some(Copy::Native { object }) => *object,
+                _ => None,
+            };
+            native.complete_replica(&intent.hidden(), &intent.disk, original, likeness_of(intent)?).map(|_| ())
+        }
+        Copy::Images { folder } => match datastore {
+            Some(path) => Foreign::set_incomplete(path, folder, false),
+            None => Err(no_images()),
+        },
+    }
+}
+
+/// The source is not.
+fn retire(intent: &Intent, native: &Native, datastore: Option<&Path>) -> Result<()> {
+    match &intent.source {
+        Some(Copy::Native { object: Some(id) }) => native.retire(*id, &format!("{}-away", intent.hidden())),
+        Some(Copy::Images { folder }) => match datastore {
+            Some(path) => Foreign::set_incomplete(path, folder, true),
+            None => Err(no_images()),
+        },
+        _ => Err(Error::new(ErrorKind::Corrupt, format!("the record of migration {} names no source", intent.id))),
+    }
+}
+
+fn no_images() -> Error {
+    Error::new(ErrorKind::Corrupt, "the record of a migration names a folder of images, and there can be none here")
+}

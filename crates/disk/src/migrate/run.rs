@@ -1,0 +1,425 @@
+//! One migration, from its first look at the disk to the removal of what it was.
+//!
+//! ```text
+//!   make the target, hidden ── record: copying ── copy the snapshots ── put the mirror under the clients
+//!     ── copy the head ── settle ── record: committed ── clients on the target ── the name changes hands
+//!     ── wait for requests inside the mirror ── remove the source ── remove the record
+//! ```
+//!
+//! 1. Until `committed` is durable every failure, and a request to stop, puts the clients back on the source and
+//!    removes the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
+//! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and
+//!    go.
+//! 3. Nobody can open a disk by its name while the name changes hands (`turning`); requests of those who have it open
+//!    go on.
+
+use super::intent::{Copy, Intent, Intents, Stage};
+use super::mirror::MirrorDevice;
+use super::pace::stopped;
+use super::tree::{Original, Replica, TreeCopy};
+use crate::datastore::Datastore;
+use crate::device::Device;
+use crate::foreign::{ForeignOriginal, ForeignReplica};
+use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
+use crate::names;
+use crate::native::{NativeOriginal, NativeReplica};
+use crate::progress::Progress;
+use crate::switch::{Before, Client, Identity, Switch};
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::sync::Arc;
+use store::engine::Likeness;
+use store::{Error, ErrorKind, Result};
+
+/// What a disk is to become.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigrateOptions {
+    /// The format.
+    pub format: DiskFormat,
+    /// How it takes its space.
+    pub provisioning: Provisioning,
+    /// What its snapshots are made of, in VMware's formats; the usual one if nothing is said.
+    pub delta: Option<DeltaFormat>,
+}
+
+/// The other datastore of a migration, open in this process.
+#[derive(Clone)]
+pub(crate) struct Peer {
+    pub datastore: Arc<Datastore>,
+    pub path: PathBuf,
+    /// The way back.
+    pub home: PathBuf,
+}
+
+/// The disk that moves.
+pub(super) enum Source {
+    Native(NativeOriginal),
+    Foreign(ForeignOriginal),
+}
+
+/// What it is moved to.
+pub(super) enum Target {
+    Native(NativeReplica),
+    Foreign(ForeignReplica),
+}
+
+impl Source {
+    fn original(&self) -> &dyn Original {
+        match self {
+            Self::Native(disk) => disk,
+            Self::Foreign(disk) => disk,
+        }
+    }
+
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        match self {
+            Self::Native(disk) => disk.identity(snapshot),
+            Self::Foreign(disk) => Ok(disk.identity(snapshot)),
+        }
+    }
+
+    fn copy(&self) -> Copy {
+        match self {
+            Self::Native(disk) => Copy::Native { object: Some(disk.id) },
+            Self::Foreign(disk) => Copy::Images { folder: disk.entry.folder.clone() },
+        }
+    }
+
+    fn head(&self) -> Result<Arc<dyn Device>> {
+        match self {
+            Self::Native(disk) => disk.head(),
+            Self::Foreign(disk) => Ok(disk.entry.head_device()?),
+        }
+    }
+
+    pub fn likeness(&self) -> Result<Likeness> {
+        match self {
+            Self::Native(disk) => disk.likeness(),
+            Self::Foreign(disk) => {
+                let record = disk.entry.disk.record();
+                let uuid = names::parse_uuid(&record.uuid).map_or_else(names::new_uuid, Ok)?;
+                Ok(Likeness { uuid, created: record.created })
+            }
+        }
+    }
+}
+
+impl Target {
+    pub fn replica(&self) -> &dyn Replica {
+        match self {
+            Self::Native(disk) => disk,
+            Self::Foreign(disk) => disk,
+        }
+    }
+
+    fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        match self {
+            Self::Native(disk) => disk.identity(snapshot),
+            Self::Foreign(disk) => Ok(disk.identity(snapshot)),
+        }
+    }
+
+    fn copy(&self) -> Copy {
+        match self {
+            Self::Native(_) => Copy::Native { object: None },
+            Self::Foreign(disk) => Copy::Images { folder: disk.folder.clone() },
+        }
+    }
+
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        match self {
+            Self::Native(disk) => disk.snapshot(name),
+            Self::Foreign(disk) => disk.snapshot(name),
+        }
+    }
+}
+
+/// How a record turned.
+enum Turned {
+    Committed,
+    /// Nobody knows: both copies stay alike until the datastore is opened again and looks.
+    Unknown(Error),
+}
+
+/// What stands between the clients and the disk while it moves.
+struct Moving {
+    switch: Arc<Switch>,
+    mirror: Arc<MirrorDevice>,
+}
+
+/// One migration.
+struct Migration<'a> {
+    home: &'a Datastore,
+    away: Option<&'a Peer>,
+    name: &'a str,
+    source: Source,
+    target: Target,
+    intent: Intent,
+    progress: &'a dyn Progress,
+}
+
+impl Datastore {
+    /// Moves a disk, with its snapshots and its clients, to another format or provisioning type.
+    pub fn migrate(&self, name: &str, options: &MigrateOptions, progress: &dyn Progress) -> Result<DiskInfo> {
+        self.migrate_to(name, options, None, progress)
+    }
+
+    /// The same, to another datastore if there is one.
+    pub(crate) fn migrate_to(
+        &self,
+        name: &str,
+        options: &MigrateOptions,
+        away: Option<&Peer>,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let alone = self.uses.alone(name, "migrated")?;
+        let _name = away.map(|peer| peer.datastore.reserve(name)).transpose()?;
+        let source = match self.foreign.find(name) {
+            Some(entry) => Source::Foreign(self.foreign.original(entry)?),
+            None => Source::Native(self.native.original(name)?),
+        };
+        let client = self.switches.attach(source.identity(None)?, || source.head())?;
+        let id = names::uuid_text(&names::new_uuid()?);
+        let there = away.map_or(self, |peer| &*peer.datastore);
+        let target = there
+            .make_target(name, &format!(".migrating-{id}"), client.switch().device().capacity(), options, progress)
+            .map_err(|error| error.context(format!("disk '{name}' was not moved")))?;
+        let likeness = source.likeness();
+        let (uuid, created) = likeness.map(|like| (names::uuid_text(&like.uuid), like.created)).unwrap_or_default();
+        let intent = Intent {
+            id,
+            stage: Stage::Copying,
+            disk: name.to_owned(),
+            source: Some(source.copy()),
+            target: target.copy(),
+            uuid,
+            created,
+            peer: away.map(|peer| peer.path.clone()),
+        };
+        let mut migration = Migration { home: self, away, name, source, target, intent, progress };
+        match migration.run(&client) {
+            Ok(None) => {
+                drop(client);
+                migration.clean();
+                there.disk(name)
+            }
+            // Nothing about this disk may change until the record was looked at.
+            Ok(Some(error)) => {
+                alone.keep();
+                std::mem::forget(client);
+                Err(error)
+            }
+            Err(error) => {
+                drop(client);
+                migration.undo();
+                Err(error.context(format!("disk '{name}' was not moved")))
+            }
+        }
+    }
+
+    /// An empty disk, hidden.
+    pub(super) fn make_target(
+        &self,
+        name: &str,
+        hidden: &str,
+        capacity: u64,
+        options: &MigrateOptions,
+        progress: &dyn Progress,
+    ) -> Result<Target> {
+        Ok(match options.format.kind(options.provisioning) {
+            None => Target::Native(self.native.replica(hidden, capacity, options.provisioning, progress)?),
+            Some(kind) => Target::Foreign(self.foreign.replica(name, capacity, kind, options.delta, progress)?),
+        })
+    }
+
+    /// Removes a disk that was to be a copy.
+    pub(super) fn remove_target(&self, target: &Target) -> Result<()> {
+        match target {
+            Target::Native(disk) => disk.remove(),
+            Target::Foreign(disk) => self.foreign.remove_moved(&disk.folder, Arc::clone(&disk.disk)),
+        }
+    }
+}
+
+impl Migration<'_> {
+    fn there(&self) -> &Datastore {
+        self.away.map_or(self.home, |peer| &*peer.datastore)
+    }
+
+    /// Everything up to the moment at which clients use the target. `Some` where nobody knows which copy is the disk.
+    fn run(&mut self, client: &Client) -> Result<Option<Error>> {
+        self.announce()?;
+        let mut tree = TreeCopy::new(self.source.original(), self.target.replica())?;
+        let sizes_differ = tree.nodes().iter().any(|node| node.capacity != client.switch().device().capacity());
+        if sizes_differ && matches!(self.target, Target::Foreign(_)) {
+            self.target.replica().resize(client.switch().device().capacity())?;
+        }
+        tree.snapshots(self.progress)?;
+        let switch = Arc::clone(client.switch());
+        let before = switch.device();
+        let moving = Moving { mirror: Arc::new(tree.head(Arc::clone(&before))?), switch };
+        match self.move_head(&moving, &tree) {
+            Ok(Turned::Committed) => {
+                let names: Vec<String> = tree.nodes().iter().map(|node| node.name.clone()).collect();
+                drop(tree);
+                self.take_place(moving, &names);
+                Ok(None)
+            }
+            Ok(Turned::Unknown(error)) => Ok(Some(error)),
+            Err(error) => {
+                let mirror = moving.switch.exchange(before);
+                moving.mirror.give_up();
+                mirror.wait_unused(&|| false);
+                Err(error)
+            }
+        }
+    }
+
+    /// The records say that the target is being made.
+    fn announce(&self) -> Result<()> {
+        if let Some(peer) = self.away {
+            let arriving =
+                Intent { stage: Stage::Arriving, source: None, peer: Some(peer.home.clone()), ..self.intent.clone() };
+            Intents::new(Arc::clone(peer.datastore.engine().directory())).put(&arriving)?;
+        }
+        self.intents().put(&self.intent)
+    }
+
+    fn intents(&self) -> Intents {
+        Intents::new(Arc::clone(self.home.engine().directory()))
+    }
+
+    /// Copies the head under its clients, and turns the record.
+    fn move_head(&self, moving: &Moving, tree: &TreeCopy<'_>) -> Result<Turned> {
+        let mirror = &moving.mirror;
+        let before = moving.switch.exchange(Arc::clone(mirror) as Arc<dyn Device>);
+        // A write that is still inside the source does not pass the mirror.
+        if !before.wait_unused(&|| self.progress.cancelled()) {
+            return Err(stopped());
+        }
+        tree.mark_head(mirror, self.progress)?;
+        mirror.copy(self.progress)?;
+        mirror.settle()?;
+        mirror.commit(|| {
+            let intents = self.intents();
+            let Err(error) = intents.put(&Intent { stage: Stage::Committed, ..self.intent.clone() }) else {
+                return Ok(Turned::Committed);
+            };
+            match intents.put(&self.intent) {
+                Ok(()) => Err(error),
+                Err(second) => Ok(Turned::Unknown(Error::new(
+                    ErrorKind::Stopped,
+                    format!(
+                        "{error}, and then {second}: both copies of disk '{}' are kept alike until the datastore is \
+                         opened again, which finds out which of them is the disk",
+                        self.name
+                    ),
+                ))),
+            }
+        })
+    }
+
+    /// The target is the disk: its clients, its name and its snapshots' readers follow.
+    fn take_place(&self, moving: Moving, snapshots: &[String]) {
+        let Moving { switch, mirror } = moving;
+        let mut left: Vec<Before> = Vec::new();
+        {
+            let _turning = self.home.turning.write();
+            let _there = self.away.map(|peer| peer.datastore.turning.write());
+            left.push(switch.exchange(Arc::clone(mirror.target())));
+            if let Err(error) = self.hand_over(snapshots, &mut left) {
+                tracing::error!(disk = self.name, "readers of its snapshots stay where they are: {error}");
+            }
+            if let Err(error) = self.turn_name() {
+                tracing::error!(disk = self.name, "its new copy takes its name when the datastore is opened: {error}");
+            }
+        }
+        drop((switch, mirror));
+        for before in left {
+            before.wait_unused(&|| false);
+        }
+    }
+
+    /// Gives the switches of the disk and its snapshots to the copy.
+    fn hand_over(&self, snapshots: &[String], left: &mut Vec<Before>) -> Result<()> {
+        let (from, to) = (&self.home.switches, &self.there().switches);
+        from.hand_over(&self.source.identity(None)?, to, self.target.identity(None)?);
+        for name in snapshots {
+            let old = self.source.identity(Some(name))?;
+            if let Some(open) = from.get(&old) {
+                left.push(open.exchange(self.target.snapshot(name)?));
+                from.hand_over(&old, to, self.target.identity(Some(name))?);
+            }
+        }
+        Ok(())
+    }
+
+    fn turn_name(&self) -> Result<()> {
+        let here = self.away.is_none();
+        if let Source::Foreign(_) = &self.source {
+            self.home.foreign.forget(self.name);
+        }
+        let aside = format!("{}-away", self.intent.hidden());
+        let native = match &self.source {
+            Source::Native(disk) => Some(disk.id),
+            Source::Foreign(_) => None,
+        };
+        match &self.target {
+            Target::Native(_) => {
+                let like = likeness_of(&self.intent)?;
+                let here = native.filter(|_| here);
+                self.there().native.complete_replica(&self.intent.hidden(), self.name, here, like)?;
+            }
+            Target::Foreign(disk) => {
+                self.there().foreign.complete(&disk.folder)?;
+                self.there().foreign.insert_replica(disk);
+            }
+        }
+        match native {
+            Some(id) => self.home.native.retire(id, &aside),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes what the disk was, and the records.
+    fn clean(self) {
+        let away = self.away;
+        let outcome = (|| {
+            if let Some(peer) = away {
+                Intents::new(Arc::clone(peer.datastore.engine().directory())).remove(&self.intent.id)?;
+            }
+            match &self.source {
+                Source::Native(disk) => self.home.native.remove_moved(disk.id)?,
+                Source::Foreign(disk) => {
+                    let (folder, inner) = (disk.entry.folder.clone(), Arc::clone(&disk.entry.disk));
+                    self.home.foreign.remove_moved(&folder, inner)?;
+                    self.home.sweep_overlays()?;
+                }
+            }
+            self.intents().remove(&self.intent.id)
+        })();
+        if let Err(error) = outcome {
+            tracing::warn!(disk = self.name, "what it was goes when the datastore is opened next: {error}");
+        }
+    }
+
+    /// Removes what was made.
+    fn undo(self) {
+        let outcome = (|| {
+            self.there().remove_target(&self.target)?;
+            if let Some(peer) = self.away {
+                Intents::new(Arc::clone(peer.datastore.engine().directory())).remove(&self.intent.id)?;
+            }
+            self.intents().remove(&self.intent.id)
+        })();
+        if let Err(error) = outcome {
+            tracing::warn!(disk = self.name, "a copy of it goes when the datastore is opened next: {error}");
+        }
+    }
+}
+
+/// What the record says of the disk's identity.
+pub(super) fn likeness_of(intent: &Intent) -> Result<Likeness> {
+    let uuid = names::parse_uuid(&intent.uuid).map_or_else(names::new_uuid, Ok)?;
+    Ok(Likeness { uuid, created: intent.created })
+}

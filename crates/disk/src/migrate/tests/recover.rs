@@ -1,0 +1,128 @@
+//! Native disks that move to another provisioning type, with the power cut at any write: one of the two is the disk,
+//! whole, and nothing is left of the other.
+
+use super::super::MigrateOptions;
+use super::super::testbed::{Random, aligned};
+use crate::{CheckOptions, Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
+use backend::IoMode;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::sync::Arc;
+use std::time::Duration;
+use store::EngineOptions;
+
+/// Not whole blocks.
+const CAPACITY: usize = (384 << 10) + 1024;
+/// Cuts of each run, at points that follow from its seed.
+const CUTS: u64 = 12;
+
+fn open(medium: &SimulatedDisk) -> store::Result<Arc<Datastore>> {
+    Datastore::open_in(
+        medium.directory(),
+        EngineOptions {
+            mode: IoMode::Buffered,
+            metadata_cache: 1 << 20,
+            write_buffer: 256 << 10,
+            commit_interval: Duration::from_secs(10),
+            threads: false,
+            write_through: true,
+        },
+    )
+}
+
+struct World {
+    medium: SimulatedDisk,
+    states: Vec<(String, Vec<u8>)>,
+}
+
+impl World {
+    /// A disk `s1 - (s2), (head)`, all of it flushed.
+    fn make(seed: u64) -> Self {
+        let medium = SimulatedDisk::new(seed, SimulatedOptions { unflushed_max: 64, ..SimulatedOptions::default() });
+        Datastore::init_in(medium.directory(), InitOptions { journal_size: 4 << 20 }).unwrap();
+        let datastore = open(&medium).unwrap();
+        datastore.create_disk("a", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
+        let mut random = Random(seed);
+        let mut bytes = vec![0; CAPACITY];
+        let mut states: Vec<(String, Vec<u8>)> = Vec::new();
+        for step in ["a@s1", "a@s2", "a"] {
+            if step == "a" {
+                datastore.revert("a", "s1").unwrap();
+                bytes = states[0].1.clone();
+            }
+            let device = datastore.device("a", false).unwrap();
+            for _ in 0..6 {
+                let (offset, length) = random.range(CAPACITY as u64, 64 << 10);
+                let new: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
+                device.write(offset, aligned(offset, &new), length as usize, false).unwrap();
+                bytes[offset as usize..(offset + length) as usize].copy_from_slice(&new);
+            }
+            device.flush().unwrap();
+            if let Some((disk, name)) = step.split_once('@') {
+                datastore.create_snapshots(&[(disk.into(), name.into())], &SnapshotOptions::default()).unwrap();
+            }
+            states.push((step.into(), bytes.clone()));
+        }
+        datastore.close().unwrap();
+        Self { medium, states }
+    }
+
+    fn check(&self, medium: &SimulatedDisk, what: &str) -> Provisioning {
+        let datastore = open(medium).unwrap_or_else(|error| panic!("{what}: {error}"));
+        let disks = datastore.disks().unwrap();
+        assert_eq!(disks.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["a"], "{what}");
+        for (name, bytes) in &self.states {
+            assert!(datastore.device(name, true).unwrap().read(0, CAPACITY).unwrap() == *bytes, "{what}: {name}");
+        }
+        let left = medium.directory().list().unwrap();
+        assert!(!left.iter().any(|name| name.starts_with("migration-")), "{what}: {left:?}");
+        let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+        assert_eq!(report.findings, vec![], "{what}");
+        datastore.close().unwrap();
+        disks[0].provisioning
+    }
+}
+
+fn to_thick() -> MigrateOptions {
+    MigrateOptions { format: DiskFormat::Native, provisioning: Provisioning::ZeroedThick, delta: None }
+}
+
+#[test]
+fn a_power_cut_anywhere_leaves_one_of_the_two() {
+    let (mut before, mut after) = (0, 0);
+    for seed in 0..12 {
+        let whole = World::make(seed);
+        let begin = whole.medium.operations();
+        let datastore = open(&whole.medium).unwrap();
+        datastore.migrate("a", &to_thick(), &NoProgress).unwrap();
+        drop(datastore);
+        let operations = whole.medium.operations() - begin;
+        assert_eq!(whole.check(&whole.medium.crash(), "whole"), Provisioning::ZeroedThick);
+        let mut random = Random(seed ^ 0xc07);
+        for cut in 0..CUTS {
+            let world = World::make(seed);
+            // Half of them in the last part, where the record turns.
+            let from = if cut % 2 == 0 { 0 } else { operations.saturating_sub(40) };
+            let at = from + random.below(operations - from);
+            world.medium.cut_after(world.medium.operations() + at);
+            if let Ok(datastore) = open(&world.medium) {
+                // Whether it was told of is no matter.
+                let _ = datastore.migrate("a", &to_thick(), &NoProgress);
+            }
+            let what = format!("seed {seed}, cut at {at} of {operations}");
+            let medium = world.medium.crash();
+            // Now and then once more, while it recovers.
+            let medium = if random.percent(30) {
+                medium.cut_after(medium.operations() + random.below(30));
+                let _ = open(&medium);
+                medium.crash()
+            } else {
+                medium
+            };
+            match world.check(&medium, &what) {
+                Provisioning::Thin => before += 1,
+                _ => after += 1,
+            }
+        }
+    }
+    assert!(before > 10 && after > 3, "{before} before, {after} after");
+}

@@ -1,0 +1,183 @@
+//! Copying the snapshots of a disk, parents before children, so that the copy shares between them what the original
+//! shares.
+//!
+//! ```text
+//!   for each snapshot:   the target's head goes back to the copy of its parent
+//!                        what differs from the parent is copied
+//!                        the snapshot is taken
+//!   then the head:       goes back to the copy of its parent; what differs is the mirror's
+//! ```
+//!
+//! A disk may have several states without a parent (whose parents were deleted). For these the target keeps a state
+//! of zeros under a name that no person can give, until the last of them is copied.
+
+use super::mirror::{Base, MirrorDevice};
+use crate::device::Device;
+use crate::progress::Progress;
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+/// Where there is nothing yet.
+const ZEROS: &str = ".zeros";
+
+/// A snapshot as it is copied.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Node {
+    /// Its name.
+    pub name: String,
+    /// The snapshot before it.
+    pub parent: Option<String>,
+    /// Capacity of the disk then.
+    pub capacity: u64,
+    /// When it was taken, in seconds since 1970.
+    pub created: u64,
+    /// Its identity, if it has one.
+    pub uuid: Option<[u8; 16]>,
+    /// What was said about it.
+    pub description: String,
+}
+
+/// A disk that is copied. Its snapshots hold still.
+pub(crate) trait Original: Send + Sync {
+    /// Snapshots, parents before children.
+    fn nodes(&self) -> Result<Vec<Node>>;
+
+    /// The snapshot that the head stands on.
+    fn head_parent(&self) -> Result<Option<String>>;
+
+    /// A snapshot, to read.
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>>;
+
+    /// Calls `each` for what may differ between snapshot `from` and a later snapshot, or the head.
+    fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()>;
+}
+
+/// A disk that is being made as a copy of another. Nobody else uses it yet.
+pub(crate) trait Replica: Send + Sync {
+    /// Its head; opened again after [`Replica::go_back`] and [`Replica::resize`].
+    fn head(&self) -> Result<Arc<dyn Device>>;
+
+    /// Takes a snapshot, durable with everything in it.
+    fn take(&self, node: &Node) -> Result<()>;
+
+    /// Makes the head equal to a snapshot.
+    fn go_back(&self, snapshot: &str) -> Result<()>;
+
+    /// Removes a snapshot.
+    fn forget(&self, snapshot: &str) -> Result<()>;
+
+    /// Another capacity.
+    fn resize(&self, capacity: u64) -> Result<()>;
+}
+
+/// Copies the states of one disk into another.
+pub(crate) struct TreeCopy<'a> {
+    original: &'a dyn Original,
+    replica: &'a dyn Replica,
+    nodes: Vec<Node>,
+    head_parent: Option<String>,
+    /// The snapshot that the replica's head is equal to.
+    at: Option<String>,
+    keeps_zeros: bool,
+}
+
+impl<'a> TreeCopy<'a> {
+    /// Nothing copied; `replica` is all zeros.
+    pub fn new(original: &'a dyn Original, replica: &'a dyn Replica) -> Result<Self> {
+        let nodes = original.nodes()?;
+        let head_parent = original.head_parent()?;
+        let mut seen = BTreeSet::new();
+        for node in &nodes {
+            let ordered = node.parent.as_ref().is_none_or(|parent| seen.contains(parent.as_str()));
+            if !ordered || !seen.insert(node.name.as_str()) || node.name == ZEROS {
+                let text = format!("snapshot '{}' has no place in the tree of snapshots", node.name.escape_debug());
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+        }
+        if let Some(parent) = head_parent.as_ref().filter(|parent| !seen.contains(parent.as_str())) {
+            let text = format!("there is no snapshot '{}', on which the disk stands", parent.escape_debug());
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        Ok(Self { original, replica, nodes, head_parent, at: None, keeps_zeros: false })
+    }
+
+    /// The snapshots, parents before children.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// Copies all snapshots. What the head needs then is [`TreeCopy::head`].
+    pub fn snapshots(&mut self, progress: &dyn Progress) -> Result<()> {
+        let roots = self.nodes.iter().filter(|node| node.parent.is_none()).count();
+        if roots + usize::from(self.head_parent.is_none()) > 1 {
+            let capacity = self.replica.head()?.capacity();
+            self.replica.take(&Node {
+                name: ZEROS.into(),
+                parent: None,
+                capacity,
+                created: 0,
+                uuid: None,
+                description: String::new(),
+            })?;
+            (self.at, self.keeps_zeros) = (Some(ZEROS.into()), true);
+        }
+        for node in self.nodes.clone() {
+            let source = self.original.snapshot(&node.name)?;
+            let mirror = self.prepare(node.parent.as_deref(), source)?;
+            self.mark(&mirror, node.parent.as_deref(), Some(&node.name), progress)?;
+            mirror.copy(progress)?;
+            mirror.target().flush()?;
+            self.replica.take(&node)?;
+            self.at = Some(node.name);
+        }
+        Ok(())
+    }
+
+    /// The mirror of the head, with nothing marked: [`TreeCopy::mark_head`] does that once the mirror is in place.
+    pub fn head(&mut self, source: Arc<dyn Device>) -> Result<MirrorDevice> {
+        let parent = self.head_parent.clone();
+        let mirror = self.prepare(parent.as_deref(), source)?;
+        if std::mem::take(&mut self.keeps_zeros) {
+            self.replica.forget(ZEROS)?;
+        }
+        Ok(mirror)
+    }
+
+    /// Marks what the head's copier has to look at.
+    pub fn mark_head(&self, mirror: &MirrorDevice, progress: &dyn Progress) -> Result<()> {
+        self.mark(mirror, self.head_parent.as_deref(), None, progress)
+    }
+
+    /// A mirror whose target is what the parent was.
+    fn prepare(&mut self, parent: Option<&str>, source: Arc<dyn Device>) -> Result<MirrorDevice> {
+        let wanted = parent.or(self.keeps_zeros.then_some(ZEROS));
+        if let Some(wanted) = wanted
+            && self.at.as_deref() != Some(wanted)
+        {
+            self.replica.go_back(wanted)?;
+            self.at = Some(wanted.to_owned());
+        }
+        let mut head = self.replica.head()?;
+        if head.capacity() != source.capacity() {
+            drop(head);
+            self.replica.resize(source.capacity())?;
+            head = self.replica.head()?;
+        }
+        MirrorDevice::new(source, head, if parent.is_some() { Base::State } else { Base::Zeros })
+    }
+
+    fn mark(
+        &self,
+        mirror: &MirrorDevice,
+        parent: Option<&str>,
+        of: Option<&str>,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        match parent {
+            Some(parent) => self.original.changes(parent, of, &mut |range| mirror.mark(range)),
+            None => mirror.mark_data(progress),
+        }
+    }
+}

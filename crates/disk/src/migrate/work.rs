@@ -1,0 +1,120 @@
+//! Which pieces of a disk are still to be looked at: a bit for each.
+//!
+//! Marks are only ever added; who copies goes over them once, front to back, and what lies behind it does not matter
+//! any more. So a mark needs no lock: whoever changes a range ahead marks it while it holds the range, and whoever
+//! copies looks while it holds it.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes one bit stands for, at the least: a block.
+const UNIT_MIN: u64 = 4096;
+/// Bits at the most: 8 MiB of memory, blocks up to 256 GiB of disk.
+const UNITS_MAX: u64 = 64 << 20;
+
+/// The marks of a disk.
+pub(super) struct Work {
+    words: Box<[AtomicU64]>,
+    unit: u64,
+    capacity: u64,
+}
+
+impl Work {
+    /// No marks on a disk of `capacity` bytes.
+    pub fn new(capacity: u64) -> Self {
+        let unit = capacity.div_ceil(UNITS_MAX).max(UNIT_MIN).next_power_of_two();
+        let words = capacity.div_ceil(unit).div_ceil(64) as usize;
+        Self { words: (0..words).map(|_| AtomicU64::new(0)).collect(), unit, capacity }
+    }
+
+    /// Marks every piece that `range` touches.
+    pub fn mark(&self, range: &Range<u64>) {
+        let end = range.end.min(self.capacity).div_ceil(self.unit);
+        let mut unit = range.start / self.unit;
+        while unit < end {
+            let (word, bit) = ((unit / 64) as usize, unit % 64);
+            let bits = (end - unit).min(64 - bit);
+            let mask = (u64::MAX >> (64 - bits)) << bit;
+            // Most marks of a busy disk are there already: looking costs less than taking the line.
+            if self.words[word].load(Ordering::SeqCst) & mask != mask {
+                self.words[word].fetch_or(mask, Ordering::SeqCst);
+            }
+            unit += bits;
+        }
+    }
+
+    /// The first marked run at or after `from`, at most `most` bytes of it.
+    pub fn next(&self, from: u64, most: u64) -> Option<Range<u64>> {
+        let first = self.first_marked(from / self.unit)?;
+        let start = (first * self.unit).max(from);
+        if start >= self.capacity {
+            return None;
+        }
+        let mut end = (first + 1) * self.unit;
+        while end - start < most && end < self.capacity && self.is_marked(end / self.unit) {
+            end += self.unit;
+        }
+        Some(start..end.min(start.saturating_add(most)).min(self.capacity))
+    }
+
+    /// Bytes marked, in whole pieces.
+    pub fn bytes(&self) -> u64 {
+        let bits: u64 = self.words.iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum();
+        (bits * self.unit).min(self.capacity)
+    }
+
+    fn is_marked(&self, unit: u64) -> bool {
+        let word = self.words.get((unit / 64) as usize).map_or(0, |word| word.load(Ordering::SeqCst));
+        word & (1 << (unit % 64)) != 0
+    }
+
+    fn first_marked(&self, from: u64) -> Option<u64> {
+        let mut unit = from;
+        while let Some(word) = self.words.get((unit / 64) as usize) {
+            let bits = word.load(Ordering::SeqCst) & (u64::MAX << (unit % 64));
+            if bits != 0 {
+                return Some(unit / 64 * 64 + u64::from(bits.trailing_zeros()));
+            }
+            unit = (unit / 64 + 1) * 64;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_are_found_in_order_and_cut_to_size() {
+        let work = Work::new((1 << 20) + 512);
+        assert_eq!(work.next(0, 1 << 18), None);
+        work.mark(&(5000..5001));
+        work.mark(&(300 << 10..700 << 10));
+        work.mark(&(1 << 20..(1 << 20) + 512));
+        assert_eq!(work.next(0, 1 << 18), Some(4096..8192));
+        assert_eq!(work.next(6000, 1 << 18), Some(6000..8192));
+        assert_eq!(work.next(8192, 1 << 18), Some(300 << 10..556 << 10));
+        assert_eq!(work.next(556 << 10, 1 << 18), Some(556 << 10..700 << 10));
+        assert_eq!(work.next(700 << 10, 1 << 18), Some(1 << 20..(1 << 20) + 512));
+        assert_eq!(work.next((1 << 20) + 512, 1 << 18), None);
+        assert_eq!(work.bytes(), 4096 + (400 << 10) + 4096);
+    }
+
+    #[test]
+    fn a_long_mark_sets_what_it_covers_and_nothing_else() {
+        let work = Work::new(64 << 20);
+        work.mark(&(3 * 4096 + 1..200 * 4096 + 1));
+        assert_eq!(work.next(0, u64::MAX), Some(3 * 4096..201 * 4096));
+        assert_eq!(work.next(201 * 4096, u64::MAX), None);
+        assert_eq!(work.bytes(), 198 * 4096);
+    }
+
+    #[test]
+    fn memory_is_bounded_at_any_capacity() {
+        let work = Work::new(64 << 40);
+        assert!(work.words.len() as u64 * 64 <= UNITS_MAX);
+        work.mark(&(0..64 << 40));
+        assert_eq!(work.next(1 << 40, 256 << 10), Some(1 << 40..(1 << 40) + (256 << 10)));
+    }
+}

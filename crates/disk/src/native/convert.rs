@@ -1,0 +1,125 @@
+//! Native disks as ends of a conversion.
+
+use super::Native;
+use crate::convert::{DeviceSource, Piece, Pieces, Run, Sink, Source};
+use crate::names;
+use crate::progress::Progress;
+use crate::switch::Client;
+use backend::BLOCK_SIZE;
+use std::sync::Arc;
+use store::catalog::Provisioning;
+use store::engine::{BulkWriter, NewDisk};
+use store::{Engine, Result};
+
+impl Native {
+    /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that goes with the source, and with a
+    /// crash.
+    pub(crate) fn conversion_source(&self, disk: &str, snapshot: Option<&str>) -> Result<Box<dyn Source>> {
+        let _changes = self.changes.lock();
+        let disk = self.find_disk(disk)?;
+        let (object, point) = match snapshot {
+            Some(name) => (self.find_snapshot(&disk, name)?, None),
+            None => {
+                let object = self.snapshot_for(&disk, "converting")?;
+                let (engine, name) = (Arc::clone(&self.engine), object.name.clone());
+                let point = Point { engine, id: object.id, name };
+                (object, Some(point))
+            }
+        };
+        let held = self.hold(&disk, &object)?;
+        let inner = DeviceSource::new(self.device_of(&disk, &object));
+        Ok(Box::new(NativeSource { inner, _held: held, _point: point }))
+    }
+
+    /// A new thin disk to fill; its name is reserved.
+    pub(crate) fn conversion_target(&self, name: &str, capacity: u64) -> Result<Box<dyn Sink>> {
+        let _changes = self.changes.lock();
+        super::check_capacity(name, capacity)?;
+        let id = self.engine.create_disk(NewDisk {
+            name: name.to_owned(),
+            capacity,
+            provisioning: Provisioning::Thin,
+            uuid: names::new_uuid()?,
+            incomplete: true,
+        })?;
+        Ok(Box::new(NativeSink { engine: Arc::clone(&self.engine), id, name: name.to_owned() }))
+    }
+}
+
+/// A snapshot for the time of a conversion.
+struct Point {
+    engine: Arc<Engine>,
+    id: u64,
+    name: String,
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        if let Err(error) = self.engine.delete_snapshot(self.id) {
+            tracing::warn!("snapshot '{}' of a conversion goes at the next opening: {error}", self.name);
+        }
+    }
+}
+
+/// Reads a snapshot. Fields go in order: closed first, then let go, then deleted.
+struct NativeSource {
+    inner: DeviceSource,
+    _held: Client,
+    _point: Option<Point>,
+}
+
+impl Source for NativeSource {
+    fn capacity(&self) -> u64 {
+        self.inner.capacity()
+    }
+
+    fn next(&mut self, start: u64) -> Result<Run> {
+        self.inner.next(start)
+    }
+
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.inner.read(start, out)
+    }
+}
+
+/// A native disk that nobody can name yet, written from front to back.
+struct NativeSink {
+    engine: Arc<Engine>,
+    id: u64,
+    name: String,
+}
+
+impl Sink for NativeSink {
+    fn unit(&self) -> u64 {
+        BLOCK_SIZE as u64
+    }
+
+    fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
+        let writer = BulkWriter::new(&self.engine, self.id);
+        let take = |piece: &Piece| {
+            piece.runs.iter().try_for_each(|run| {
+                let block = (piece.start + run.start as u64) / BLOCK_SIZE as u64;
+                writer.write(block, piece.blocks(run))
+            })
+        };
+        while pieces.next(take)? {}
+        Ok(())
+    }
+
+    fn finish(self: Box<Self>, _: &dyn Progress) -> Result<()> {
+        self.engine.complete_disk(self.id).inspect_err(|_| self.remove())
+    }
+
+    fn abandon(self: Box<Self>) {
+        self.remove();
+    }
+}
+
+impl NativeSink {
+    fn remove(&self) {
+        let removed = self.engine.delete_disk(self.id, &[]).and_then(|()| self.engine.reclaim());
+        if let Err(error) = removed {
+            tracing::warn!("disk '{}' of a failed conversion goes at the next opening: {error}", self.name);
+        }
+    }
+}

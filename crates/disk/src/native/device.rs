@@ -1,0 +1,309 @@
+//! A native disk or snapshot as a device: bytes at any alignment over the store's blocks.
+
+use super::{Capacity, Native};
+use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use std::ops::Range;
+use std::sync::{Arc, Weak};
+use store::engine::{Condition, Head, Planned, Span};
+use store::{Engine, Error, ErrorKind, Result};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Bytes brought into the page cache at a time by a prefetch.
+const PREFETCH_PIECE: u64 = 1 << 20;
+
+/// What is open.
+pub(crate) enum Target {
+    /// The head of a disk.
+    Head(Arc<Head>),
+    /// A snapshot.
+    Snapshot(u64),
+}
+
+/// An open native disk or snapshot.
+pub(crate) struct NativeDevice {
+    pub engine: Arc<Engine>,
+    pub target: Target,
+    pub name: String,
+    /// A thick disk keeps its space when it is discarded.
+    pub thick: bool,
+    /// As the datastore last set it.
+    pub capacity: Arc<Capacity>,
+    /// Who resizes.
+    pub native: Weak<Native>,
+}
+
+/// The parts of a byte range: at most two partly covered blocks and the whole ones between.
+struct Cut {
+    /// (block, bytes within it) partly covered.
+    partial: Vec<(u64, Range<usize>)>,
+    /// Blocks covered whole.
+    whole: Range<u64>,
+}
+
+/// Cuts a byte range at block borders. The last block of a disk counts as covered up to `capacity`.
+fn cut(offset: u64, length: u64, capacity: u64) -> Cut {
+    let mut end = offset + length;
+    if end == capacity {
+        end = end.next_multiple_of(BLOCK);
+    }
+    let (first, last) = (offset / BLOCK, end / BLOCK);
+    let (from, to) = ((offset % BLOCK) as usize, (end % BLOCK) as usize);
+    if first == last {
+        return Cut { partial: vec![(first, from..to)], whole: first..first };
+    }
+    let mut partial = Vec::new();
+    if from > 0 {
+        partial.push((first, from..BLOCK_SIZE));
+    }
+    if to > 0 {
+        partial.push((last, 0..to));
+    }
+    Cut { partial, whole: first + u64::from(from > 0)..last }
+}
+
+impl NativeDevice {
+    fn id(&self) -> u64 {
+        match &self.target {
+            Target::Head(head) => head.id,
+            Target::Snapshot(id) => *id,
+        }
+    }
+
+    fn check_range(&self, offset: u64, length: u64) -> Result<()> {
+        let capacity = self.capacity();
+        match offset.checked_add(length) {
+            Some(end) if end <= capacity => Ok(()),
+            _ => Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: {length} bytes at offset {offset} lie past its capacity of {capacity} bytes", self.name),
+            )),
+        }
+    }
+
+    fn writable(&self, offset: u64, length: u64) -> Result<&Head> {
+        match &self.target {
+            Target::Head(head) => {
+                self.check_range(offset, length)?;
+                Ok(head)
+            }
+            Target::Snapshot(_) => Err(Error::new(
+                ErrorKind::ReadOnly,
+                format!("{} is a snapshot and never changes; clone it to write", self.name),
+            )),
+        }
+    }
+
+    fn plan_blocks(&self, range: Range<u64>) -> Result<Planned> {
+        match &self.target {
+            Target::Head(head) => self.engine.plan_head(head, range),
+            Target::Snapshot(id) => self.engine.plan_snapshot(*id, range),
+        }
+    }
+
+    fn zero_partial(&self, head: &Head, partial: &[(u64, Range<usize>)]) -> Result<()> {
+        for (block, bytes) in partial {
+            self.engine.modify_block(head, &self.name, *block, &|content| content[bytes.clone()].fill(0))?;
+        }
+        Ok(())
+    }
+
+    fn finish(&self, fua: bool) -> Result<()> {
+        if fua { self.engine.flush() } else { Ok(()) }
+    }
+
+    fn spans(&self, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
+        match &self.target {
+            Target::Head(head) => self.engine.spans_head(head, range, limit),
+            Target::Snapshot(id) => self.engine.spans_snapshot(*id, range, limit),
+        }
+    }
+}
+
+impl Device for NativeDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn capacity(&self) -> u64 {
+        self.capacity.get()
+    }
+
+    fn read_only(&self) -> bool {
+        matches!(self.target, Target::Snapshot(_))
+    }
+
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.check_range(offset, length as u64)?;
+        let blocks = offset / BLOCK..(offset + length as u64).div_ceil(BLOCK);
+        let planned = self.plan_blocks(blocks)?;
+        Ok(ReadPlan {
+            segments: planned.segments,
+            skip: (offset % BLOCK) as usize,
+            length,
+            offset,
+            guard: Some(Box::new(planned.guard)),
+        })
+    }
+
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        let replan = |block: u64| self.plan_blocks(block..block + 1);
+        let verdict = self.engine.verify(&self.name, plan.offset / BLOCK, &mut plan.segments, &replan)?;
+        plan.guard = None;
+        Ok(verdict)
+    }
+
+    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
+        let head = self.writable(offset, length as u64)?;
+        if length == 0 {
+            return self.finish(fua);
+        }
+        let skip = (offset % BLOCK) as usize;
+        if data.len() < skip + length {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("{}: a write of {length} bytes came with {} bytes of data", self.name, data.len()),
+            ));
+        }
+        let data = Arc::new(data);
+        // Capacity 0: the end of the disk is no reason to take bytes from the buffer that were not written.
+        let parts = cut(offset, length as u64, 0);
+        let base = offset / BLOCK;
+        let bytes_of = |block: u64| (block - base) as usize * BLOCK_SIZE;
+        if !parts.whole.is_empty() {
+            let range = bytes_of(parts.whole.start)..bytes_of(parts.whole.end);
+            self.engine.write_blocks(head, parts.whole.start, SharedSlice::new(Arc::clone(&data), range))?;
+        }
+        for (block, bytes) in parts.partial {
+            let from = bytes_of(block);
+            let source = &data[from + bytes.start..from + bytes.end];
+            self.engine
+                .modify_block(head, &self.name, block, &|content| content[bytes.clone()].copy_from_slice(source))?;
+        }
+        self.finish(fua)
+    }
+
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.write_zeroes(offset, length, self.thick, fua)
+    }
+
+    fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
+        let head = self.writable(offset, length)?;
+        if length == 0 {
+            return self.finish(fua);
+        }
+        let parts = cut(offset, length, self.capacity());
+        self.zero_partial(head, &parts.partial)?;
+        if !parts.whole.is_empty() {
+            if allocate || self.thick {
+                self.engine.zero_blocks(head, parts.whole)?;
+            } else {
+                self.engine.discard_blocks(head, parts.whole)?;
+            }
+        }
+        self.finish(fua)
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.engine.flush()
+    }
+
+    fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
+        self.check_range(offset, length)?;
+        let mut at = offset;
+        while at < offset + length {
+            let piece = PREFETCH_PIECE.min(offset + length - at);
+            self.read(at, piece as usize)?;
+            at += piece;
+        }
+        Ok(())
+    }
+
+    fn resize(&self, capacity: u64) -> Result<()> {
+        self.writable(0, 0)?;
+        let native = self
+            .native
+            .upgrade()
+            .ok_or_else(|| Error::new(ErrorKind::Stopped, "the datastore was closed while the disk was open"))?;
+        native.resize_by_id(self.id(), capacity, false).map(|_| ())
+    }
+
+    fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
+        self.check_range(offset, length)?;
+        let end = offset + length;
+        let spans = self.spans(offset / BLOCK..end.div_ceil(BLOCK), limit)?;
+        Ok(spans
+            .iter()
+            .map(|span| {
+                let from = (span.logical * BLOCK).max(offset);
+                let to = ((span.logical + span.blocks) * BLOCK).min(end);
+                let allocation = match span.condition {
+                    Condition::Data => Allocation::Data,
+                    Condition::Zero => Allocation::Zero,
+                    Condition::Hole => Allocation::Hole,
+                };
+                StatusExtent { length: to - from, allocation }
+            })
+            .collect())
+    }
+
+    fn dirty_bases(&self) -> Vec<String> {
+        match &self.target {
+            Target::Head(head) => self.engine.with_catalog(|catalog| {
+                catalog.snapshots_of(head.id).filter(|o| !o.incomplete).map(|snapshot| snapshot.name.clone()).collect()
+            }),
+            Target::Snapshot(_) => Vec::new(),
+        }
+    }
+
+    fn changed_since(&self, base: &str, offset: u64, length: u64, limit: usize) -> Result<Vec<DirtyExtent>> {
+        self.check_range(offset, length)?;
+        let id = self.id();
+        let from = self.engine.with_catalog(|catalog| catalog.snapshot(id, base).map(|object| object.id)).ok_or_else(
+            || Error::new(ErrorKind::NotFound, format!("{}: there is no snapshot '{base}' to compare with", self.name)),
+        )?;
+        let end = offset + length;
+        let mut out: Vec<DirtyExtent> = Vec::new();
+        let mut at = offset;
+        let mut full = false;
+        self.engine.diff(from, id, offset / BLOCK..end.div_ceil(BLOCK), &mut |changed| {
+            let start = (changed.logical * BLOCK).max(offset);
+            let stop = ((changed.logical + changed.blocks) * BLOCK).min(end);
+            if start > at {
+                out.push(DirtyExtent { length: start - at, dirty: false });
+            }
+            match out.last_mut() {
+                Some(last) if last.dirty => last.length += stop - start,
+                _ => out.push(DirtyExtent { length: stop - start, dirty: true }),
+            }
+            at = stop;
+            full = out.len() > limit;
+            Ok(!full)
+        })?;
+        if !full && at < end {
+            out.push(DirtyExtent { length: end - at, dirty: false });
+        }
+        out.truncate(limit);
+        Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_cover_the_range_once() {
+        for (offset, length, capacity) in
+            [(0, 512, 1 << 20), (512, 4096, 1 << 20), (4096, 8192, 1 << 20), (5000, 1, 5001)]
+        {
+            let parts = cut(offset, length, capacity);
+            let partial: u64 = parts.partial.iter().map(|(_, bytes)| bytes.len() as u64).sum();
+            let whole = (parts.whole.end - parts.whole.start) * BLOCK;
+            assert!(partial + whole >= length && partial + whole < length + BLOCK);
+        }
+        let parts = cut(4096, 100, 4196);
+        assert!(parts.partial.is_empty());
+        assert_eq!(parts.whole, 1..2);
+    }
+}

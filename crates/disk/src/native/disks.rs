@@ -1,0 +1,317 @@
+//! Making, listing, resizing, renaming and deleting disks.
+
+use super::Native;
+use crate::info::{DiskInfo, Provisioning};
+use crate::names;
+use crate::progress::Progress;
+use backend::{BLOCK_SIZE, Buffer};
+use store::catalog::{Catalog, Object, Provisioning as Stored};
+use store::engine::{BulkWriter, Condition, NewDisk};
+use store::{Error, ErrorKind, Result};
+
+/// The smallest capacity: one sector.
+pub const CAPACITY_MIN: u64 = 512;
+/// The largest capacity: 64 TiB.
+pub const CAPACITY_MAX: u64 = 64 << 40;
+/// Capacities are multiples of this.
+const SECTOR: u64 = 512;
+/// Zeros written at a time for an eager zeroed disk.
+const ZERO_PIECE: u64 = 1 << 20;
+/// Blocks reserved between two looks at the progress (1 GiB).
+const RESERVE_PIECE: u64 = 1 << 18;
+
+/// The stored form of a provisioning type.
+pub(crate) fn stored(provisioning: Provisioning) -> Stored {
+    match provisioning {
+        Provisioning::Thin => Stored::Thin,
+        Provisioning::ZeroedThick => Stored::ZeroedThick,
+        Provisioning::EagerZeroedThick => Stored::EagerZeroedThick,
+    }
+}
+
+fn shown(provisioning: Stored) -> Provisioning {
+    match provisioning {
+        Stored::Thin => Provisioning::Thin,
+        Stored::ZeroedThick => Provisioning::ZeroedThick,
+        Stored::EagerZeroedThick => Provisioning::EagerZeroedThick,
+    }
+}
+
+pub(crate) fn check_capacity(name: &str, capacity: u64) -> Result<()> {
+    let why = if capacity < CAPACITY_MIN {
+        "the smallest is 512 bytes"
+    } else if capacity > CAPACITY_MAX {
+        "the largest is 64 TiB"
+    } else if !capacity.is_multiple_of(SECTOR) {
+        "it must be a multiple of 512"
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::Invalid, format!("disk '{name}' cannot have a capacity of {capacity} bytes: {why}")))
+}
+
+/// `disk@snapshot` of a snapshot.
+pub(crate) fn snapshot_title(catalog: &Catalog, id: u64) -> Option<String> {
+    let snapshot = catalog.find(id).filter(|object| object.is_snapshot())?;
+    Some(format!("{}@{}", catalog.find(snapshot.disk)?.name, snapshot.name))
+}
+
+impl Native {
+    /// Makes a disk. Progress matters for thick ones.
+    pub fn create_disk(
+        &self,
+        name: &str,
+        capacity: u64,
+        provisioning: Provisioning,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
+        let _changes = self.changes.lock();
+        names::check("disk", name)?;
+        check_capacity(name, capacity)?;
+        let thick = provisioning != Provisioning::Thin;
+        let new = NewDisk {
+            name: name.to_owned(),
+            capacity,
+            provisioning: stored(provisioning),
+            uuid: names::new_uuid()?,
+            incomplete: thick,
+        };
+        let id = self.engine.create_disk(new)?;
+        if thick {
+            let filled = self
+                .fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress)
+                .and_then(|()| self.engine.complete_disk(id));
+            if let Err(error) = filled {
+                self.engine.delete_disk(id, &[])?;
+                self.engine.reclaim()?;
+                return Err(error.context(format!("disk '{name}' was not made")));
+            }
+        }
+        self.disk_info(id, false)
+    }
+
+    /// Takes space for blocks of a thick disk, and zeroes them if it is an eager one.
+    pub(super) fn fill(
+        &self,
+        id: u64,
+        blocks: std::ops::Range<u64>,
+        provisioning: Provisioning,
+        progress: &dyn Progress,
+    ) -> Result<()> {
+        let writer = BulkWriter::new(&self.engine, id);
+        let total = (blocks.end - blocks.start) * BLOCK_SIZE as u64;
+        let eager = provisioning == Provisioning::EagerZeroedThick;
+        let piece = if eager { ZERO_PIECE / BLOCK_SIZE as u64 } else { RESERVE_PIECE };
+        let zeros = Buffer::zeroed(if eager { piece as usize } else { 0 });
+        let mut at = blocks.start;
+        while at < blocks.end {
+            if progress.cancelled() {
+                return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
+            }
+            let end = blocks.end.min(at + piece);
+            if eager {
+                writer.write(at, &zeros[..(end - at) as usize * BLOCK_SIZE])?;
+            } else {
+                writer.reserve(at..end)?;
+            }
+            at = end;
+            progress.update((at - blocks.start) * BLOCK_SIZE as u64, total);
+        }
+        Ok(())
+    }
+
+    /// All disks by name, block counts left out.
+    pub fn disks(&self) -> Result<Vec<DiskInfo>> {
+        let ids: Vec<u64> = self.engine.with_catalog(|catalog| {
+            catalog.disks().filter(|disk| super::is_visible(disk)).map(|disk| disk.id).collect()
+        });
+        ids.into_iter().map(|id| self.disk_info(id, false)).collect()
+    }
+
+    /// One disk, blocks counted.
+    pub fn disk(&self, name: &str) -> Result<DiskInfo> {
+        let id = self.find_disk(name)?.id;
+        self.disk_info(id, true)
+    }
+
+    pub(crate) fn disk_info(&self, id: u64, count: bool) -> Result<DiskInfo> {
+        let counts = if count { Some(self.engine.count_blocks(id)?) } else { None };
+        self.engine.with_catalog(|catalog| {
+            let disk = catalog.get(id)?;
+            Ok(DiskInfo {
+                name: disk.name.clone(),
+                uuid: names::uuid_text(&disk.uuid),
+                capacity: disk.capacity,
+                provisioning: shown(disk.provisioning),
+                format: "native".into(),
+                parent_snapshot: catalog.find(disk.parent).map(|snapshot| snapshot.name.clone()),
+                origin: snapshot_title(catalog, disk.origin),
+                snapshots: catalog.snapshots_of(id).filter(|snapshot| !snapshot.incomplete).count() as u64,
+                blocks_allocated: counts.map(|counts| counts.allocated),
+                blocks_to_be_zeroed: counts.map(|counts| counts.unwritten),
+                exclusive: counts.map(|counts| counts.exclusive * BLOCK_SIZE as u64),
+                clients: self.clients(id),
+                created: disk.created,
+                image: None,
+            })
+        })
+    }
+
+    /// Grows a disk, or shrinks it when `shrink` says that losing its end is meant.
+    pub fn resize_disk(&self, name: &str, capacity: u64, shrink: bool) -> Result<DiskInfo> {
+        let id = self.find_disk(name)?.id;
+        self.resize_by_id(id, capacity, shrink)
+    }
+
+    pub(crate) fn resize_by_id(&self, id: u64, capacity: u64, shrink: bool) -> Result<DiskInfo> {
+        let _changes = self.changes.lock();
+        let disk = self.engine.with_catalog(|catalog| catalog.get(id).cloned())?;
+        check_capacity(&disk.name, capacity)?;
+        if capacity < disk.capacity && !shrink {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!(
+                    "disk '{}' has {} bytes; {capacity} would lose its end: use --shrink if that is meant",
+                    disk.name, disk.capacity
+                ),
+            ));
+        }
+        let block = BLOCK_SIZE as u64;
+        let (old, new) = (disk.capacity.div_ceil(block), capacity.div_ceil(block));
+        if capacity < disk.capacity {
+            // Smaller first: nobody may write behind the new end any more when it is cleared.
+            self.engine.set_capacity(id, capacity)?;
+            self.announce_capacity(id, capacity);
+            let head = self.engine.head(id);
+            if new < old {
+                self.engine.discard_blocks(&head, new..old)?;
+            }
+            self.engine.flush()?;
+        } else if capacity > disk.capacity {
+            self.clear_behind_end(&disk, old..new)?;
+            if disk.provisioning != Stored::Thin && new > old {
+                // What is set aside for writes to shared blocks is not for this: it takes what it needs on top.
+                if disk.reserved > 0 {
+                    self.engine.set_aside(id, disk.reserved + (new - old))?;
+                }
+                let filled = self.fill(id, old..new, shown(disk.provisioning), &crate::NoProgress);
+                if let Err(error) = filled {
+                    self.engine.discard_blocks(&self.engine.head(id), old..new)?;
+                    self.engine.flush()?;
+                    if disk.reserved > 0 {
+                        self.engine.set_aside(id, disk.reserved)?;
+                    }
+                    return Err(error.context(format!("disk '{}' was not resized", disk.name)));
+                }
+            }
+            self.engine.set_capacity(id, capacity)?;
+            self.announce_capacity(id, capacity);
+        }
+        self.disk_info(id, false)
+    }
+
+    /// What comes into sight when a disk grows must read as zeros: shrinking leaves the rest of the last block, and
+    /// one that a crash cut short whole blocks.
+    fn clear_behind_end(&self, disk: &Object, blocks: std::ops::Range<u64>) -> Result<()> {
+        let head = self.engine.head(disk.id);
+        let (last, tail) = (disk.capacity / BLOCK_SIZE as u64, (disk.capacity % BLOCK_SIZE as u64) as usize);
+        if tail > 0 {
+            let spans = self.engine.spans_head(&head, last..last + 1, 1)?;
+            if spans.iter().any(|span| span.condition == Condition::Data) {
+                self.engine.modify_block(&head, &disk.name, last, &|content| content[tail..].fill(0))?;
+            }
+        }
+        if !blocks.is_empty() {
+            self.engine.discard_blocks(&head, blocks)?;
+        }
+        // Durable before the new capacity is.
+        self.engine.flush()
+    }
+
+    /// Renames a disk.
+    pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
+        let _changes = self.changes.lock();
+        names::check("disk", to)?;
+        let id = self.find_disk(name)?.id;
+        self.engine.rename_disk(id, to)?;
+        self.disk_info(id, false)
+    }
+
+    /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
+    /// it, unless `promote`: then the snapshots they stand on become theirs.
+    pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+        let _changes = self.changes.lock();
+        let disk = self.find_disk(name)?;
+        self.refuse_in_use(disk.id, &format!("disk '{name}'"))?;
+        let (snapshots, clones) = self.engine.with_catalog(|catalog| {
+            let snapshots: Vec<Object> = catalog.snapshots_of(disk.id).cloned().collect();
+            let clones: Vec<Object> = catalog
+                .disks()
+                .filter(|clone| snapshots.iter().any(|snapshot| snapshot.id == clone.origin))
+                .cloned()
+                .collect();
+            (snapshots, clones)
+        });
+        for snapshot in &snapshots {
+            self.refuse_in_use(snapshot.id, &format!("snapshot '{name}@{}'", snapshot.name))?;
+        }
+        if !clones.is_empty() && !promote {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "disk '{name}' is the parent of linked clones: {}; delete or detach them, or use --promote to hand \
+                     them the snapshots they stand on",
+                    list(clones.iter().map(|clone| clone.name.as_str()))
+                ),
+            ));
+        }
+        self.engine.delete_disk(disk.id, &self.heirs(&snapshots, &clones))
+    }
+
+    /// The new records when the snapshots that clones stand on go to the first of the clones, which becomes the parent
+    /// of the others.
+    fn heirs(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
+        let Some(heir) = clones.first() else { return Vec::new() };
+        let needed: Vec<&Object> =
+            snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
+        let own: Vec<Object> = self.engine.with_catalog(|catalog| catalog.snapshots_of(heir.id).cloned().collect());
+        // The nearest ancestor that is handed over too.
+        let parent_of = |mut id: u64| loop {
+            let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.id == id) else { return 0 };
+            id = snapshot.parent;
+            if id == 0 || needed.iter().any(|other| other.id == id) {
+                return id;
+            }
+        };
+        let mut changed = Vec::new();
+        let mut taken: Vec<String> = own.iter().map(|snapshot| snapshot.name.clone()).collect();
+        for snapshot in &needed {
+            let mut name = snapshot.name.clone();
+            let mut number = 2;
+            while taken.contains(&name) {
+                name = format!("{}-{number}", snapshot.name);
+                number += 1;
+            }
+            taken.push(name.clone());
+            changed.push(Object { disk: heir.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
+        }
+        // The heir's own history begins where it left its parent.
+        for snapshot in own.iter().filter(|snapshot| snapshot.parent == 0) {
+            changed.push(Object { parent: heir.origin, ..snapshot.clone() });
+        }
+        let parent = if heir.parent == 0 { heir.origin } else { heir.parent };
+        changed.push(Object { origin: 0, parent, ..heir.clone() });
+        changed
+    }
+}
+
+/// The first few of many names.
+pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    const SHOWN: usize = 10;
+    let names: Vec<&str> = names.collect();
+    let mut text = names[..names.len().min(SHOWN)].join(", ");
+    if names.len() > SHOWN {
+        text.push_str(&format!(" and {} more", names.len() - SHOWN));
+    }
+    text
+}

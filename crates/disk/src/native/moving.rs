@@ -1,0 +1,281 @@
+//! Native disks as the two ends of a migration: one that is copied, and one that is being made as a copy.
+//!
+//! 1. The copy is incomplete, and has a name that no person can give, until it takes the place of the original: opening
+//!    the datastore removes it, unless the migration's record says that it is the disk.
+//! 2. It takes that place in one change of the catalog; an original in the same store is incomplete from then on.
+
+use super::{Native, stored};
+use crate::device::Device;
+use crate::info::Provisioning;
+use crate::migrate::{Node, Original, Replica};
+use crate::names;
+use crate::progress::Progress;
+use crate::switch::Identity;
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+use std::sync::Arc;
+use store::catalog::{Object, State};
+use store::engine::{Likeness, NewDisk, NewSnapshot};
+use store::{Error, ErrorKind, Result};
+
+/// A native disk that moves away.
+pub(crate) struct NativeOriginal {
+    native: Arc<Native>,
+    pub id: u64,
+}
+
+/// A native disk that is being made as a copy.
+pub(crate) struct NativeReplica {
+    native: Arc<Native>,
+    pub id: u64,
+}
+
+impl Native {
+    /// The disk of that name, to be copied.
+    pub fn original(self: &Arc<Self>, name: &str) -> Result<NativeOriginal> {
+        let disk = self.find_disk(name)?;
+        self.engine.with_catalog(|catalog| {
+            let stands_on = |clone: &&Object| {
+                clone.origin != 0 && catalog.find(clone.origin).is_some_and(|snapshot| snapshot.disk == disk.id)
+            };
+            let clones: Vec<&str> = catalog.disks().filter(stands_on).map(|clone| clone.name.as_str()).collect();
+            if clones.is_empty() {
+                return Ok(());
+            }
+            Err(Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "disk '{name}' is the parent of linked clones: {}; delete or detach them first",
+                    super::list(clones.into_iter())
+                ),
+            ))
+        })?;
+        Ok(NativeOriginal { native: Arc::clone(self), id: disk.id })
+    }
+
+    /// An empty disk under a hidden name.
+    pub fn replica(
+        self: &Arc<Self>,
+        hidden: &str,
+        capacity: u64,
+        provisioning: Provisioning,
+        progress: &dyn Progress,
+    ) -> Result<NativeReplica> {
+        super::check_capacity(hidden, capacity)?;
+        let new = NewDisk {
+            name: hidden.to_owned(),
+            capacity,
+            provisioning: stored(provisioning),
+            uuid: names::new_uuid()?,
+            incomplete: true,
+        };
+        let replica = NativeReplica { native: Arc::clone(self), id: self.engine.create_disk(new)? };
+        if provisioning != Provisioning::Thin {
+            let blocks = 0..capacity.div_ceil(BLOCK_SIZE as u64);
+            if let Err(error) = self.fill(replica.id, blocks, provisioning, progress) {
+                replica.remove()?;
+                return Err(error);
+            }
+        }
+        Ok(replica)
+    }
+
+    /// Makes the copy under a hidden name the disk `name`; true if there was one. What it was a copy of, if it is
+    /// here, goes.
+    pub fn complete_replica(&self, hidden: &str, name: &str, original: Option<u64>, like: Likeness) -> Result<bool> {
+        let new = self.engine.with_catalog(|catalog| catalog.disk(hidden).map(|disk| disk.id));
+        let Some(new) = new else { return Ok(false) };
+        let aside = format!("{hidden}-away");
+        let old = original.filter(|id| self.is_disk(*id));
+        self.engine.replace_disk(old.map(|id| (id, aside.as_str())), new, name, like)?;
+        Ok(true)
+    }
+
+    /// A hidden disk, counted as nobody's.
+    pub fn hidden_device(&self, name: &str) -> Result<Arc<dyn Device>> {
+        let disk = self.engine.with_catalog(|catalog| catalog.disk(name).cloned());
+        let disk = disk.ok_or_else(|| {
+            Error::new(ErrorKind::Corrupt, format!("the hidden disk '{name}' is not there: what was written is lost"))
+        })?;
+        Ok(self.device_of(&disk, &disk))
+    }
+
+    /// Names of hidden disks that begin so.
+    pub fn hidden(&self, prefix: &str) -> Vec<String> {
+        self.engine.with_catalog(|catalog| {
+            catalog.disks().map(|disk| disk.name.clone()).filter(|name| name.starts_with(prefix)).collect()
+        })
+    }
+
+    /// Removes a hidden disk, if it is there.
+    pub fn remove_hidden(&self, name: &str) -> Result<()> {
+        match self.engine.with_catalog(|catalog| catalog.disk(name).map(|disk| disk.id)) {
+            Some(id) => self.engine.delete_disk(id, &[]),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes a disk that moved away, if it is still there.
+    pub fn remove_moved(&self, id: u64) -> Result<()> {
+        if self.is_disk(id) { self.engine.delete_disk(id, &[]) } else { Ok(()) }
+    }
+
+    /// Takes the name from a disk that moved away: it is gone after the next opening at the latest.
+    pub fn retire(&self, id: u64, aside: &str) -> Result<()> {
+        if self.is_disk(id) { self.engine.retire_disk(id, aside) } else { Ok(()) }
+    }
+
+    /// True when there is a disk of that number, deleted ones not counted.
+    fn is_disk(&self, id: u64) -> bool {
+        self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.state == State::Disk))
+    }
+
+    fn snapshot_id(&self, disk: u64, name: &str) -> Result<Object> {
+        self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).cloned()).ok_or_else(|| {
+            Error::new(ErrorKind::NotFound, format!("there is no snapshot '{}' any more", name.escape_debug()))
+        })
+    }
+
+    fn device_of_snapshot(&self, disk: u64, name: &str) -> Result<Arc<dyn Device>> {
+        let snapshot = self.snapshot_id(disk, name)?;
+        let disk = self.engine.with_catalog(|catalog| catalog.get(disk).cloned())?;
+        Ok(self.device_of(&disk, &snapshot))
+    }
+
+    fn identity_of(&self, disk: u64, snapshot: Option<&str>) -> Result<Identity> {
+        Ok(Identity::Native(match snapshot {
+            Some(name) => self.snapshot_id(disk, name)?.id,
+            None => disk,
+        }))
+    }
+
+    fn head_device(&self, disk: u64) -> Result<Arc<dyn Device>> {
+        let disk = self.engine.with_catalog(|catalog| catalog.get(disk).cloned())?;
+        Ok(self.device_of(&disk, &disk))
+    }
+}
+
+impl NativeOriginal {
+    /// Under what the switches know it, or a snapshot of it.
+    pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        self.native.identity_of(self.id, snapshot)
+    }
+
+    /// Its head.
+    pub fn head(&self) -> Result<Arc<dyn Device>> {
+        self.native.head_device(self.id)
+    }
+
+    /// Identity and age.
+    pub fn likeness(&self) -> Result<Likeness> {
+        self.native.engine.with_catalog(|catalog| {
+            catalog.get(self.id).map(|disk| Likeness { uuid: disk.uuid, created: disk.created })
+        })
+    }
+}
+
+impl Original for NativeOriginal {
+    fn nodes(&self) -> Result<Vec<Node>> {
+        self.native.engine.with_catalog(|catalog| {
+            let mut left: Vec<&Object> = catalog.snapshots_of(self.id).filter(|object| !object.incomplete).collect();
+            left.sort_by_key(|object| object.id);
+            let own: Vec<u64> = left.iter().map(|object| object.id).collect();
+            let parent_of = |object: &Object| own.contains(&object.parent).then_some(object.parent);
+            let mut nodes: Vec<Node> = Vec::with_capacity(left.len());
+            // Depth first: a branch is copied from its root to its end before the next one begins.
+            let mut stack: Vec<Option<u64>> = vec![None];
+            while let Some(above) = stack.pop() {
+                let children: Vec<&Object> = left
+                    .iter()
+                    .copied()
+                    .filter(|object| parent_of(object) == above && above != Some(object.id))
+                    .collect();
+                if let Some(object) = above.and_then(|id| left.iter().copied().find(|object| object.id == id)) {
+                    nodes.push(Node {
+                        name: object.name.clone(),
+                        parent: parent_of(object).and_then(|id| catalog.find(id)).map(|parent| parent.name.clone()),
+                        capacity: object.capacity,
+                        created: object.created,
+                        uuid: Some(object.uuid),
+                        description: String::new(),
+                    });
+                }
+                stack.extend(children.iter().rev().map(|child| Some(child.id)));
+            }
+            Ok(nodes)
+        })
+    }
+
+    fn head_parent(&self) -> Result<Option<String>> {
+        self.native.engine.with_catalog(|catalog| {
+            let disk = catalog.get(self.id)?;
+            let parent = catalog.find(disk.parent).filter(|snapshot| snapshot.disk == self.id && !snapshot.incomplete);
+            Ok(parent.map(|snapshot| snapshot.name.clone()))
+        })
+    }
+
+    fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        self.native.device_of_snapshot(self.id, name)
+    }
+
+    fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()> {
+        let from = self.native.snapshot_id(self.id, from)?;
+        let to = match to {
+            Some(name) => self.native.snapshot_id(self.id, name)?,
+            None => self.native.engine.with_catalog(|catalog| catalog.get(self.id).cloned())?,
+        };
+        let block = BLOCK_SIZE as u64;
+        self.native.engine.diff(from.id, to.id, 0..to.capacity.div_ceil(block), &mut |changed| {
+            each(changed.logical * block..(changed.logical + changed.blocks) * block);
+            Ok(true)
+        })
+    }
+}
+
+impl NativeReplica {
+    /// Under what the switches will know it, or a snapshot of it.
+    pub fn identity(&self, snapshot: Option<&str>) -> Result<Identity> {
+        self.native.identity_of(self.id, snapshot)
+    }
+
+    /// A snapshot of it, to read.
+    pub fn snapshot(&self, name: &str) -> Result<Arc<dyn Device>> {
+        self.native.device_of_snapshot(self.id, name)
+    }
+
+    /// Removes it with its snapshots.
+    pub fn remove(&self) -> Result<()> {
+        self.native.engine.delete_disk(self.id, &[])
+    }
+}
+
+impl Replica for NativeReplica {
+    fn head(&self) -> Result<Arc<dyn Device>> {
+        self.native.head_device(self.id)
+    }
+
+    fn take(&self, node: &Node) -> Result<()> {
+        let uuid = node.uuid.map_or_else(names::new_uuid, Ok)?;
+        let new = NewSnapshot { disk: self.id, name: node.name.clone(), uuid, incomplete: false };
+        let ids = self.native.engine.snapshot(&[new])?;
+        for id in ids {
+            self.native.engine.liken_snapshot(id, Likeness { uuid, created: node.created })?;
+        }
+        Ok(())
+    }
+
+    fn go_back(&self, snapshot: &str) -> Result<()> {
+        let snapshot = self.native.snapshot_id(self.id, snapshot)?;
+        self.native.engine.revert(self.id, snapshot.id)?;
+        self.native.announce_capacity(self.id, snapshot.capacity);
+        Ok(())
+    }
+
+    fn forget(&self, snapshot: &str) -> Result<()> {
+        self.native.engine.delete_snapshot(self.native.snapshot_id(self.id, snapshot)?.id)
+    }
+
+    fn resize(&self, capacity: u64) -> Result<()> {
+        self.native.resize_by_id(self.id, capacity, true).map(|_| ())
+    }
+}

@@ -1,0 +1,144 @@
+//! Snapshots: taking, listing, deleting, going back to, and comparing them.
+
+use super::Native;
+use super::disks::list;
+use crate::info::{ChangedExtent, DiskInfo, Point, SnapshotInfo};
+use crate::names;
+use backend::BLOCK_SIZE;
+use store::catalog::{Catalog, Object};
+use store::engine::NewSnapshot;
+use store::{Error, ErrorKind, Result};
+
+/// The taking of snapshots itself, to be called once.
+pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;
+
+fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
+    let disk = catalog.find(snapshot.disk);
+    SnapshotInfo {
+        disk: disk.map(|disk| disk.name.clone()).unwrap_or_default(),
+        name: snapshot.name.clone(),
+        capacity: snapshot.capacity,
+        parent: catalog.find(snapshot.parent).map(|parent| parent.name.clone()),
+        clones: catalog.disks().filter(|clone| clone.origin == snapshot.id).map(|clone| clone.name.clone()).collect(),
+        current: disk.is_some_and(|disk| disk.parent == snapshot.id),
+        created: snapshot.created,
+        description: String::new(),
+    }
+}
+
+impl Native {
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given the taking itself, to
+    /// be called at the point where others stand still too; nothing that could keep them waiting is left for then.
+    pub fn create_snapshots(
+        &self,
+        of: &[(String, String)],
+        around: &mut dyn FnMut(Taking<'_>) -> Result<()>,
+    ) -> Result<Vec<SnapshotInfo>> {
+        let _changes = self.changes.lock();
+        let mut wanted = Vec::with_capacity(of.len());
+        for (disk, name) in of {
+            names::check("snapshot", name)?;
+            let disk = self.find_disk(disk)?.id;
+            wanted.push(NewSnapshot { disk, name: name.clone(), uuid: names::new_uuid()?, incomplete: false });
+        }
+        let mut ids = Vec::new();
+        around(&mut || {
+            ids = self.engine.snapshot(&wanted)?;
+            Ok(())
+        })?;
+        self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
+    }
+
+    /// Snapshots of one disk, or of all, parents before children.
+    pub fn snapshots(&self, disk: Option<&str>) -> Result<Vec<SnapshotInfo>> {
+        let only = disk.map(|name| self.find_disk(name)).transpose()?;
+        Ok(self.engine.with_catalog(|catalog| {
+            let disks: Vec<&Object> = match &only {
+                Some(disk) => vec![disk],
+                None => catalog.disks().collect(),
+            };
+            let mut clones: std::collections::BTreeMap<u64, Vec<String>> = Default::default();
+            for clone in catalog.disks().filter(|clone| clone.origin != 0) {
+                clones.entry(clone.origin).or_default().push(clone.name.clone());
+            }
+            let mut out = Vec::new();
+            for disk in disks {
+                // Ids only grow, and a parent is older than its children unless it was handed over.
+                let mut own: Vec<&Object> =
+                    catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).collect();
+                own.sort_by_key(|snapshot| snapshot.id);
+                out.extend(own.into_iter().map(|snapshot| SnapshotInfo {
+                    disk: disk.name.clone(),
+                    name: snapshot.name.clone(),
+                    capacity: snapshot.capacity,
+                    parent: catalog.find(snapshot.parent).map(|parent| parent.name.clone()),
+                    clones: clones.remove(&snapshot.id).unwrap_or_default(),
+                    current: disk.parent == snapshot.id,
+                    created: snapshot.created,
+                    description: String::new(),
+                }));
+            }
+            out
+        }))
+    }
+
+    /// Deletes a snapshot; `Busy` with the list when clones stand on it, and while clients read it.
+    pub fn delete_snapshot(&self, disk: &str, name: &str) -> Result<()> {
+        let _changes = self.changes.lock();
+        let disk = self.find_disk(disk)?;
+        let snapshot = self.find_snapshot(&disk, name)?;
+        self.refuse_in_use(snapshot.id, &format!("snapshot '{}@{name}'", disk.name))?;
+        let clones = self.engine.with_catalog(|catalog| {
+            catalog
+                .disks()
+                .filter(|clone| clone.origin == snapshot.id)
+                .map(|clone| clone.name.clone())
+                .collect::<Vec<_>>()
+        });
+        if !clones.is_empty() {
+            return Err(Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "snapshot '{}@{name}' is the parent of linked clones: {}; delete or detach them first",
+                    disk.name,
+                    list(clones.iter().map(String::as_str))
+                ),
+            ));
+        }
+        self.engine.delete_snapshot(snapshot.id)
+    }
+
+    /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
+    pub fn revert(&self, disk: &str, name: &str) -> Result<DiskInfo> {
+        let _changes = self.changes.lock();
+        let disk = self.find_disk(disk)?;
+        let snapshot = self.find_snapshot(&disk, name)?;
+        self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
+        self.engine.revert(disk.id, snapshot.id)?;
+        self.disk_info(disk.id, false)
+    }
+
+    /// Calls `each` for every extent that differs between two points of a disk, in order of offset.
+    pub fn diff(
+        &self,
+        disk: &str,
+        from: &Point,
+        to: &Point,
+        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
+    ) -> Result<()> {
+        let disk = self.find_disk(disk)?;
+        let find = |point: &Point| match point {
+            Point::Head => Ok(disk.clone()),
+            Point::Snapshot(name) => self.find_snapshot(&disk, name),
+        };
+        let (from, to) = (find(from)?, find(to)?);
+        let block = BLOCK_SIZE as u64;
+        let capacity = from.capacity.max(to.capacity);
+        self.engine.diff(from.id, to.id, 0..capacity.div_ceil(block), &mut |changed| {
+            let offset = changed.logical * block;
+            let end = ((changed.logical + changed.blocks) * block).min(capacity);
+            each(ChangedExtent { offset, length: end - offset, zero: changed.zero })?;
+            Ok(true)
+        })
+    }
+}

@@ -1,0 +1,277 @@
+//! Devices are exchanged under reads, writes and flushes, and nothing is lost, mixed up or noticeably slower.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::device::{Allocation, Segment};
+use backend::SharedSlice;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+const SECTOR: usize = 512;
+const BLOCK: u64 = backend::BLOCK_SIZE as u64;
+
+/// A disk in memory that knows who is inside.
+struct Memory {
+    bytes: Mutex<Vec<u8>>,
+    finished: AtomicU64,
+    flushed: AtomicU64,
+    refuses: bool,
+    /// Set once nobody may come any more.
+    gone: AtomicBool,
+}
+
+impl Memory {
+    fn new(bytes: Vec<u8>) -> Arc<Self> {
+        Arc::new(Self {
+            bytes: Mutex::new(bytes),
+            finished: AtomicU64::new(0),
+            flushed: AtomicU64::new(0),
+            refuses: false,
+            gone: AtomicBool::new(false),
+        })
+    }
+
+    fn come_in(&self) {
+        assert!(!self.gone.load(Ordering::SeqCst), "a request came to a device that was exchanged and left");
+    }
+}
+
+impl Device for Memory {
+    fn name(&self) -> &str {
+        "memory"
+    }
+    fn capacity(&self) -> u64 {
+        self.bytes.lock().len() as u64
+    }
+    fn read_only(&self) -> bool {
+        self.refuses
+    }
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.come_in();
+        let mut buffer = Buffer::recycled(length.div_ceil(BLOCK as usize).max(1));
+        buffer[..length].copy_from_slice(&self.bytes.lock()[offset as usize..][..length]);
+        let segments = vec![Segment::Memory(SharedSlice::new(Arc::new(buffer), 0..length))];
+        Ok(ReadPlan { segments, skip: 0, length, offset, guard: Some(Box::new(7u32)) })
+    }
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        self.come_in();
+        let own = plan.guard.take().and_then(|guard| guard.downcast::<u32>().ok());
+        assert_eq!(own.as_deref(), Some(&7), "a plan comes back with what its device kept in it");
+        self.finished.fetch_add(1, Ordering::SeqCst);
+        Ok(Verdict::Good)
+    }
+    fn write(&self, offset: u64, data: Buffer, length: usize, _fua: bool) -> Result<()> {
+        self.come_in();
+        let skip = (offset % BLOCK) as usize;
+        self.bytes.lock()[offset as usize..][..length].copy_from_slice(&data[skip..skip + length]);
+        Ok(())
+    }
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.write_zeroes(offset, length, false, fua)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, _allocate: bool, _fua: bool) -> Result<()> {
+        self.come_in();
+        self.bytes.lock()[offset as usize..][..length as usize].fill(0);
+        Ok(())
+    }
+    fn flush(&self) -> Result<()> {
+        self.come_in();
+        self.flushed.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+    fn prefetch(&self, _offset: u64, _length: u64) -> Result<()> {
+        Ok(())
+    }
+    fn resize(&self, _capacity: u64) -> Result<()> {
+        Ok(())
+    }
+    fn status(&self, _offset: u64, length: u64, _limit: usize) -> Result<Vec<StatusExtent>> {
+        Ok(vec![StatusExtent { length, allocation: Allocation::Data }])
+    }
+    fn dirty_bases(&self) -> Vec<String> {
+        Vec::new()
+    }
+    fn changed_since(&self, _base: &str, _offset: u64, _length: u64, _limit: usize) -> Result<Vec<DirtyExtent>> {
+        Ok(Vec::new())
+    }
+}
+
+/// Writes to both, as a migration does while requests may be inside the device before.
+struct Mirror(Arc<Memory>, Arc<Memory>);
+
+impl Device for Mirror {
+    fn name(&self) -> &str {
+        "mirror"
+    }
+    fn capacity(&self) -> u64 {
+        self.0.capacity()
+    }
+    fn read_only(&self) -> bool {
+        false
+    }
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.0.plan_read(offset, length)
+    }
+    fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        self.0.finish_read(plan)
+    }
+    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
+        let mut copy = Buffer::with_bytes(data.len());
+        copy[..data.len()].copy_from_slice(&data);
+        self.0.write(offset, copy, length, fua)?;
+        self.1.write(offset, data, length, fua)
+    }
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.write_zeroes(offset, length, false, fua)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
+        self.0.write_zeroes(offset, length, allocate, fua)?;
+        self.1.write_zeroes(offset, length, allocate, fua)
+    }
+    fn flush(&self) -> Result<()> {
+        self.0.flush()?;
+        self.1.flush()
+    }
+    fn prefetch(&self, _offset: u64, _length: u64) -> Result<()> {
+        Ok(())
+    }
+    fn resize(&self, _capacity: u64) -> Result<()> {
+        Ok(())
+    }
+    fn status(&self, offset: u64, length: u64, limit: usize) -> Result<Vec<StatusExtent>> {
+        self.0.status(offset, length, limit)
+    }
+    fn dirty_bases(&self) -> Vec<String> {
+        Vec::new()
+    }
+    fn changed_since(&self, _base: &str, _offset: u64, _length: u64, _limit: usize) -> Result<Vec<DirtyExtent>> {
+        Ok(Vec::new())
+    }
+}
+
+fn sector_of(number: u64) -> Buffer {
+    let mut buffer = Buffer::with_bytes(BLOCK as usize);
+    buffer[..8].copy_from_slice(&number.to_le_bytes());
+    buffer
+}
+
+#[test]
+fn exchanges_under_load_lose_nothing() {
+    const WRITERS: u64 = 4;
+    const EXCHANGES: usize = 40;
+    let capacity = (WRITERS + 1) as usize * BLOCK as usize;
+    let mut current = Memory::new(vec![0; capacity]);
+    let switch = Switch::new(Arc::clone(&current) as Arc<dyn Device>);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
+            let stop = &stop;
+            scope.spawn(move || {
+                let mut number = 0u64;
+                while !stop.load(Ordering::SeqCst) {
+                    number += 1;
+                    device.write(writer * BLOCK, sector_of(number), SECTOR, false).unwrap();
+                    if number.is_multiple_of(16) {
+                        device.flush().unwrap();
+                    }
+                    let mut plan = device.plan_read(writer * BLOCK, SECTOR).unwrap();
+                    if number.is_multiple_of(8) {
+                        std::thread::yield_now();
+                    }
+                    assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
+                    let seen = plan.slices().concat();
+                    assert_eq!(seen[..8], number.to_le_bytes(), "a writer reads what it wrote last");
+                }
+            });
+        }
+        for _ in 0..EXCHANGES {
+            // As a migration does it: the mirror first, the copy when nobody writes past it, then the target alone.
+            let target = Memory::new(vec![0; capacity]);
+            let mirror = Arc::new(Mirror(Arc::clone(&current), Arc::clone(&target)));
+            let before = switch.exchange(mirror);
+            assert!(before.wait_unused(&|| false));
+            {
+                // The copy. The mirror writes to the source first: what is newer there comes to the target after it.
+                let source = current.bytes.lock();
+                target.bytes.lock().copy_from_slice(&source);
+            }
+            std::thread::sleep(Duration::from_millis(2));
+            let before = switch.exchange(Arc::clone(&target) as Arc<dyn Device>);
+            assert!(before.wait_unused(&|| false));
+            current.gone.store(true, Ordering::SeqCst);
+            current = target;
+        }
+        stop.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
+fn a_read_is_finished_by_the_device_that_planned_it() {
+    let (old, new) = (Memory::new(vec![1; SECTOR]), Memory::new(vec![2; SECTOR]));
+    let switch = Switch::new(Arc::clone(&old) as Arc<dyn Device>);
+    let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
+    let mut plan = device.plan_read(0, SECTOR).unwrap();
+    let before = switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
+    assert_eq!(device.read(0, 1).unwrap(), [2], "a request that begins now goes to the new one");
+    let tries = AtomicU64::new(0);
+    assert!(!before.wait_unused(&|| tries.fetch_add(1, Ordering::SeqCst) > 3), "the plan is still inside");
+    assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
+    assert_eq!((old.finished.load(Ordering::SeqCst), new.finished.load(Ordering::SeqCst)), (1, 1));
+    assert_eq!(plan.slices().concat(), vec![1; SECTOR]);
+    assert!(before.wait_unused(&|| false));
+}
+
+#[test]
+fn a_plan_that_is_dropped_lets_the_old_device_go() {
+    let switch = Switch::new(Memory::new(vec![1; SECTOR]));
+    let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
+    let plan = device.plan_read(0, SECTOR).unwrap();
+    let before = switch.exchange(Memory::new(vec![2; SECTOR]));
+    drop(plan);
+    assert!(before.wait_unused(&|| false));
+}
+
+#[test]
+fn clients_are_counted_and_see_their_own_access() {
+    let switches = Switches::default();
+    let identity = Identity::Native(7);
+    let open = || -> Result<Arc<dyn Device>> { Ok(Memory::new(vec![0; 4 * SECTOR])) };
+    let writer = SwitchedDevice::over("a", false, switches.attach(identity.clone(), open).unwrap());
+    let reader = SwitchedDevice::over("a", true, switches.attach(identity.clone(), || panic!("is open")).unwrap());
+    assert_eq!(switches.clients(&identity), 2);
+    assert_eq!(reader.write(0, sector_of(1), SECTOR, false).unwrap_err().kind(), ErrorKind::ReadOnly);
+    writer.write(0, sector_of(1), SECTOR, false).unwrap();
+    assert_eq!(reader.read(0, 1).unwrap(), [1]);
+    assert_eq!(switches.refuse_in_use(&identity, "disk 'a'").unwrap_err().kind(), ErrorKind::Busy);
+    let moved = Identity::Native(8);
+    let other = Switches::default();
+    switches.hand_over(&identity, &other, moved.clone());
+    assert_eq!((switches.clients(&identity), other.clients(&moved)), (0, 2));
+    drop((writer, reader));
+    assert!(other.refuse_in_use(&moved, "disk 'a'").is_ok());
+}
+
+/// What the indirection costs against a request served from memory without any medium: the cheapest there is.
+#[test]
+fn the_way_through_costs_next_to_nothing() {
+    const ROUNDS: u32 = 20_000;
+    let memory = Memory::new(vec![0; 1 << 20]);
+    let direct: Arc<dyn Device> = Arc::clone(&memory) as Arc<dyn Device>;
+    let switched: Arc<dyn Device> = Arc::new(SwitchedDevice::new("a", false, Switch::new(memory)));
+    let time = |device: &Arc<dyn Device>| {
+        let begun = Instant::now();
+        for _ in 0..ROUNDS {
+            let mut plan = device.plan_read(0, SECTOR).unwrap();
+            assert!(device.finish_read(&mut plan).unwrap() == Verdict::Good);
+        }
+        begun.elapsed() / ROUNDS
+    };
+    let best = |device| (0..9).map(|_| time(device)).min().unwrap();
+    let (direct, through) = (best(&direct), best(&switched));
+    let cost = through.saturating_sub(direct);
+    println!("a read of 512 bytes from memory: {direct:?}, through the switch {through:?}: {cost:?} more");
+    // A request over a socket takes 10 us and more. Unoptimized code, and a machine that does other things too.
+    assert!(cost < Duration::from_micros(3), "{cost:?}");
+}

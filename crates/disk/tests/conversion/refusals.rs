@@ -1,0 +1,161 @@
+//! What is refused, and leaves nothing.
+
+use super::*;
+
+/// Tries a conversion that must fail, and leave nothing.
+fn refused(conversion: &Conversion, kind: ErrorKind, words: &str) -> Error {
+    let Address::Path(to) = &conversion.to else { panic!("a path") };
+    let before = names(to.parent().unwrap());
+    let error = conversion.run(None, &NoProgress).err().unwrap();
+    assert!(error.kind() == kind && error.to_string().contains(words), "{:?}: {error}", error.kind());
+    assert_eq!(names(to.parent().unwrap()), before, "{error}");
+    error
+}
+
+#[test]
+fn a_changed_parent_is_refused_unless_forced() {
+    let outer = folder();
+    let path = outer.path();
+    let levels = make_chain(path, ImageKind::Thin, ImageKind::VmfsSparse, 2, 9);
+    // Somebody writes to the base.
+    let options = layer::image::OpenOptions { writable: true, ..Default::default() };
+    let opened = open_chain(Place::local(&levels[0].0, &[]).unwrap(), &options).unwrap();
+    opened.images()[0].layer().write(0, &[&[0x11; 4096]]).unwrap();
+    opened.images()[0].layer().close().unwrap();
+    drop(opened);
+    let mut conversion = conversion(&levels[2].0, &path.join("out.vmdk"), TargetFormat::Image(ImageKind::Thin));
+    refused(&conversion, ErrorKind::Corrupt, "changed");
+    let info = images::show(&levels[2].0, &ImageOptions::default()).unwrap();
+    assert!(info.levels.len() == 1 && info.problem.unwrap().contains("changed"));
+    let check = images::check(&levels[2].0, &ImageOptions::default(), false, &NoProgress).unwrap();
+    assert_eq!(check.problems, 1, "{check:?}");
+    conversion.options.force_parent = true;
+    let converted = conversion.run(None, &NoProgress).unwrap();
+    assert_eq!(converted.warnings.len(), 1);
+}
+
+#[test]
+fn paths_do_not_escape() {
+    let outer = folder();
+    let path = outer.path();
+    let (own, other) = (path.join("own"), path.join("other"));
+    std::fs::create_dir(&own).unwrap();
+    std::fs::create_dir(&other).unwrap();
+    let levels = make_chain(&other, ImageKind::Thin, ImageKind::SeSparse, 1, 4);
+    // A child elsewhere names its parent by its whole path.
+    let child = NewImage {
+        path: own.join("child.vmdk"),
+        capacity: None,
+        format: "sesparse".into(),
+        parent: Some(levels[1].0.clone()),
+        adapter: None,
+    };
+    let allowed = ImageOptions { permitted: vec![other.clone()], ..ImageOptions::default() };
+    images::create(&child, &allowed, &NoProgress).unwrap();
+    let mut escape = conversion(&child.path, &own.join("out.vmdk"), TargetFormat::Image(ImageKind::Thin));
+    let error = refused(&escape, ErrorKind::Invalid, "outside its folder");
+    assert!(error.to_string().contains(other.canonicalize().unwrap().to_str().unwrap()), "{error}");
+    escape.options = allowed;
+    escape.run(None, &NoProgress).unwrap();
+    assert!(content(&own.join("out.vmdk"), None) == levels[1].1);
+    // Extents too.
+    let text = "# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
+                RW 8 VMFS \"../other/vm-flat.vmdk\"\n";
+    std::fs::write(own.join("evil.vmdk"), text).unwrap();
+    let evil = conversion(&own.join("evil.vmdk"), &own.join("out.raw"), TargetFormat::Image(ImageKind::Raw));
+    refused(&evil, ErrorKind::Invalid, "outside its folder");
+}
+
+#[test]
+fn a_dirty_journal_is_refused_unless_replayed() {
+    let outer = folder();
+    let path = outer.path();
+    let mut model = vec![0; ODD as usize];
+    scribble(&mut model, &mut Random(3), |_, _| {});
+    std::fs::write(path.join("a.raw"), &model).unwrap();
+    let image = path.join("vm.vmdk");
+    convert(&path.join("a.raw"), &image, TargetFormat::Image(ImageKind::SeSparse)).unwrap();
+    // As ESXi leaves it when it goes down between two transactions: marked, and one transaction that is in place.
+    let extent = path.join("vm-sesparse.vmdk");
+    let mut bytes = std::fs::read(&extent).unwrap();
+    const TABLE: u64 = 6144;
+    let words = [0x00c0_ffee, 1, 0, 2, 0x1234, 7, u64::MAX, 99];
+    let slot = 2048 * 512;
+    for (index, word) in words.iter().enumerate() {
+        bytes[slot + index * 8..][..8].copy_from_slice(&u64::to_le_bytes(*word));
+    }
+    bytes[slot + 128..][..8].copy_from_slice(&TABLE.to_le_bytes());
+    bytes[slot + 136..][..8].copy_from_slice(&1u64.to_le_bytes());
+    let sector = bytes[TABLE as usize * 512..][..512].to_vec();
+    bytes[slot + 512..][..512].copy_from_slice(&sector);
+    bytes[512 + 16..][..8].copy_from_slice(&7u64.to_le_bytes());
+    bytes[512 + 24..][..8].copy_from_slice(&1u64.to_le_bytes());
+    std::fs::write(&extent, &bytes).unwrap();
+
+    let mut conversion = conversion(&image, &path.join("out.vmdk"), TargetFormat::Image(ImageKind::VmfsSparse));
+    let error = refused(&conversion, conversion.run(None, &NoProgress).err().unwrap().kind(), "journal");
+    assert!(images::show(&image, &ImageOptions::default()).is_err());
+    assert!(matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Busy | ErrorKind::Unsupported | ErrorKind::Invalid));
+    conversion.options.replay_journal = true;
+    conversion.run(None, &NoProgress).unwrap();
+    assert!(content(&path.join("out.vmdk"), None) == model);
+    // Reading has changed nothing.
+    assert!(std::fs::read(&extent).unwrap() == bytes);
+}
+
+#[test]
+fn what_is_there_is_not_written_over() {
+    let outer = folder();
+    let path = outer.path();
+    std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();
+    let from = path.join("a.raw");
+    for format in TargetFormat::all().filter(|format| *format != TargetFormat::Native) {
+        let to = path.join(file_of(format, "there"));
+        std::fs::write(&to, "mine").unwrap();
+        refused(&conversion(&from, &to, format), ErrorKind::Exists, "there");
+        assert_eq!(std::fs::read(&to).unwrap(), b"mine");
+        std::fs::remove_file(&to).unwrap();
+    }
+    // Nor an extent, whoever named it.
+    std::fs::write(path.join("vm-flat.vmdk"), "mine").unwrap();
+    refused(&conversion(&from, &path.join("vm.vmdk"), TargetFormat::Image(ImageKind::Thin)), ErrorKind::Exists, "vm");
+    assert_eq!(std::fs::read(path.join("vm-flat.vmdk")).unwrap(), b"mine");
+    for (to, format, kind) in [
+        ("no/such/folder.vmdk", TargetFormat::Image(ImageKind::Thin), ErrorKind::NotFound),
+        ("name", TargetFormat::Image(ImageKind::Thin), ErrorKind::Invalid),
+        ("name.vmdk", TargetFormat::Ova, ErrorKind::Invalid),
+        ("name.vmdk", TargetFormat::Native, ErrorKind::Invalid),
+    ] {
+        let before = names(path);
+        let error = convert(&from, &path.join(to), format).err().unwrap();
+        assert_eq!(error.kind(), kind, "{error}");
+        assert_eq!(names(path), before);
+    }
+    let missing = conversion(&path.join("none.vmdk"), &path.join("x.vmdk"), TargetFormat::Image(ImageKind::Thin));
+    refused(&missing, ErrorKind::NotFound, "none");
+}
+
+#[test]
+fn archives_are_checked() {
+    let outer = folder();
+    let path = outer.path();
+    let mut model = vec![0; ODD as usize];
+    scribble(&mut model, &mut Random(3), |_, _| {});
+    std::fs::write(path.join("a.raw"), &model).unwrap();
+    let ova = path.join("vm.ova");
+    convert(&path.join("a.raw"), &ova, TargetFormat::Ova).unwrap();
+    let mut options = ImageOptions { member: Some("vm-disk1.vmdk".into()), ..ImageOptions::default() };
+    assert_eq!(images::show(&ova, &options).unwrap().levels[0].format, "streamoptimized");
+    options.member = Some("other.vmdk".into());
+    assert!(images::show(&ova, &options).err().unwrap().to_string().contains("vm-disk1.vmdk"));
+    // One byte of the disk is another.
+    let mut bytes = std::fs::read(&ova).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 1;
+    std::fs::write(&ova, bytes).unwrap();
+    refused(
+        &conversion(&ova, &path.join("x.vmdk"), TargetFormat::Image(ImageKind::Thin)),
+        ErrorKind::Corrupt,
+        "SHA256",
+    );
+}

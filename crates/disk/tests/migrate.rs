@@ -1,0 +1,412 @@
+//! Disks that move between all formats, with their snapshots, under clients that write and verify all the time.
+
+#![allow(clippy::unwrap_used)]
+
+use backend::Buffer;
+use disk::migrate::MigrateOptions;
+use disk::*;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+const CAPACITY: usize = 6 << 20;
+/// The formats, and how native ones take their space.
+const FORMATS: [(&str, Provisioning); 9] = [
+    ("native", Provisioning::Thin),
+    ("thin", Provisioning::Thin),
+    ("sesparse", Provisioning::Thin),
+    ("vsansparse", Provisioning::Thin),
+    ("vmfssparse", Provisioning::Thin),
+    ("zeroedthick", Provisioning::Thin),
+    ("native", Provisioning::ZeroedThick),
+    ("monolithicsparse", Provisioning::Thin),
+    ("2gbflat", Provisioning::Thin),
+];
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = self.0;
+        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ (word >> 31)
+    }
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+}
+
+fn open(path: &Path) -> Arc<Datastore> {
+    let options = OpenOptions {
+        mode: backend::IoMode::Buffered,
+        queue: QueueChoice::Threads,
+        metadata_cache: 16 << 20,
+        write_buffer: 8 << 20,
+    };
+    Datastore::open(path, options).unwrap()
+}
+
+fn made(path: &Path) -> Arc<Datastore> {
+    Datastore::init(path, InitOptions { journal_size: 8 << 20 }).unwrap();
+    open(path)
+}
+
+fn options(format: (&str, Provisioning)) -> MigrateOptions {
+    MigrateOptions { format: format.0.parse().unwrap(), provisioning: format.1, delta: None }
+}
+
+fn write(device: &dyn Device, model: &mut [u8], offset: u64, bytes: &[u8]) {
+    let skip = (offset % 4096) as usize;
+    let mut buffer = Buffer::with_bytes(skip + bytes.len());
+    buffer[skip..skip + bytes.len()].copy_from_slice(bytes);
+    device.write(offset, buffer, bytes.len(), false).unwrap();
+    model[offset as usize..offset as usize + bytes.len()].copy_from_slice(bytes);
+}
+
+fn scribble(device: &dyn Device, model: &mut [u8], random: &mut Random, times: u64) {
+    for _ in 0..times {
+        let align = [1, 512, 4096][random.below(3) as usize];
+        let length = (1 + random.below(96 << 10)).next_multiple_of(align);
+        let offset = random.below(model.len() as u64 - length) / align * align;
+        let part = offset as usize..(offset + length) as usize;
+        match random.below(6) {
+            0 => {
+                device.discard(offset, length, false).unwrap();
+                model[part].fill(0);
+            }
+            1 => {
+                device.write_zeroes(offset, length, true, false).unwrap();
+                model[part].fill(0);
+            }
+            _ => {
+                let bytes: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
+                write(device, model, offset, &bytes);
+            }
+        }
+    }
+}
+
+/// What a disk and its snapshots hold.
+struct Model {
+    head: Vec<u8>,
+    snapshots: BTreeMap<String, Vec<u8>>,
+}
+
+/// A disk with the tree `s1 - (s2 - s3), (s4 - head)`.
+fn disk_with_tree(datastore: &Datastore, name: &str, format: (&str, Provisioning), seed: u64) -> Model {
+    let new =
+        NewDisk { capacity: CAPACITY as u64, provisioning: format.1, format: format.0.parse().unwrap(), delta: None };
+    datastore.create_disk(name, &new, &NoProgress).unwrap();
+    let mut model = Model { head: vec![0; CAPACITY], snapshots: BTreeMap::new() };
+    let mut random = Random(seed);
+    for step in ["s1", "s2", "s3", "", "s4"] {
+        if step.is_empty() {
+            datastore.revert(name, "s1").unwrap();
+            model.head = model.snapshots["s1"].clone();
+            continue;
+        }
+        let device = datastore.device(name, false).unwrap();
+        scribble(&*device, &mut model.head, &mut random, 25);
+        device.flush().unwrap();
+        datastore.create_snapshots(&[(name.into(), step.into())], &SnapshotOptions::default()).unwrap();
+        model.snapshots.insert(step.into(), model.head.clone());
+    }
+    let device = datastore.device(name, false).unwrap();
+    scribble(&*device, &mut model.head, &mut random, 10);
+    model
+}
+
+fn check(datastore: &Datastore, name: &str, model: &Model, what: &str) {
+    let head = datastore.device(name, true).unwrap();
+    assert!(head.read(0, CAPACITY).unwrap() == model.head, "{what}: head");
+    for (snapshot, bytes) in &model.snapshots {
+        let device = datastore.device(&format!("{name}@{snapshot}"), true).unwrap();
+        assert!(device.read(0, CAPACITY).unwrap() == *bytes, "{what}: {snapshot}");
+    }
+    let tree = datastore.snapshots(Some(name)).unwrap();
+    let found: BTreeMap<_, _> = tree.iter().map(|s| (s.name.as_str(), s.parent.as_deref())).collect();
+    let wanted = [("s1", None), ("s2", Some("s1")), ("s3", Some("s2")), ("s4", Some("s1"))];
+    assert_eq!(found, BTreeMap::from(wanted), "{what}");
+    assert_eq!(tree.iter().filter(|s| s.current).map(|s| s.name.as_str()).collect::<Vec<_>>(), ["s4"], "{what}");
+}
+
+#[test]
+fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("ds");
+    let datastore = made(&path);
+    let mut model = disk_with_tree(&datastore, "a", FORMATS[0], 7);
+    check(&datastore, "a", &model, "as made");
+    let uuid = datastore.disk("a").unwrap().uuid;
+    let mut moves = Vec::new();
+    for (index, from) in FORMATS.iter().enumerate() {
+        for to in &FORMATS[index + 1..] {
+            moves.extend([*to, *from]);
+        }
+        moves.extend(FORMATS.get(index + 1));
+    }
+    let client = datastore.device("a", false).unwrap();
+    let mut random = Random(11);
+    let mut now = FORMATS[0];
+    for (number, to) in moves.into_iter().enumerate() {
+        let what = format!("{number}: {now:?} to {to:?}");
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                // The client was opened once, before the first of all moves.
+                while !stop.load(Ordering::Relaxed) {
+                    scribble(&*client, &mut model.head, &mut random, 1);
+                    let at = random.below(CAPACITY as u64 - 9000);
+                    let part = at as usize..at as usize + 9000;
+                    assert!(client.read(at, 9000).unwrap() == model.head[part], "{what}");
+                    if random.below(5) == 0 {
+                        client.flush().unwrap();
+                    }
+                }
+            });
+            let moved = datastore.migrate("a", &options(to), &NoProgress);
+            stop.store(true, Ordering::Relaxed);
+            writer.join().unwrap();
+            moved.unwrap_or_else(|error| panic!("{what}: {error}"));
+        });
+        let info = datastore.disk("a").unwrap();
+        assert_eq!((info.clients, info.snapshots), (1, 4), "{what}");
+        check(&datastore, "a", &model, &what);
+        now = to;
+    }
+    drop(client);
+    let _ = uuid;
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    check(&datastore, "a", &model, "opened again");
+    assert_eq!(datastore.disks().unwrap().len(), 1);
+    let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, vec![]);
+    let left: Vec<_> = std::fs::read_dir(&path).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert!(!left.iter().any(|name| name.to_string_lossy().starts_with("migration-")), "{left:?}");
+}
+
+/// Stops at the given question.
+struct StopAt(AtomicU64);
+
+impl Progress for StopAt {
+    fn update(&self, _done: u64, _total: u64) {}
+    fn cancelled(&self) -> bool {
+        self.0.fetch_sub(1, Ordering::SeqCst) <= 1
+    }
+}
+
+#[test]
+fn stopping_leaves_the_disk_as_it_was() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("ds");
+    let datastore = made(&path);
+    let mut random = Random(3);
+    for (number, from) in [FORMATS[0], FORMATS[1]].into_iter().enumerate() {
+        let name = format!("d{number}");
+        let mut model = disk_with_tree(&datastore, &name, from, 9);
+        for to in [FORMATS[2], FORMATS[6], FORMATS[0]] {
+            for question in [1, 2, 4, 9, 30] {
+                let client = datastore.device(&name, false).unwrap();
+                let error = match datastore.migrate(&name, &options(to), &StopAt(AtomicU64::new(question))) {
+                    Err(error) => error,
+                    Ok(_) => panic!("{name} to {to:?} did not stop at question {question}"),
+                };
+                assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+                scribble(&*client, &mut model.head, &mut random, 3);
+                check(&datastore, &name, &model, &format!("{name} {to:?} stopped at {question}"));
+            }
+        }
+    }
+    assert_eq!(datastore.disks().unwrap().len(), 2);
+    datastore.close().unwrap();
+    let images: Vec<_> = std::fs::read_dir(path.join("images")).unwrap().map(|e| e.unwrap().file_name()).collect();
+    assert_eq!(images, ["d1"]);
+}
+
+#[test]
+fn a_disk_under_migration_refuses_what_would_change_it() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    let _model = disk_with_tree(&datastore, "a", FORMATS[0], 5);
+    let slow = options(FORMATS[2]);
+    let stop = AtomicBool::new(false);
+    let begun = AtomicBool::new(false);
+    struct Stop<'a>(&'a AtomicBool, &'a AtomicBool);
+    impl Progress for Stop<'_> {
+        fn update(&self, _done: u64, _total: u64) {}
+        fn cancelled(&self) -> bool {
+            self.1.store(true, Ordering::SeqCst);
+            self.0.load(Ordering::SeqCst)
+        }
+        fn rate(&self) -> u64 {
+            200 << 10
+        }
+    }
+    std::thread::scope(|scope| {
+        let moving = scope.spawn(|| datastore.migrate("a", &slow, &Stop(&stop, &begun)));
+        while !begun.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let refused = datastore.resize_disk("a", 16 << 20, false).unwrap_err();
+        assert!(refused.to_string().contains("migrated"), "{refused}");
+        let busy = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+            assert!(error.to_string().contains("migrated"), "{error}");
+        };
+        let options = SnapshotOptions::default();
+        busy(datastore.create_snapshots(&[("a".into(), "s9".into())], &options).unwrap_err());
+        busy(datastore.delete_snapshot("a", "s2", None, &NoProgress).unwrap_err());
+        busy(datastore.delete_disk("a", false).unwrap_err());
+        busy(datastore.rename_disk("a", "b").unwrap_err());
+        busy(datastore.revert("a", "s1").unwrap_err());
+        busy(datastore.clone_linked("a", &Point::Head, &["c".into()], &NoProgress).unwrap_err());
+        busy(datastore.migrate("a", &slow, &NoProgress).unwrap_err());
+        stop.store(true, Ordering::SeqCst);
+        assert_eq!(moving.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+    });
+    datastore.create_snapshots(&[("a".into(), "s9".into())], &SnapshotOptions::default()).unwrap();
+}
+
+#[test]
+fn a_disk_moves_to_another_datastore_and_back() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (here, there) = (folder.path().join("here"), folder.path().join("there"));
+    let datastore = made(&here);
+    Datastore::init(&there, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let mut model = disk_with_tree(&datastore, "a", FORMATS[0], 5);
+    let client = datastore.device("a", false).unwrap();
+    let mut random = Random(17);
+    let info = datastore.migrate_away("a", &options(FORMATS[3]), &there, &NoProgress).unwrap();
+    assert_eq!(info.name, "a");
+    assert_eq!(datastore.disk("a").unwrap_err().kind(), ErrorKind::NotFound);
+    scribble(&*client, &mut model.head, &mut random, 5);
+    client.flush().unwrap();
+    assert!(client.read(0, CAPACITY).unwrap() == model.head);
+    drop(client);
+    datastore.close().unwrap();
+    drop(datastore);
+    // Whoever watched the clients that moved notices within a moment that there is nothing left to watch.
+    std::thread::sleep(Duration::from_millis(500));
+    let other = open(&there);
+    check(&other, "a", &model, "there");
+    other.migrate_away("a", &options(FORMATS[0]), &here, &NoProgress).unwrap();
+    other.close().unwrap();
+    drop(other);
+    let datastore = open(&here);
+    check(&datastore, "a", &model, "back");
+    let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).unwrap();
+    assert_eq!(report.findings, vec![]);
+}
+
+/// A folder as a host leaves it: a disk of VMware's with a tree of snapshots, its newest image, and what it holds.
+fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
+    // Made by the datastore's own means, and then taken for somebody else's.
+    let datastore = made(&path.join("maker"));
+    let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
+    datastore.close().unwrap();
+    drop(datastore);
+    let host = path.join("host");
+    std::fs::rename(path.join("maker/images/web"), &host).unwrap();
+    let record = std::fs::read_to_string(host.join("lamina.disk")).unwrap();
+    let record: serde_json::Value = serde_json::from_str(record.split_once('\n').unwrap().1).unwrap();
+    let nodes = record["nodes"].as_array().unwrap();
+    let head = nodes.iter().find(|node| node["id"] == record["head"]).unwrap()["descriptor"].as_str().unwrap();
+    std::fs::remove_file(host.join("lamina.disk")).unwrap();
+    (host.join(head), model)
+}
+
+fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    files.map(|path| (path.display().to_string(), std::fs::read(&path).unwrap())).collect()
+}
+
+fn import(path: &Path, way: disk::migrate::ImportWay, rate: u64) -> disk::migrate::ImportOptions {
+    disk::migrate::ImportOptions {
+        path: path.into(),
+        way,
+        target: options(FORMATS[0]),
+        permitted: Vec::new(),
+        force_parent: false,
+        replay_journal: false,
+        rate,
+    }
+}
+
+#[test]
+fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
+    use disk::migrate::ImportWay;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, mut model) = host_folder(folder.path(), 31);
+    let before = contents(head.parent().unwrap());
+    let path = folder.path().join("ds");
+    let datastore = made(&path);
+    let info = datastore.import("copy", &import(&head, ImportWay::Copy, 0), &NoProgress).unwrap();
+    assert_eq!(info.format, "native");
+    check(&datastore, "copy", &model, "copied");
+    let stopped = datastore.import("no", &import(&head, ImportWay::Copy, 0), &StopAt(AtomicU64::new(3)));
+    assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
+    assert_eq!(datastore.disk("no").unwrap_err().kind(), ErrorKind::NotFound);
+    datastore.import("place", &import(&head, ImportWay::InPlace, 0), &NoProgress).unwrap();
+    check(&datastore, "place", &model, "in place");
+    let device = datastore.device("place", false).unwrap();
+    scribble(&*device, &mut model.head, &mut Random(4), 20);
+    drop(device);
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    check(&datastore, "place", &model, "in place, opened again");
+    datastore.migrate("place", &options(FORMATS[2]), &NoProgress).unwrap();
+    check(&datastore, "place", &model, "independent");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+}
+
+#[test]
+fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
+    use disk::migrate::ImportWay;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, mut model) = host_folder(folder.path(), 37);
+    let before = contents(head.parent().unwrap());
+    let path = folder.path().join("ds");
+    let mut datastore = made(&path);
+    datastore.import("web", &import(&head, ImportWay::Live, 4 << 20), &NoProgress).unwrap();
+    let mut random = Random(8);
+    for round in 0..3 {
+        datastore.start_imports();
+        let device = datastore.device("web", false).unwrap();
+        for _ in 0..10 {
+            scribble(&*device, &mut model.head, &mut random, 2);
+            assert!(device.read(0, CAPACITY).unwrap() == model.head, "round {round}");
+        }
+        let busy = datastore.create_snapshots(&[("web".into(), "new".into())], &SnapshotOptions::default());
+        assert_eq!(busy.unwrap_err().kind(), ErrorKind::Busy);
+        device.flush().unwrap();
+        drop(device);
+        datastore.close().unwrap();
+        drop(datastore);
+        datastore = open(&path);
+        check(&datastore, "web", &model, &format!("round {round}, opened again"));
+    }
+    datastore.start_imports();
+    let device = datastore.device("web", false).unwrap();
+    let begun = std::time::Instant::now();
+    while datastore.disk("web").unwrap().format != "native" {
+        scribble(&*device, &mut model.head, &mut random, 1);
+        assert!(begun.elapsed() < Duration::from_secs(120));
+    }
+    scribble(&*device, &mut model.head, &mut random, 5);
+    device.flush().unwrap();
+    drop(device);
+    check(&datastore, "web", &model, "native");
+    assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+    datastore.close().unwrap();
+    drop(datastore);
+    let datastore = open(&path);
+    check(&datastore, "web", &model, "native, opened again");
+    assert_eq!(datastore.status().unwrap().disks, 1, "nothing is left of what lay above the images");
+}

@@ -1,0 +1,22 @@
+//! `lamina check`.
+
+use crate::control::Request;
+use clap::Args;
+
+/// How `check` checks.
+#[derive(Debug, Args)]
+pub struct CheckArguments {
+    /// Also read every data block and verify its checksum.
+    #[arg(long)]
+    pub data: bool,
+    /// Repair what can be repaired.
+    #[arg(long)]
+    pub repair: bool,
+}
+
+impl CheckArguments {
+    /// The request.
+    pub fn request(&self) -> Request {
+        Request::Check { data: self.data, repair: self.repair }
+    }
+}

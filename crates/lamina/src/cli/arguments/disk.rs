@@ -1,0 +1,342 @@
+//! Verbs of disks.
+
+use crate::cli::address::parse_disk;
+use crate::cli::format::{parse_delta, parse_format};
+use crate::cli::size::parse_size;
+use crate::control::{DiskRequest, Request};
+use clap::{Args, Subcommand, ValueEnum};
+use disk::migrate::{ImportOptions, ImportWay, MigrateOptions};
+use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
+use std::path::PathBuf;
+
+/// How a disk takes its space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProvisioningArgument {
+    /// On first write.
+    Thin,
+    /// Reserved at creation, zeroed on first write.
+    #[value(name = "zeroedthick")]
+    ZeroedThick,
+    /// Reserved and zeroed at creation.
+    #[value(name = "eagerzeroedthick")]
+    EagerZeroedThick,
+}
+
+impl From<ProvisioningArgument> for Provisioning {
+    fn from(argument: ProvisioningArgument) -> Self {
+        match argument {
+            ProvisioningArgument::Thin => Self::Thin,
+            ProvisioningArgument::ZeroedThick => Self::ZeroedThick,
+            ProvisioningArgument::EagerZeroedThick => Self::EagerZeroedThick,
+        }
+    }
+}
+
+/// `lamina disk create`.
+#[derive(Debug, Args)]
+pub struct DiskCreate {
+    /// Name of the new disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Capacity, such as 10G; 512 bytes to 64T.
+    #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "size_option")]
+    pub size: Option<u64>,
+    /// Capacity, when not given after the name.
+    #[arg(id = "size_option", long = "size", value_name = "SIZE", value_parser = parse_size, conflicts_with = "size")]
+    pub size_option: Option<u64>,
+    /// How the disk takes its space, where the format leaves a choice; thin if nothing is said.
+    #[arg(long, value_enum, value_name = "TYPE")]
+    pub provisioning: Option<ProvisioningArgument>,
+    /// What the disk is made of: native, vmdk (VMware's flat disk), or a kind of image such as sesparse.
+    #[arg(long, value_name = "FORMAT", default_value = "native", value_parser = parse_format)]
+    pub format: DiskFormat,
+    /// What its snapshots are made of: vmfssparse, sesparse or vsansparse. Otherwise what vSphere takes: vmfssparse,
+    /// above 2 TiB sesparse.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+}
+
+impl DiskCreate {
+    /// How the disk is made, or what is wrong with the arguments taken together.
+    fn new_disk(&self) -> Result<NewDisk, String> {
+        if let (DiskFormat::Image(kind), Some(_)) = (self.format, self.provisioning) {
+            return Err(format!(
+                "--format {} says how the disk takes its space; --provisioning is for native and vmdk",
+                kind.name()
+            ));
+        }
+        Ok(NewDisk {
+            capacity: self.size.or(self.size_option).unwrap_or_default(),
+            provisioning: self.provisioning.map_or(Provisioning::Thin, Into::into),
+            format: self.format,
+            delta: self.delta,
+        })
+    }
+}
+
+/// `lamina disk tune`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("tunables").required(true).multiple(true))]
+pub struct DiskTune {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Most extents in the metadata cache.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub metadata_entries: Option<u64>,
+    /// Bytes around a miss that are resolved with it.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
+    pub prefetch: Option<u64>,
+    /// Most extents that one prefetch brings.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub prefetch_extents: Option<u64>,
+    /// Memory for data that was read; 0 for none.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, group = "tunables")]
+    pub read_cache: Option<u64>,
+    /// Most levels of the chain.
+    #[arg(long, value_name = "N", group = "tunables")]
+    pub levels_max: Option<u64>,
+}
+
+/// `lamina disk migrate`.
+#[derive(Debug, Args)]
+pub struct DiskMigrate {
+    /// The disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// What it is to be made of: native, thin, zeroedthick, eagerzeroedthick, sesparse, ...
+    #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format)]
+    pub format: DiskFormat,
+    /// How it takes its space, where the format leaves a choice.
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
+    pub provisioning: ProvisioningArgument,
+    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+    /// Folder of another datastore to move it to.
+    #[arg(long, value_name = "DATASTORE")]
+    pub to: Option<PathBuf>,
+    /// Most bytes a second that are copied, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
+    pub datastore: Option<PathBuf>,
+}
+
+/// `lamina disk import`.
+#[derive(Debug, Args)]
+pub struct DiskImport {
+    /// The image: a descriptor, the newest of its chain.
+    pub path: PathBuf,
+    /// Name of the new disk.
+    #[arg(value_parser = parse_disk)]
+    pub name: String,
+    /// Use the images where they are; what is written goes to a delta in the datastore.
+    #[arg(long, conflicts_with_all = ["live", "format"])]
+    pub in_place: bool,
+    /// Make the disk usable at once, and move its blocks while it is in use.
+    #[arg(long)]
+    pub live: bool,
+    /// What it is to be made of.
+    #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format, default_value = "native")]
+    pub format: DiskFormat,
+    /// How it takes its space, where the format leaves a choice.
+    #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
+    pub provisioning: ProvisioningArgument,
+    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+    pub delta: Option<DeltaFormat>,
+    /// A folder in which images may lie that the named one refers to.
+    #[arg(long, value_name = "DIR")]
+    pub allow_folder: Vec<PathBuf>,
+    /// Take a parent that was changed since its child was made.
+    #[arg(long)]
+    pub force_parent: bool,
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    #[arg(long)]
+    pub replay_journal: bool,
+    /// Most bytes a second that are copied, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
+    pub datastore: Option<PathBuf>,
+}
+
+impl DiskImport {
+    /// The request: paths mean what they mean here, whoever serves the datastore.
+    fn request(&self) -> Result<DiskRequest, String> {
+        let absolute = |path: &PathBuf| {
+            std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
+        };
+        let way = match (self.in_place, self.live) {
+            (true, _) => ImportWay::InPlace,
+            (false, true) => ImportWay::Live,
+            (false, false) => ImportWay::Copy,
+        };
+        Ok(DiskRequest::Import {
+            name: self.name.clone(),
+            import: ImportOptions {
+                path: absolute(&self.path)?,
+                way,
+                target: MigrateOptions {
+                    format: self.format,
+                    provisioning: self.provisioning.into(),
+                    delta: self.delta,
+                },
+                permitted: self.allow_folder.iter().map(absolute).collect::<Result<_, _>>()?,
+                force_parent: self.force_parent,
+                replay_journal: self.replay_journal,
+                rate: self.rate,
+            },
+        })
+    }
+}
+
+/// Verbs of disks.
+#[derive(Debug, Subcommand)]
+pub enum DiskCommand {
+    /// Make a disk.
+    Create(DiskCreate),
+    /// List all disks.
+    List,
+    /// Show one disk, its blocks counted.
+    Show {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Grow a disk, or shrink it with --shrink. Clients see the new size at once.
+    Resize {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// The new capacity.
+        #[arg(value_parser = parse_size)]
+        size: u64,
+        /// Allow a smaller capacity: what lies beyond it is lost.
+        #[arg(long)]
+        shrink: bool,
+    },
+    /// Rename a disk.
+    Rename {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// Its new name.
+        #[arg(value_name = "NEW_NAME", value_parser = parse_disk)]
+        to: String,
+    },
+    /// Delete a disk with its snapshots. Refused while linked clones stand on them.
+    Delete {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// Give the snapshots that linked clones stand on to those clones, then delete.
+        #[arg(long)]
+        promote: bool,
+    },
+    /// Make a linked clone independent of its parent, while it is in use.
+    Detach {
+        /// The clone.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Show the figures of a disk's chain: caches, walks, levels.
+    Stats {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Change the tunables of a disk's chain, at once and for good.
+    Tune(DiskTune),
+    /// Give a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
+    Inflate {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Make a flat disk thin: give back the blocks that hold only zeros, while it is in use.
+    #[command(name = "punchzero")]
+    PunchZero {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Find the dead grains of a disk's deltas and free them for new data, while it is in use.
+    Wipe {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Give the free grains of a disk's deltas back to the file system, while it is in use.
+    Shrink {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
+    /// Merge a disk's chain into its base, while it is in use. The snapshots between go.
+    Consolidate {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+        /// Most bytes a second that are copied, such as 100M.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+    },
+    /// Move a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
+    Migrate(DiskMigrate),
+    /// Make a disk of images that are there already, with the tree of their snapshots.
+    Import(DiskImport),
+}
+
+impl DiskCommand {
+    /// The request, or what is wrong with the arguments taken together.
+    pub fn request(&self) -> Result<Request, String> {
+        Ok(Request::Disk(match self {
+            Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
+            Self::List => DiskRequest::List,
+            Self::Show { name } => DiskRequest::Show { name: name.clone() },
+            Self::Resize { name, size, shrink } => {
+                DiskRequest::Resize { name: name.clone(), capacity: *size, shrink: *shrink }
+            }
+            Self::Rename { name, to } => DiskRequest::Rename { name: name.clone(), to: to.clone() },
+            Self::Delete { name, promote } => DiskRequest::Delete { name: name.clone(), promote: *promote },
+            Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
+            Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
+            Self::Tune(tune) => DiskRequest::Tune {
+                name: tune.name.clone(),
+                tuning: Tuning {
+                    metadata_entries: tune.metadata_entries,
+                    prefetch: tune.prefetch,
+                    prefetch_extents: tune.prefetch_extents,
+                    read_cache: tune.read_cache,
+                    levels_max: tune.levels_max,
+                },
+            },
+            Self::Inflate { name } => DiskRequest::Inflate { name: name.clone() },
+            Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
+            Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },
+            Self::Shrink { name } => DiskRequest::Shrink { name: name.clone() },
+            Self::Migrate(migrate) => DiskRequest::Migrate {
+                name: migrate.name.clone(),
+                target: MigrateOptions {
+                    format: migrate.format,
+                    provisioning: migrate.provisioning.into(),
+                    delta: migrate.delta,
+                },
+                to: match &migrate.to {
+                    Some(path) => Some(
+                        std::path::absolute(path)
+                            .map_err(|error| format!("'{}' is no path: {error}", path.display()))?,
+                    ),
+                    None => None,
+                },
+                rate: migrate.rate,
+            },
+            Self::Import(import) => import.request()?,
+            Self::Consolidate { name, rate } => DiskRequest::Consolidate { name: name.clone(), rate: *rate },
+        }))
+    }
+}

@@ -1,0 +1,176 @@
+//! `lamina image`, `lamina convert`: images by their paths, and disks made of them and from them.
+
+use crate::cli::address::{EndAddress, absolute};
+use crate::cli::size::parse_size;
+use crate::control::{ImageRequest, Request};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, Subcommand};
+use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat};
+use disk::images::{ImageKind, NewImage};
+use std::path::PathBuf;
+
+/// The formats that a target can have.
+fn target_format() -> impl TypedValueParser<Value = TargetFormat> {
+    PossibleValuesParser::new(TargetFormat::all().map(TargetFormat::name)).try_map(|name| name.parse())
+}
+
+/// The formats of images that can be made empty.
+fn image_kind() -> impl TypedValueParser<Value = ImageKind> {
+    PossibleValuesParser::new(ImageKind::ALL.map(ImageKind::name)).try_map(|name| name.parse())
+}
+
+/// What a source may be said to be.
+fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
+    PossibleValuesParser::new(SourceFormat::ALL.map(SourceFormat::name)).try_map(|name| name.parse())
+}
+
+/// How images are opened.
+#[derive(Debug, Args)]
+pub struct OpeningArguments {
+    /// What the image is, instead of what its first bytes say. Say raw for raw disks: their first bytes are the
+    /// guest's.
+    #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
+    pub from: Option<SourceFormat>,
+    /// Take a parent that was changed since its child was made, and what is left of a stream that was cut. What is read
+    /// may be garbage.
+    #[arg(long)]
+    pub force_parent: bool,
+    /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
+    #[arg(long)]
+    pub replay_journal: bool,
+    /// Allow the image to refer to files in this folder too.
+    #[arg(long = "allow-folder", value_name = "FOLDER")]
+    pub allow_folder: Vec<PathBuf>,
+    /// Which disk of an archive: the name of its file there.
+    #[arg(long, value_name = "FILE")]
+    pub member: Option<String>,
+}
+
+impl OpeningArguments {
+    fn options(&self) -> ImageOptions {
+        ImageOptions {
+            format: self.from,
+            force_parent: self.force_parent,
+            replay_journal: self.replay_journal,
+            permitted: self.allow_folder.clone(),
+            member: self.member.clone(),
+        }
+    }
+}
+
+/// `lamina convert`.
+#[derive(Debug, Args)]
+pub struct ConvertArguments {
+    /// What to read: an image or archive, or disk:NAME or disk:NAME@SNAPSHOT of the datastore.
+    #[arg(value_name = "SOURCE")]
+    pub source: EndAddress,
+    /// What to make: a file that is not there yet, or disk:NAME of the datastore.
+    #[arg(value_name = "TARGET")]
+    pub target: EndAddress,
+    /// Format of the target.
+    #[arg(short = 'd', long, value_name = "FORMAT", value_parser = target_format())]
+    pub format: TargetFormat,
+    /// How the source is opened.
+    #[command(flatten)]
+    pub opening: OpeningArguments,
+    /// Most bytes to copy in a second.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub rate: Option<u64>,
+    /// Folder of the datastore. The option of the whole command line, without its short form: here that is the format.
+    #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE")]
+    pub datastore: Option<PathBuf>,
+}
+
+impl ConvertArguments {
+    /// The request.
+    pub fn request(&self) -> Result<Request, String> {
+        let mut conversion = Conversion {
+            from: self.source.0.clone(),
+            to: self.target.0.clone(),
+            format: self.format,
+            options: self.opening.options(),
+            rate: self.rate.unwrap_or(0),
+        };
+        if conversion.needs_datastore() {
+            // Whoever serves the datastore stands in another folder.
+            for end in [&mut conversion.from, &mut conversion.to] {
+                if let Address::Path(path) = end {
+                    *path = absolute(path)?;
+                }
+            }
+            for folder in &mut conversion.options.permitted {
+                *folder = absolute(folder)?;
+            }
+        }
+        Ok(Request::Convert(Box::new(conversion)))
+    }
+}
+
+/// Verbs of images.
+#[derive(Debug, Subcommand)]
+pub enum ImageCommand {
+    /// Show an image and every parent below it.
+    Show {
+        /// The image: a descriptor, or a file that is all of it.
+        path: PathBuf,
+        /// How it is opened.
+        #[command(flatten)]
+        opening: OpeningArguments,
+    },
+    /// Check the tables of an image and of its parents.
+    Check {
+        /// The image.
+        path: PathBuf,
+        /// Put right what a crash has left in the image itself; its parents are never changed.
+        #[arg(long)]
+        repair: bool,
+        /// How it is opened.
+        #[command(flatten)]
+        opening: OpeningArguments,
+    },
+    /// Make an empty image.
+    Create {
+        /// The file to be made; one that holds a descriptor is called NAME.vmdk.
+        path: PathBuf,
+        /// Capacity, such as 10G; with --parent the parent's unless given.
+        #[arg(value_name = "SIZE", value_parser = parse_size, required_unless_present = "parent")]
+        size: Option<u64>,
+        /// Its format.
+        #[arg(short = 'd', long, value_name = "FORMAT", value_parser = image_kind(), default_value = "thin")]
+        format: ImageKind,
+        /// Not needed here. Without its short form, which is the format: `-d sesparse` must not pass for a datastore.
+        #[arg(long, value_name = "PATH", env = "LAMINA_DATASTORE", hide = true)]
+        datastore: Option<PathBuf>,
+        /// The image below it: a snapshot's child, for formats that can be one.
+        #[arg(long, value_name = "IMAGE")]
+        parent: Option<PathBuf>,
+        /// The adapter that the disk's geometry is made for.
+        #[arg(long, value_name = "ADAPTER", default_value = "lsilogic", value_parser = ["lsilogic", "buslogic", "ide"])]
+        adapter: String,
+        /// How the parent is opened.
+        #[command(flatten)]
+        opening: OpeningArguments,
+    },
+}
+
+impl ImageCommand {
+    /// The request.
+    pub fn request(&self) -> Request {
+        Request::Image(match self {
+            Self::Show { path, opening } => ImageRequest::Show { path: path.clone(), options: opening.options() },
+            Self::Check { path, repair, opening } => {
+                ImageRequest::Check { path: path.clone(), repair: *repair, options: opening.options() }
+            }
+            Self::Create { path, size, format, parent, adapter, opening, datastore: _ } => ImageRequest::Create {
+                new: NewImage {
+                    path: path.clone(),
+                    capacity: *size,
+                    format: format.name().to_owned(),
+                    parent: parent.clone(),
+                    adapter: Some(adapter.clone()),
+                },
+                options: opening.options(),
+            },
+        })
+    }
+}

@@ -1,0 +1,15 @@
+//! The arguments of each verb, and the request that each becomes; a file for each noun.
+
+mod check;
+mod clone;
+mod disk;
+mod image;
+mod serve;
+mod snapshot;
+
+pub use check::CheckArguments;
+pub use clone::CloneArguments;
+pub use disk::DiskCommand;
+pub use image::{ConvertArguments, ImageCommand};
+pub use serve::{ExportCommand, ServeArguments};
+pub use snapshot::SnapshotCommand;

@@ -1,0 +1,104 @@
+//! `lamina serve`, and what it serves.
+
+use crate::cli::size::parse_memory;
+use clap::{Args, Subcommand, ValueEnum};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// Verbs of exports.
+#[derive(Debug, Subcommand)]
+pub enum ExportCommand {
+    /// List the export names with their NBD URIs.
+    List,
+}
+
+/// How data files are read and written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IoModeArgument {
+    /// Through the page cache.
+    Buffered,
+    /// Past the page cache.
+    Direct,
+}
+
+impl From<IoModeArgument> for backend::IoMode {
+    fn from(argument: IoModeArgument) -> Self {
+        match argument {
+            IoModeArgument::Buffered => Self::Buffered,
+            IoModeArgument::Direct => Self::Direct,
+        }
+    }
+}
+
+/// What carries overlapping I/O.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum QueueArgument {
+    /// io_uring where it works, threads where it does not.
+    Auto,
+    /// io_uring, or an error.
+    #[value(name = "io_uring")]
+    Uring,
+    /// A pool of threads.
+    Threads,
+}
+
+impl From<QueueArgument> for disk::QueueChoice {
+    fn from(argument: QueueArgument) -> Self {
+        match argument {
+            QueueArgument::Auto => Self::Auto,
+            QueueArgument::Uring => Self::Uring,
+            QueueArgument::Threads => Self::Threads,
+        }
+    }
+}
+
+/// Reads permission bits as chmod takes them.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 && !text.starts_with('+') => Ok(mode),
+        _ => Err(format!("'{text}' are not permission bits such as 600 or 660")),
+    }
+}
+
+/// `lamina serve`.
+#[derive(Debug, Args)]
+pub struct ServeArguments {
+    /// Folder of the datastore, when not given by --datastore.
+    pub path: Option<PathBuf>,
+    /// Unix socket for NBD clients; nbd.sock in the datastore by default.
+    #[arg(long, value_name = "NBD_SOCKET")]
+    pub socket: Option<PathBuf>,
+    /// Permission bits of that socket, octal: who may connect.
+    #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
+    pub socket_mode: u32,
+    /// Also listen on TCP, such as 127.0.0.1:10809. Beyond loopback it needs TLS with client certificates.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub tcp: Option<SocketAddr>,
+    /// Certificate chain of this server, PEM.
+    #[arg(long, value_name = "FILE", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Private key of this server, PEM.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// Certificates of the authorities that sign client certificates, PEM; clients must then have one.
+    #[arg(long, value_name = "FILE", requires = "tls_cert")]
+    pub tls_client_ca: Option<PathBuf>,
+    /// Let anyone who reaches the TCP port read and write every disk, in clear text.
+    #[arg(long, requires = "tcp")]
+    pub insecure_tcp: bool,
+    /// How data files are read and written.
+    #[arg(long, value_enum, value_name = "MODE", default_value = "buffered")]
+    pub io: IoModeArgument,
+    /// What carries overlapping I/O.
+    #[arg(long, value_enum, value_name = "ENGINE", default_value = "auto")]
+    pub queue: QueueArgument,
+    /// Most memory for cached metadata.
+    #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
+    pub metadata_cache: usize,
+    /// Most memory for writes that are not at home yet.
+    #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
+    pub write_buffer: usize,
+    /// Refuse writes of NBD clients. Verbs of this command line still work.
+    #[arg(long)]
+    pub read_only: bool,
+}

@@ -1,0 +1,119 @@
+//! Verbs of snapshots.
+
+use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
+use crate::cli::format::parse_delta;
+use crate::cli::size::parse_size;
+use crate::control::{Request, SnapshotRequest};
+use clap::Subcommand;
+use disk::{DeltaFormat, Direction, Point, SnapshotOptions};
+use std::path::PathBuf;
+
+/// Verbs of snapshots.
+#[derive(Debug, Subcommand)]
+pub enum SnapshotCommand {
+    /// Take snapshots; several disks are taken at one point in time.
+    Create {
+        /// Disk and name of the new snapshot.
+        #[arg(value_name = "DISK@SNAPSHOT", required = true)]
+        snapshots: Vec<SnapshotAddress>,
+        /// What to remember about it; for disks in VMware's formats.
+        #[arg(long, value_name = "TEXT")]
+        description: Option<String>,
+        /// The folder that the new image goes to, instead of the disk's own; for disks in VMware's formats.
+        #[arg(long, value_name = "DIR")]
+        folder: Option<PathBuf>,
+        /// The format of the new image: vmfssparse, sesparse or vsansparse.
+        #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
+        delta: Option<DeltaFormat>,
+    },
+    /// List the snapshots of one disk, or of all, as a tree.
+    List {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        disk: Option<String>,
+    },
+    /// Show one snapshot.
+    Show {
+        /// The snapshot.
+        #[arg(value_name = "DISK@SNAPSHOT")]
+        snapshot: SnapshotAddress,
+    },
+    /// Delete a snapshot; newer and older states keep their data.
+    Delete {
+        /// The snapshot.
+        #[arg(value_name = "DISK@SNAPSHOT")]
+        snapshot: SnapshotAddress,
+        /// Merge its image into the newer one. Without --up or --down: whichever copies less.
+        #[arg(long, conflicts_with = "down")]
+        up: bool,
+        /// Merge the newer image into its.
+        #[arg(long)]
+        down: bool,
+        /// Most bytes a second that are copied, such as 100M.
+        #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+        rate: u64,
+    },
+    /// Make the disk as it was at a snapshot; what was written since is lost.
+    Revert {
+        /// The snapshot.
+        #[arg(value_name = "DISK@SNAPSHOT")]
+        snapshot: SnapshotAddress,
+    },
+    /// List the extents that changed between a snapshot and another state of the same disk.
+    Diff {
+        /// The earlier state.
+        #[arg(value_name = "DISK@SNAPSHOT")]
+        from: SnapshotAddress,
+        /// The later state: DISK@SNAPSHOT, or DISK for now (default).
+        #[arg(value_name = "STATE")]
+        to: Option<StateAddress>,
+    },
+}
+
+impl SnapshotCommand {
+    /// The request, or what is wrong with the arguments taken together.
+    pub fn request(&self) -> Result<Request, String> {
+        let pair = |snapshot: &SnapshotAddress| (snapshot.disk.clone(), snapshot.name.clone());
+        Ok(Request::Snapshot(match self {
+            Self::Create { snapshots, description, folder, delta } => SnapshotRequest::Create {
+                of: snapshots.iter().map(pair).collect(),
+                options: SnapshotOptions {
+                    description: description.clone().unwrap_or_default(),
+                    // The server has a working folder of its own.
+                    folder: folder.as_ref().map(std::path::absolute).transpose().map_err(|e| e.to_string())?,
+                    delta: *delta,
+                },
+            },
+            Self::List { disk } => SnapshotRequest::List { disk: disk.clone() },
+            Self::Show { snapshot } => {
+                SnapshotRequest::Show { disk: snapshot.disk.clone(), name: snapshot.name.clone() }
+            }
+            Self::Delete { snapshot, up, down, rate } => SnapshotRequest::Delete {
+                disk: snapshot.disk.clone(),
+                name: snapshot.name.clone(),
+                direction: match (up, down) {
+                    (true, _) => Some(Direction::Up),
+                    (_, true) => Some(Direction::Down),
+                    _ => None,
+                },
+                rate: *rate,
+            },
+            Self::Revert { snapshot } => {
+                SnapshotRequest::Revert { disk: snapshot.disk.clone(), name: snapshot.name.clone() }
+            }
+            Self::Diff { from, to } => {
+                if let Some(other) = to.as_ref().filter(|to| to.disk != from.disk) {
+                    return Err(format!(
+                        "'{}' and '{}' are different disks: a diff compares two states of one disk",
+                        from.disk, other.disk
+                    ));
+                }
+                SnapshotRequest::Diff {
+                    disk: from.disk.clone(),
+                    from: Point::Snapshot(from.name.clone()),
+                    to: to.as_ref().map_or(Point::Head, |to| to.at.clone()),
+                }
+            }
+        }))
+    }
+}

@@ -1,0 +1,38 @@
+//! Requests about images, and conversions: with a datastore where one takes part, without one otherwise.
+
+use super::Watch;
+use crate::control::message::{ImageRequest, Reply, Request};
+use disk::{Datastore, Error, ErrorKind, Progress, Result, images};
+
+/// Carries out a request that needs no datastore.
+pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {
+    match request {
+        Request::Image(request) => dispatch(request, watch),
+        Request::Convert(conversion) => convert(None, &conversion, watch),
+        _ => Err(Error::new(ErrorKind::Invalid, "this verb is about a datastore, and none is named")),
+    }
+}
+
+/// Carries out a request about images.
+pub fn dispatch(request: ImageRequest, watch: &dyn Watch) -> Result<Reply> {
+    let progress: &dyn Progress = watch;
+    Ok(match request {
+        ImageRequest::Show { path, options } => Reply::Image(images::show(&path, &options)?),
+        ImageRequest::Check { path, repair, options } => {
+            Reply::ImageCheck(images::check(&path, &options, repair, progress)?)
+        }
+        ImageRequest::Create { new, options } => {
+            Reply::ImageCreated(Box::new(images::create(&new, &options, progress)?))
+        }
+    })
+}
+
+/// Carries out a conversion.
+pub fn convert(
+    datastore: Option<&Datastore>,
+    conversion: &disk::convert::Conversion,
+    watch: &dyn Watch,
+) -> Result<Reply> {
+    let progress: &dyn Progress = watch;
+    Ok(Reply::Converted(conversion.run(datastore, progress)?))
+}

@@ -1,0 +1,57 @@
+//! The one place where requests become calls of the datastore; a file for each noun.
+
+mod clone;
+mod disk;
+mod image;
+mod snapshot;
+
+pub use image::alone;
+
+use crate::control::message::{ExportInfo, Reply, Request, Serving};
+use crate::serve::uri;
+use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress, Result};
+
+/// What requests are asked of.
+#[derive(Clone, Copy)]
+pub struct Service<'a> {
+    /// The datastore, open in this process.
+    pub datastore: &'a Datastore,
+    /// How this process serves it, if it does.
+    pub serving: Option<&'a Serving>,
+}
+
+/// Follows a request: how far it is, whether it is still wanted, and the parts of an answer too long to hold.
+pub trait Watch: Progress {
+    /// Takes the next extents of a diff. An error ends the diff.
+    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()>;
+}
+
+/// Carries out one request.
+pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = service.datastore;
+    // The trait object of the watch as one of its supertrait.
+    let progress: &dyn Progress = watch;
+    Ok(match request {
+        Request::Status => Reply::Status { status: datastore.status()?, serving: service.serving.cloned() },
+        Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
+        Request::Disk(request) => disk::dispatch(service, request, watch)?,
+        Request::Snapshot(request) => snapshot::dispatch(datastore, request, watch)?,
+        Request::Clone { disk, at, names, full: false } => {
+            Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
+        }
+        Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
+        Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
+        Request::Image(request) => image::dispatch(request, watch)?,
+        Request::ExportList => Reply::Exports(
+            datastore
+                .device_names()
+                .into_iter()
+                .map(|name| ExportInfo {
+                    read_only: name.contains('@') || service.serving.is_some_and(|s| s.read_only),
+                    uris: service.serving.map(|s| uri::of_export(s, &name)).unwrap_or_default(),
+                    name,
+                })
+                .collect(),
+        ),
+    })
+}

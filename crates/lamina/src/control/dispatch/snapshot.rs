@@ -1,0 +1,54 @@
+//! Requests about snapshots.
+
+use super::Watch;
+use crate::control::message::{Reply, SnapshotRequest};
+use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo, Throttled};
+
+/// Extents handed on at once: one line of the control protocol holds them easily.
+const EXTENTS_PER_BATCH: usize = 4096;
+
+/// Carries out one.
+pub fn dispatch(datastore: &Datastore, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
+    Ok(match request {
+        SnapshotRequest::Create { of, options } => Reply::Snapshots(datastore.create_snapshots(&of, &options)?),
+        SnapshotRequest::List { disk } => Reply::Snapshots(datastore.snapshots(disk.as_deref())?),
+        SnapshotRequest::Show { disk, name } => Reply::Snapshot(snapshot(datastore, &disk, &name)?),
+        SnapshotRequest::Delete { disk, name, direction, rate } => {
+            datastore.delete_snapshot(&disk, &name, direction, &Throttled { progress: watch, rate })?;
+            Reply::Deleted(format!("{disk}@{name}"))
+        }
+        SnapshotRequest::Revert { disk, name } => Reply::Disk(datastore.revert(&disk, &name)?),
+        SnapshotRequest::Diff { disk, from, to } => diff(datastore, &disk, &from, &to, watch)?,
+    })
+}
+
+fn snapshot(datastore: &Datastore, disk: &str, name: &str) -> Result<SnapshotInfo> {
+    let missing = || Error::new(ErrorKind::NotFound, format!("disk '{disk}' has no snapshot '{name}'"));
+    datastore.snapshots(Some(disk))?.into_iter().find(|s| s.name == name).ok_or_else(missing)
+}
+
+fn interrupted(what: &str) -> Error {
+    Error::new(ErrorKind::Interrupted, format!("{what} was interrupted"))
+}
+
+/// Hands the extents on in batches, so that a diff of any length takes little memory on both sides.
+fn diff(datastore: &Datastore, disk: &str, from: &Point, to: &Point, watch: &dyn Watch) -> Result<Reply> {
+    let (mut extents, mut bytes) = (0u64, 0u64);
+    let mut batch = Vec::new();
+    datastore.diff(disk, from, to, &mut |extent| {
+        extents += 1;
+        bytes = bytes.saturating_add(extent.length);
+        batch.push(extent);
+        if batch.len() < EXTENTS_PER_BATCH {
+            return Ok(());
+        }
+        if watch.cancelled() {
+            return Err(interrupted(&format!("the diff of disk '{disk}'")));
+        }
+        watch.extents(std::mem::take(&mut batch))
+    })?;
+    if !batch.is_empty() {
+        watch.extents(batch)?;
+    }
+    Ok(Reply::Diff { extents, bytes })
+}

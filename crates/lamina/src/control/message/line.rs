@@ -1,0 +1,131 @@
+//! What crosses the socket: requests, progress, answers and errors as lines of JSON.
+//!
+//! A change that an older or newer peer could misread raises [`VERSION`]; the version is looked at before anything
+//! else of a line, so that peers of different age tell each other so instead of guessing.
+
+use super::{Reply, Request};
+use disk::{ChangedExtent, Error, ErrorKind};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// Version of the protocol.
+pub const VERSION: u32 = 2;
+
+/// The longest line a client may send: room for the names of a hundred thousand clones.
+pub const REQUEST_LINE_MAX: usize = 16 << 20;
+
+/// The longest line a server may send: room for a list of a hundred thousand disks.
+pub const REPLY_LINE_MAX: usize = 128 << 20;
+
+/// How far a request is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgressReport {
+    /// Bytes or objects finished.
+    pub done: u64,
+    /// Of how many.
+    pub total: u64,
+}
+
+/// An error on its way through the socket.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Failure {
+    kind: String,
+    message: String,
+}
+
+/// The names of the kinds on the wire; each kind once.
+const KINDS: [(ErrorKind, &str); 11] = [
+    (ErrorKind::NotFound, "not_found"),
+    (ErrorKind::Exists, "exists"),
+    (ErrorKind::Invalid, "invalid"),
+    (ErrorKind::Busy, "busy"),
+    (ErrorKind::NoSpace, "no_space"),
+    (ErrorKind::ReadOnly, "read_only"),
+    (ErrorKind::Corrupt, "corrupt"),
+    (ErrorKind::Io, "io"),
+    (ErrorKind::Unsupported, "unsupported"),
+    (ErrorKind::Interrupted, "interrupted"),
+    (ErrorKind::Stopped, "stopped"),
+];
+
+impl From<&Error> for Failure {
+    fn from(error: &Error) -> Self {
+        let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind()).map_or("io", |(_, name)| name);
+        Self { kind: kind.into(), message: error.to_string() }
+    }
+}
+
+impl From<Failure> for Error {
+    fn from(failure: Failure) -> Self {
+        let kind = KINDS.iter().find(|(_, name)| *name == failure.kind).map_or(ErrorKind::Io, |(kind, _)| *kind);
+        Self::new(kind, failure.message)
+    }
+}
+
+/// What a client says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromClient {
+    /// Do this.
+    Request(Request),
+    /// Stop doing it.
+    Cancel,
+}
+
+/// What a server says.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FromServer {
+    /// So far.
+    Progress(ProgressReport),
+    /// A part of a diff.
+    Extents(Vec<ChangedExtent>),
+    /// Done.
+    Reply(Box<Reply>),
+    /// Failed.
+    Error(Failure),
+}
+
+/// What every line has, whatever its version.
+#[derive(Deserialize)]
+struct Versioned {
+    version: u32,
+}
+
+/// A line: the version and the message.
+#[derive(Serialize, Deserialize)]
+struct Line<M> {
+    version: u32,
+    message: M,
+}
+
+/// One line, its end included; `Invalid` when it is longer than `limit`.
+pub fn encode<M: Serialize>(message: &M, limit: usize) -> disk::Result<Vec<u8>> {
+    let mut line = serde_json::to_vec(&Line { version: VERSION, message })
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("a control message cannot be encoded: {e}")))?;
+    if line.len() >= limit {
+        let sentence = format!("a control message of {} bytes is over the limit of {limit}: ask for less", line.len());
+        return Err(Error::new(ErrorKind::Invalid, sentence));
+    }
+    line.push(b'\n');
+    Ok(line)
+}
+
+/// Reads one line without its end. Of another version: `Unsupported`; not a message of this one: `Invalid`.
+pub fn decode<M: DeserializeOwned>(line: &[u8]) -> disk::Result<M> {
+    let malformed = |e: serde_json::Error| Error::new(ErrorKind::Invalid, format!("malformed control message: {e}"));
+    let Versioned { version } = serde_json::from_slice(line).map_err(malformed)?;
+    if version != VERSION {
+        let sentence = format!(
+            "the peer speaks control protocol {version}, this is lamina {} with protocol {VERSION}: \
+             use the program that serves the datastore, or restart the server",
+            env!("CARGO_PKG_VERSION")
+        );
+        return Err(Error::new(ErrorKind::Unsupported, sentence));
+    }
+    let line: Line<M> = serde_json::from_slice(line).map_err(malformed)?;
+    Ok(line.message)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,118 @@
+//! Messages cross unchanged; what is no message is refused.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::control::message::{DiskRequest, SnapshotRequest};
+use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
+
+fn requests() -> Vec<Request> {
+    let name = || String::from("a \"quoted\" näme\u{1F4BE}");
+    vec![
+        Request::Status,
+        Request::Check { data: true, repair: false },
+        Request::Disk(DiskRequest::Create {
+            name: name(),
+            new: NewDisk {
+                capacity: u64::MAX,
+                provisioning: Provisioning::EagerZeroedThick,
+                format: DiskFormat::Image(ImageKind::SeSparse),
+                delta: Some(DeltaFormat::VsanSparse),
+            },
+        }),
+        Request::Disk(DiskRequest::List),
+        Request::Disk(DiskRequest::Delete { name: name(), promote: true }),
+        Request::Snapshot(SnapshotRequest::Create {
+            of: vec![(name(), name()), (name(), "b".into())],
+            options: SnapshotOptions { description: name(), folder: Some(name().into()), delta: None },
+        }),
+        Request::Snapshot(SnapshotRequest::Delete {
+            disk: name(),
+            name: name(),
+            direction: Some(Direction::Up),
+            rate: 1,
+        }),
+        Request::Disk(DiskRequest::Tune { name: name(), tuning: Tuning { read_cache: Some(0), ..Tuning::default() } }),
+        Request::Snapshot(SnapshotRequest::List { disk: None }),
+        Request::Snapshot(SnapshotRequest::Diff { disk: name(), from: Point::Snapshot(name()), to: Point::Head }),
+        Request::Clone { disk: name(), at: Point::Head, names: vec![name()], full: false },
+        Request::ExportList,
+    ]
+}
+
+#[test]
+fn a_request_crosses_unchanged_on_one_line() {
+    for request in requests() {
+        let line = encode(&FromClient::Request(request.clone()), REQUEST_LINE_MAX).unwrap();
+        assert_eq!(line.iter().filter(|b| **b == b'\n').count(), 1);
+        assert_eq!(decode::<FromClient>(&line[..line.len() - 1]).unwrap(), FromClient::Request(request));
+    }
+}
+
+#[test]
+fn every_kind_crosses_unchanged() {
+    for (kind, _) in KINDS {
+        let error: Error = Failure::from(&Error::new(kind, "why")).into();
+        assert_eq!((error.kind(), error.to_string().as_str()), (kind, "why"));
+    }
+}
+
+#[test]
+fn another_version_is_told_so_even_if_the_rest_is_unknown() {
+    let error = decode::<FromClient>(br#"{"version":3,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("protocol 3"), "{error}");
+}
+
+#[test]
+fn malformed_lines_are_invalid() {
+    for line in [
+        &b""[..],
+        b"{}",
+        b"null",
+        b"[2]",
+        b"\xff\xfe",
+        br#"{"version":2}"#,
+        br#"{"version":-1,"message":"cancel"}"#,
+        br#"{"version":2,"message":"cancel"} x"#,
+        br#"{"version":2,"message":{"request":"format_disk"}}"#,
+        br#"{"version":2,"message":{"request":{"disk":{"show":{}}}}}"#,
+        br#"{"version":2,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
+        br#"{"version":2,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false}}}}}"#,
+    ] {
+        assert_eq!(decode::<FromClient>(line).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+    let deep = format!(r#"{{"version":2,"message":{}"#, "[".repeat(1 << 20));
+    assert_eq!(decode::<FromClient>(deep.as_bytes()).unwrap_err().kind(), ErrorKind::Invalid);
+}
+
+#[test]
+fn no_damage_to_a_line_panics() {
+    let mut state = 7u64;
+    let mut next = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize
+    };
+    let lines: Vec<_> =
+        requests().into_iter().map(|r| encode(&FromClient::Request(r), REQUEST_LINE_MAX).unwrap()).collect();
+    for _ in 0..20_000 {
+        let mut line = lines[next() % lines.len()].clone();
+        for _ in 0..1 + next() % 4 {
+            let at = next() % line.len();
+            match next() % 3 {
+                0 => line[at] ^= 1 << (next() % 8),
+                1 => drop(line.drain(at..)),
+                _ => line.insert(at, next() as u8),
+            }
+            if line.is_empty() {
+                break;
+            }
+        }
+        let _ = decode::<FromClient>(&line);
+    }
+}
+
+#[test]
+fn a_message_over_the_limit_is_not_sent() {
+    let request = FromClient::Request(Request::Disk(DiskRequest::Show { name: "a".repeat(100) }));
+    assert_eq!(encode(&request, 100).unwrap_err().kind(), ErrorKind::Invalid);
+}

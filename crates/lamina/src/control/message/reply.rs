@@ -1,0 +1,87 @@
+//! The good ends of requests.
+
+use disk::convert::Converted;
+use disk::images::{ImageCheck, ImageInfo, ImageLevel};
+use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+/// The good end of a request.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// Of `Status`.
+    Status {
+        /// The datastore.
+        status: Status,
+        /// How it is served, if it is.
+        serving: Option<Serving>,
+    },
+    /// Of `Check`.
+    Check(CheckReport),
+    /// Of what makes or changes one disk, and of `DiskShow`.
+    Disk(DiskInfo),
+    /// Of `DiskList` and `Clone`.
+    Disks(Vec<DiskInfo>),
+    /// Of `SnapshotShow`.
+    Snapshot(SnapshotInfo),
+    /// Of `SnapshotCreate` and `SnapshotList`.
+    Snapshots(Vec<SnapshotInfo>),
+    /// Of what deletes: the name that is gone.
+    Deleted(String),
+    /// Of `Stats` and `Tune`.
+    Statistics(Box<DiskStatistics>),
+    /// Of what gives space of a disk back.
+    Reclaimed {
+        /// The disk.
+        name: String,
+        /// What was freed.
+        reclaimed: Reclaimed,
+    },
+    /// Of `SnapshotDiff`, after all extents.
+    Diff {
+        /// How many extents were sent.
+        extents: u64,
+        /// Sum of their lengths.
+        bytes: u64,
+    },
+    /// Of `ImageShow`.
+    Image(ImageInfo),
+    /// Of `ImageCheck`.
+    ImageCheck(ImageCheck),
+    /// Of `ImageCreate`.
+    ImageCreated(Box<ImageLevel>),
+    /// Of `Convert`.
+    Converted(Converted),
+    /// Of `ExportList`.
+    Exports(Vec<ExportInfo>),
+}
+
+/// What serves a datastore.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Serving {
+    /// Process id.
+    pub pid: u32,
+    /// Version of the program.
+    pub version: String,
+    /// Unix socket of the NBD server.
+    pub socket: Option<PathBuf>,
+    /// TCP address of the NBD server.
+    pub tcp: Option<SocketAddr>,
+    /// TCP is encrypted.
+    pub tls: bool,
+    /// Writes of NBD clients are refused.
+    pub read_only: bool,
+}
+
+/// One thing that NBD clients can open.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ExportInfo {
+    /// `disk` or `disk@snapshot`.
+    pub name: String,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Where it is served, one URI for each listener; empty while nobody serves.
+    pub uris: Vec<String>,
+}

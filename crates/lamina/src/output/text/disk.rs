@@ -1,0 +1,158 @@
+//! Disks as text.
+
+use crate::control::{DiskRequest, Request, SnapshotRequest};
+use crate::output::human::{count, size, time};
+use crate::output::table::{Align, Table, print_facts};
+use disk::{DiskInfo, DiskStatistics, ImageDetails, Provisioning, Reclaimed};
+use std::io::{self, Write};
+
+/// Bytes of a block, for block counts.
+const BLOCK: u64 = backend::BLOCK_SIZE as u64;
+
+fn provisioning(kind: Provisioning) -> &'static str {
+    match kind {
+        Provisioning::Thin => "thin",
+        Provisioning::ZeroedThick => "zeroedthick",
+        Provisioning::EagerZeroedThick => "eagerzeroedthick",
+    }
+}
+
+/// After a change one line says what is now; `show` tells everything.
+pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Result<()> {
+    let DiskInfo { name, .. } = disk;
+    match request {
+        Request::Disk(DiskRequest::Create { .. }) => {
+            write!(out, "created disk {name}: {}, ", size(disk.capacity))?;
+            match disk.format.as_str() {
+                "native" => writeln!(out, "{}", provisioning(disk.provisioning)),
+                "vmdk" => writeln!(out, "vmdk, {}", provisioning(disk.provisioning)),
+                format => writeln!(out, "{format}"),
+            }
+        }
+        Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space now"),
+        Request::Disk(DiskRequest::Consolidate { .. }) => {
+            let levels = disk.image.as_ref().map_or(1, |image| image.levels);
+            writeln!(out, "disk {name} has {} now", count(levels, "level"))
+        }
+        Request::Disk(DiskRequest::Resize { .. }) => writeln!(out, "disk {name} has {} now", size(disk.capacity)),
+        Request::Disk(DiskRequest::Rename { name: old, .. }) => writeln!(out, "disk {old} is {name} now"),
+        Request::Disk(DiskRequest::Detach { .. }) => writeln!(out, "disk {name} is independent now"),
+        Request::Snapshot(SnapshotRequest::Revert { name: snapshot, .. }) => {
+            writeln!(out, "disk {name} is as it was at {snapshot}")
+        }
+        _ => print_facts(out, &disk_facts(disk)),
+    }
+}
+
+fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
+    let blocks = |blocks: u64| format!("{blocks} ({})", size(blocks.saturating_mul(BLOCK)));
+    let mut facts = vec![
+        ("name", disk.name.clone()),
+        ("uuid", disk.uuid.clone()),
+        ("capacity", format!("{} ({} bytes)", size(disk.capacity), disk.capacity)),
+        ("provisioning", provisioning(disk.provisioning).into()),
+        ("format", disk.format.clone()),
+    ];
+    facts.extend(disk.blocks_allocated.map(|n| ("blocks allocated", blocks(n))));
+    facts.extend(disk.blocks_to_be_zeroed.map(|n| ("blocks to be zeroed", blocks(n))));
+    facts.extend(disk.exclusive.map(|n| ("exclusive", size(n))));
+    facts.push(("snapshots", disk.snapshots.to_string()));
+    facts.extend(disk.parent_snapshot.clone().map(|s| ("stands on", s)));
+    facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));
+    facts.push(("clients", disk.clients.to_string()));
+    facts.push(("created", time(disk.created)));
+    facts.extend(disk.image.iter().flat_map(|image| image_facts(image)));
+    facts
+}
+
+fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
+    let mut facts = vec![
+        ("base", image.kind.clone()),
+        ("levels", format!("{} of {} ({})", image.levels, image.levels_max, image.formats.join(", "))),
+        ("format of snapshots", image.delta.clone()),
+    ];
+    if let Some(counters) = image.counters {
+        facts.push(("nb", format!("{} of {} (1 MiB blocks with space)", counters.nb, counters.blocks)));
+        facts.push(("tbz", format!("{} (of these, to be zeroed)", counters.tbz)));
+    }
+    facts.extend(image.fragments.map(|n| ("fragments", n.to_string())));
+    facts.push(("allocated", size(image.allocated)));
+    facts.push(("mapped", size(image.mapped)));
+    facts.push(("dead", size(image.dead)));
+    if image.consolidation_needed {
+        facts.push(("consolidation", "needed: levels are left that no snapshot needs".into()));
+    }
+    for (index, file) in image.files.iter().enumerate() {
+        let note = if file.standing == "made" { String::new() } else { format!(" ({})", file.standing) };
+        facts.push((if index == 0 { "files" } else { "" }, format!("{}{note}", file.path)));
+    }
+    facts
+}
+
+/// Figures of a chain.
+pub fn print_statistics(out: &mut dyn Write, of: &DiskStatistics) -> io::Result<()> {
+    let (metadata, data, tunables) = (&of.metadata, &of.data, &of.tunables);
+    let share = |part: u64, rest: u64| match part.saturating_add(rest) {
+        0 => "-".to_owned(),
+        all => format!("{:.1} %", part as f64 * 100.0 / all as f64),
+    };
+    let mean = if metadata.walks == 0 { 0.0 } else { metadata.walk_levels as f64 / metadata.walks as f64 };
+    let unused = metadata.prefetched.saturating_sub(metadata.prefetched_used);
+    let number = |value: Option<u64>| value.map_or_else(|| "-".into(), |value| value.to_string());
+    let levels: Vec<&str> = of.levels.iter().map(|level| level.format.as_str()).collect();
+    let facts = [
+        ("name", of.name.clone()),
+        ("levels", format!("{} of {} ({})", levels.len(), number(tunables.levels_max), levels.join(", "))),
+        ("metadata hits", format!("{} ({})", metadata.hits, share(metadata.hits, metadata.misses))),
+        ("metadata misses", metadata.misses.to_string()),
+        ("evictions", metadata.evictions.to_string()),
+        ("walks", format!("{} ({mean:.1} levels each, {} in the longest)", metadata.walks, metadata.walk_levels_max)),
+        ("prefetched extents", metadata.prefetched.to_string()),
+        ("  of these used", format!("{} ({})", metadata.prefetched_used, share(metadata.prefetched_used, unused))),
+        ("entries", format!("{} of {}", metadata.entries, number(tunables.metadata_entries))),
+        ("memory", size(metadata.memory)),
+        (
+            "prefetch",
+            format!("{}, {} extents", size(tunables.prefetch.unwrap_or(0)), number(tunables.prefetch_extents)),
+        ),
+        ("read cache", format!("{} of {}", size(data.memory), size(data.memory_max))),
+        ("  hits", format!("{} ({})", data.hits, share(data.hits, data.misses))),
+        ("  evictions", data.evictions.to_string()),
+        ("grains filled up", of.fills.to_string()),
+    ];
+    print_facts(out, &facts)
+}
+
+/// What was freed.
+pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &Reclaimed) -> io::Result<()> {
+    match request {
+        Request::Disk(DiskRequest::Wipe { .. }) => {
+            writeln!(out, "disk {name}: {} freed for new data; 'lamina disk shrink' gives them back", size(of.freed))
+        }
+        _ => writeln!(out, "disk {name}: {} given back", size(of.returned)),
+    }
+}
+
+pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
+    let mut table = Table::new(&[
+        ("NAME", Align::Left),
+        ("CAPACITY", Align::Right),
+        ("FORMAT", Align::Left),
+        ("PROVISIONING", Align::Left),
+        ("SNAPSHOTS", Align::Right),
+        ("CLIENTS", Align::Right),
+        ("ORIGIN", Align::Left),
+    ]);
+    for disk in disks {
+        table.row(vec![
+            disk.name.clone(),
+            size(disk.capacity),
+            disk.format.clone(),
+            provisioning(disk.provisioning).into(),
+            disk.snapshots.to_string(),
+            disk.clients.to_string(),
+            disk.origin.clone().unwrap_or_else(|| "-".into()),
+        ]);
+    }
+    table.print(out)
+}

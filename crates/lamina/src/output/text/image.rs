@@ -1,0 +1,109 @@
+//! Images as text.
+
+use crate::output::human::{count, size};
+use crate::output::table::print_facts;
+use disk::convert::Converted;
+use disk::images::{ImageCheck, ImageInfo, ImageLevel};
+use std::io::{self, Write};
+
+/// Bytes of the blocks in which VMware counts flat disks.
+const FILE_BLOCK: u64 = 1 << 20;
+
+/// Extents told one by one.
+const EXTENTS_TOLD_MAX: usize = 4;
+
+/// An image and its parents, newest first.
+pub fn print(out: &mut dyn Write, info: &ImageInfo) -> io::Result<()> {
+    for (number, level) in info.levels.iter().enumerate() {
+        if number > 0 {
+            writeln!(out)?;
+        }
+        print_facts(out, &facts(level))?;
+    }
+    match &info.problem {
+        Some(problem) => writeln!(out, "\nproblem: {problem}"),
+        None => Ok(()),
+    }
+}
+
+fn facts(level: &ImageLevel) -> Vec<(&'static str, String)> {
+    let blocks = |blocks: u64| format!("{blocks} ({})", size(blocks.saturating_mul(FILE_BLOCK)));
+    let mut facts = vec![("image", level.path.clone()), ("format", level.format.clone())];
+    facts.extend(level.create_type.clone().map(|name| ("create type", name)));
+    facts.push(("capacity", format!("{} ({} bytes)", size(level.capacity), level.capacity)));
+    facts.push(("allocated", size(level.allocated)));
+    facts.push(("holds", size(level.mapped)));
+    if level.dead > 0 {
+        facts.push(("dead", format!("{} (shrinking returns it)", size(level.dead))));
+    }
+    facts.extend(level.provisioning.clone().map(|name| ("provisioning", name)));
+    facts.extend(level.blocks_allocated.map(|n| ("blocks allocated", blocks(n))));
+    facts.extend(level.blocks_to_be_zeroed.map(|n| ("blocks to be zeroed", blocks(n))));
+    facts.extend(level.fragments.map(|n| ("fragments", n.to_string())));
+    facts.extend(level.content_id.clone().map(|id| ("content", id)));
+    facts.extend(level.parent_content_id.clone().map(|id| ("parent's content", id)));
+    facts.extend(level.parent.clone().map(|hint| ("parent", hint)));
+    facts.extend(level.adapter.clone().map(|name| ("adapter", name)));
+    facts.extend(level.uuid.clone().map(|id| ("uuid", id)));
+    let extents: Vec<String> = level
+        .extents
+        .iter()
+        .take(EXTENTS_TOLD_MAX)
+        .map(|extent| {
+            let file = extent.file.as_deref().unwrap_or("-");
+            format!("{file} ({}, {})", extent.kind, size(extent.length))
+        })
+        .collect();
+    if !extents.is_empty() {
+        let more = match level.extents.len() - extents.len() {
+            0 => String::new(),
+            more => format!(", and {}", count(more as u64, "more extent")),
+        };
+        facts.push(("extents", format!("{}{more}", extents.join(", "))));
+    }
+    facts
+}
+
+/// What a check found.
+pub fn print_check(out: &mut dyn Write, check: &ImageCheck) -> io::Result<()> {
+    for finding in &check.findings {
+        let file = if finding.image.ends_with(&finding.file) {
+            finding.image.clone()
+        } else {
+            format!("{} ({})", finding.image, finding.file)
+        };
+        for problem in &finding.problems {
+            writeln!(out, "{file}: {problem}")?;
+        }
+        for note in &finding.notes {
+            writeln!(out, "{file}: note: {note}")?;
+        }
+        if finding.dead > 0 {
+            writeln!(out, "{file}: {} that nothing names", size(finding.dead))?;
+        }
+    }
+    if check.repaired > 0 {
+        writeln!(out, "{} put right", count(check.repaired, "thing"))?;
+    }
+    match check.problems {
+        0 => writeln!(out, "clean"),
+        found => writeln!(out, "{}", count(found, "problem")),
+    }
+}
+
+/// What was made.
+pub fn print_created(out: &mut dyn Write, level: &ImageLevel) -> io::Result<()> {
+    let above = match &level.parent {
+        Some(parent) => format!(", above {parent}"),
+        None => String::new(),
+    };
+    writeln!(out, "created {}: {}, {}{above}", level.path, size(level.capacity), level.format)
+}
+
+/// What a conversion made.
+pub fn print_converted(out: &mut dyn Write, made: &Converted) -> io::Result<()> {
+    for warning in &made.warnings {
+        writeln!(out, "warning: {warning}")?;
+    }
+    writeln!(out, "made {}: {}, {}, {} of data", made.target, made.format, size(made.capacity), size(made.copied))
+}

@@ -1,0 +1,112 @@
+//! Replies as text for people; a file for each noun.
+
+mod disk;
+mod image;
+mod snapshot;
+
+use super::human::{count, size};
+use super::table::{Align, Table, print_facts};
+use crate::control::{Reply, Request, Serving};
+use crate::serve::uri;
+use ::disk::{CheckReport, DiskInfo, Status};
+use std::io::{self, Write};
+
+/// Names told one by one when many disks are made at once.
+const NAMES_TOLD_MAX: usize = 5;
+
+/// Prints the answer to a request.
+pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Result<()> {
+    match reply {
+        Reply::Status { status, serving } => print_status(out, status, serving.as_ref()),
+        Reply::Check(report) => print_check(out, report),
+        Reply::Disk(one) => disk::print(out, request, one),
+        Reply::Disks(disks) => match request {
+            Request::Clone { full, .. } => {
+                let kind = if *full { "full clone" } else { "linked clone" };
+                writeln!(out, "made {}: {}", count(disks.len() as u64, kind), names(disks))
+            }
+            _ => disk::print_all(out, disks),
+        },
+        Reply::Snapshot(one) => snapshot::print(out, one),
+        Reply::Snapshots(snapshots) => snapshot::print_all(out, request, snapshots),
+        Reply::Deleted(name) => writeln!(out, "deleted {name}"),
+        Reply::Diff { extents, bytes } => writeln!(out, "{} in {}", size(*bytes), count(*extents, "changed extent")),
+        Reply::Statistics(statistics) => disk::print_statistics(out, statistics),
+        Reply::Reclaimed { name, reclaimed } => disk::print_reclaimed(out, request, name, reclaimed),
+        Reply::Image(info) => image::print(out, info),
+        Reply::ImageCheck(check) => image::print_check(out, check),
+        Reply::ImageCreated(level) => image::print_created(out, level),
+        Reply::Converted(made) => image::print_converted(out, made),
+        Reply::Exports(exports) => {
+            let mut table = Table::new(&[("NAME", Align::Left), ("ACCESS", Align::Left), ("URI", Align::Left)]);
+            for export in exports {
+                let access = if export.read_only { "read-only" } else { "read-write" };
+                let uris = if export.uris.is_empty() { "not served".into() } else { export.uris.join(" ") };
+                table.row(vec![export.name.clone(), access.into(), uris]);
+            }
+            table.print(out)
+        }
+    }
+}
+
+fn names(disks: &[DiskInfo]) -> String {
+    match disks {
+        [first, .., last] if disks.len() > NAMES_TOLD_MAX => format!("{} to {}", first.name, last.name),
+        _ => disks.iter().map(|d| d.name.as_str()).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>) -> io::Result<()> {
+    let mut facts = vec![
+        ("uuid", status.uuid.clone()),
+        ("format version", status.version.to_string()),
+        ("capacity", format!("{} (file system)", size(status.capacity))),
+        ("available", size(status.available)),
+        ("allocated", size(status.allocated)),
+        ("  images", format!("{} (of disks in VMware's formats)", size(status.images))),
+        ("  data", size(status.data)),
+        ("  reserved", format!("{} (for thick disks)", size(status.reserved))),
+        ("  metadata", size(status.metadata)),
+        ("  reclaimable", size(status.reclaimable)),
+        ("provisioned", size(status.provisioned)),
+        ("over-commit ratio", status.overcommit_ratio.clone()),
+        ("disks", status.disks.to_string()),
+        ("snapshots", status.snapshots.to_string()),
+        ("checksum errors", status.checksum_errors.to_string()),
+        ("I/O", format!("{}, {}", status.engine, status.io_mode)),
+    ];
+    match serving {
+        Some(serving) => {
+            let access = if serving.read_only { ", read-only" } else { "" };
+            facts.push(("served by", format!("lamina {} (process {}){access}", serving.version, serving.pid)));
+            facts.extend(uri::of_export(serving, "").into_iter().map(|uri| ("nbd", uri)));
+        }
+        None => facts.push(("served by", "nobody".into())),
+    }
+    print_facts(out, &facts)
+}
+
+fn print_check(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
+    for finding in &report.findings {
+        match &finding.repaired {
+            Some(repair) => writeln!(out, "{}; repaired: {repair}", finding.problem)?,
+            None => writeln!(out, "{}", finding.problem)?,
+        }
+    }
+    let repaired = report.findings.iter().filter(|f| f.repaired.is_some()).count();
+    writeln!(
+        out,
+        "{} walked, {} referenced, {} verified, {} leaked",
+        count(report.pages, "metadata page"),
+        count(report.blocks, "data block"),
+        count(report.verified, "checksum"),
+        size(report.leaked)
+    )?;
+    if report.images > 0 {
+        writeln!(out, "{} looked at, {} dead in them", count(report.images, "image"), size(report.dead))?;
+    }
+    match report.findings.len() {
+        0 => writeln!(out, "clean"),
+        found => writeln!(out, "{}, {repaired} repaired", count(found as u64, "problem")),
+    }
+}

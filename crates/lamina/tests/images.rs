@@ -1,0 +1,248 @@
+//! `lamina convert` and the verbs of images: what they make, print and refuse; without a datastore, on one, and on one
+//! that is served.
+
+#![allow(clippy::unwrap_used)]
+
+mod process;
+
+use process::{Done, Store, files, lamina, send, tool, until, wait, wait_until_interruptible};
+use std::path::Path;
+use std::process::Stdio;
+
+const MIB: usize = 1 << 20;
+
+/// Runs `lamina` in a folder.
+fn run_in(folder: &Path, arguments: &str) -> Done {
+    lamina().current_dir(folder).args(arguments.split_whitespace()).output().unwrap().into()
+}
+
+/// A disk with something in it: bytes, a hole and odd ends.
+fn make_raw(path: &Path, megabytes: usize) -> Vec<u8> {
+    let mut bytes = vec![0; megabytes * MIB + 512];
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        if at / MIB % 3 == 1 {
+            *byte = (at as u32).wrapping_mul(2_654_435_761).rotate_left(9) as u8;
+        }
+    }
+    bytes[megabytes * MIB + 511] = 9;
+    std::fs::write(path, &bytes).unwrap();
+    bytes
+}
+
+#[test]
+fn images_are_made_shown_and_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let run = |arguments: &str| run_in(path, arguments);
+    let made = run("image create vm.vmdk 1.5G").ok();
+    assert!(made.contains("1.50 GiB, thin"), "{made}");
+    assert_eq!(files(path), ["vm-flat.vmdk", "vm.vmdk"]);
+    let made = run("image create vm-000001.vmdk --parent vm.vmdk --format sesparse").ok();
+    assert!(made.contains("1.50 GiB, sesparse, above vm.vmdk"), "{made}");
+    let text = run("image show vm-000001.vmdk").ok();
+    for words in ["create type:", "seSparse", "parent:", "vm.vmdk", "blocks allocated:", "1.50 GiB (1610612736 bytes)"]
+    {
+        assert!(text.contains(words), "'{words}' is not in: {text}");
+    }
+    let shown = run("image show vm-000001.vmdk --json").json();
+    let levels = shown["levels"].as_array().unwrap();
+    assert_eq!(levels.len(), 2);
+    assert_eq!((&levels[0]["format"], &levels[1]["format"]), (&"sesparse".into(), &"thin".into()));
+    assert_eq!(levels[0]["parent_content_id"], levels[1]["content_id"]);
+    assert_eq!((&levels[1]["blocks_allocated"], &levels[1]["blocks_to_be_zeroed"]), (&0.into(), &0.into()));
+    assert_eq!(run("image check vm-000001.vmdk").ok(), "clean\n");
+    assert_eq!(run("image check vm-000001.vmdk --json").json()["problems"], 0);
+
+    run("image create vm.vmdk 1G").fails(1, "vm.vmdk");
+    run("image create flat.vmdk 2G --parent vm.vmdk").fails(2, "parent");
+    run("image create small.vmdk 1G --parent vm.vmdk --format vmfssparse").fails(2, "cannot lie above");
+    run("image create x.vmdk 3T --format vmfssparse").fails(2, "SEsparse");
+    run("image create x.vmdk 3T -d vmfssparse").fails(2, "SEsparse");
+    run("image create x.vmdk --format sesparse").fails(2, "SIZE");
+    run("image create x 1G").fails(2, "NAME.vmdk");
+    run("image create x.vmdk 1G --format qcow2").fails(2, "qcow2");
+    run("image show none.vmdk").fails(3, "none.vmdk");
+    run("image show vm-000001-sesparse.vmdk").fails(2, "open the descriptor");
+    assert_eq!(files(path), ["vm-000001-sesparse.vmdk", "vm-000001.vmdk", "vm-flat.vmdk", "vm.vmdk"]);
+
+    // The parent is gone: what is there is shown, and what is missing told.
+    std::fs::rename(path.join("vm.vmdk"), path.join("moved")).unwrap();
+    let done = run("image show vm-000001.vmdk");
+    assert!(done.code == 6 && done.stdout.contains("problem: the parent of"), "{done:?}");
+    let done = run("image check vm-000001.vmdk");
+    assert!(done.code == 6 && done.stdout.contains("1 problem"), "{done:?}");
+    std::fs::rename(path.join("moved"), path.join("vm.vmdk")).unwrap();
+
+    // A cut extent.
+    run("image create cut.vmdk 64M --format monolithicflat").ok();
+    std::fs::File::options().write(true).open(path.join("cut-flat.vmdk")).unwrap().set_len(1 << 20).unwrap();
+    run("image check cut.vmdk").fails(6, "truncated");
+}
+
+#[test]
+fn what_a_crash_left_is_repaired_on_request() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    make_raw(&path.join("a.raw"), 8);
+    run_in(path, "convert -f raw a.raw vm.vmdk -d vmfssparse").ok();
+    // Marked as open, as a crash leaves it.
+    let extent = path.join("vm-delta.vmdk");
+    let mut bytes = std::fs::read(&extent).unwrap();
+    bytes[1648] = 1;
+    std::fs::write(&extent, &bytes).unwrap();
+    let text = run_in(path, "image check vm.vmdk").ok();
+    assert!(text.contains("not closed properly") && text.ends_with("clean\n"), "{text}");
+    assert_eq!(std::fs::read(&extent).unwrap(), bytes, "checking changes nothing");
+    // Repaired, it may still hold space that nothing names.
+    let text = run_in(path, "image check --repair vm.vmdk").ok();
+    assert!(text.ends_with("clean\n") && !text.contains("not closed properly"), "{text}");
+    assert_eq!(std::fs::read(&extent).unwrap()[1648], 0);
+    assert!(
+        tool(
+            "qemu-img",
+            &[
+                "compare",
+                "-f",
+                "raw",
+                "-F",
+                "vmdk",
+                &format!("{}/a.raw", path.display()),
+                &format!("{}/vm.vmdk", path.display())
+            ]
+        )
+        .contains("identical")
+    );
+}
+
+#[test]
+fn disks_come_and_go() {
+    let store = Store::new();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    let bytes = make_raw(&path.join("a.raw"), 16);
+    let on = |arguments: &str| {
+        let mut command = store.command(arguments);
+        Done::from(command.current_dir(path).output().unwrap())
+    };
+    let round = |label: &str| {
+        let text = on(&format!("convert -f raw a.raw disk:{label} -d native")).ok();
+        assert!(text.contains(&format!("made {label}: native, 16.0 MiB")), "{text}");
+        on(&format!("snapshot create {label}@a")).ok();
+        for (from, to) in [(label.to_owned(), "head"), (format!("{label}@a"), "snapshot")] {
+            let made = on(&format!("convert disk:{from} {label}-{to}.vmdk -d sesparse --json")).json();
+            assert_eq!(made["capacity"], bytes.len());
+            let (image, back) = (format!("{label}-{to}.vmdk"), format!("{label}-{to}.raw"));
+            run_in(path, &format!("convert {image} {back} -d raw")).ok();
+            assert!(std::fs::read(path.join(back)).unwrap() == bytes, "{from}");
+        }
+        on(&format!("convert -f raw a.raw disk:{label} -d native")).fails(1, label);
+        on(&format!("convert -f raw a.raw disk:{label}@b -d native")).fails(2, "snapshot");
+        on("convert disk:none x.vmdk -d thin").fails(3, "none");
+        on(&format!("convert disk:{label}@z x.vmdk -d thin")).fails(3, "z");
+        on("convert -f raw a.raw x.vmdk -d native").fails(2, "disk:NAME");
+        assert_eq!(on("snapshot list --json").json()["snapshots"].as_array().unwrap().len(), 1);
+        on(&format!("disk delete {label}")).ok();
+    };
+    round("alone");
+    let mut serving = store.serve("");
+    round("served");
+    assert_eq!(serving.stop("TERM"), Some(0));
+    store.is_clean();
+    run_in(path, "convert -f raw a.raw disk:vm -d native").fails(2, "LAMINA_DATASTORE");
+    assert!(!path.join("x.vmdk").exists());
+}
+
+/// Starts a conversion that takes its time and waits until its target is under way.
+fn slow(path: &Path, target: &str, format: &str) -> std::process::Child {
+    let arguments = format!("convert -f raw a.raw {target} -d {format} --rate 4M");
+    let mut command = lamina();
+    command.current_dir(path).args(arguments.split_whitespace()).stdout(Stdio::null()).stderr(Stdio::null());
+    let child = command.spawn().unwrap();
+    wait_until_interruptible(child.id());
+    until("the target is begun", || files(path).iter().any(|name| name.ends_with(".lamina-new")));
+    child
+}
+
+#[test]
+fn interrupted_it_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    make_raw(&path.join("a.raw"), 64);
+    for format in ["thin", "eagerzeroedthick", "sesparse", "2gbsparse", "monolithicsparse", "streamoptimized"] {
+        let mut child = slow(path, "vm.vmdk", format);
+        // Who comes meanwhile is told.
+        let other = run_in(path, &format!("convert -f raw a.raw vm.vmdk -d {format}"));
+        other.fails(4, "being made");
+        send(child.id(), "INT");
+        assert_eq!(wait(&mut child), Some(130), "{format}");
+        assert_eq!(files(path), ["a.raw"], "{format}");
+        // Killed, what it left is removed by the next.
+        let mut child = slow(path, "vm.vmdk", format);
+        send(child.id(), "KILL");
+        assert_eq!(wait(&mut child), None);
+        assert!(!path.join("vm.vmdk").exists() && files(path).len() > 1);
+        let done = run_in(path, &format!("convert -f raw a.raw vm.vmdk -d {format}"));
+        assert_eq!(done.code, 0, "{done:?}");
+        assert!(!files(path).iter().any(|name| name.ends_with(".lamina-new")));
+        for name in files(path).iter().filter(|name| name.starts_with("vm")) {
+            std::fs::remove_file(path.join(name)).unwrap();
+        }
+    }
+}
+
+/// Bytes of a generator (xorshift).
+fn incompressible(length: usize) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_7f4a_7c15u64;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    };
+    (0..length / 8).flat_map(|_| next()).collect()
+}
+
+/// Runs one test of this file again on a small file system of its own, as `full.rs` does.
+const INSIDE: &str = "LAMINA_TEST_FULL_TARGET";
+
+#[test]
+fn a_full_folder_is_left_as_it_was() {
+    let Some(target) = std::env::var_os(INSIDE) else {
+        let folder = tempfile::tempdir().unwrap();
+        let script = "set -e; mkdir $FOLDER/small; mount -t tmpfs -o size=24M none $FOLDER/small; \
+                      exec \"$0\" --exact a_full_folder_is_left_as_it_was --nocapture";
+        let status = std::process::Command::new("unshare")
+            .args(["--user", "--map-root-user", "--mount", "sh", "-c", script])
+            .arg(std::env::current_exe().unwrap())
+            .env("FOLDER", folder.path())
+            .env(INSIDE, folder.path().join("small"))
+            .status()
+            .unwrap();
+        assert!(status.success());
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let raw = folder.path().join("a.raw");
+    // No format can make this fit.
+    std::fs::write(&raw, incompressible(40 * MIB)).unwrap();
+    let target = Path::new(&target);
+    for format in [
+        "thin",
+        "zeroedthick",
+        "eagerzeroedthick",
+        "vmfssparse",
+        "sesparse",
+        "vsansparse",
+        "monolithicsparse",
+        "monolithicflat",
+        "2gbsparse",
+        "2gbflat",
+        "raw",
+        "streamoptimized",
+    ] {
+        run_in(target, &format!("convert -f raw {} vm.vmdk -d {format}", raw.display())).fails(5, "");
+        assert!(files(target).is_empty(), "{format}: {:?}", files(target));
+    }
+    run_in(target, &format!("convert -f raw {} vm.ova -d ova", raw.display())).fails(5, "");
+    assert!(files(target).is_empty());
+}

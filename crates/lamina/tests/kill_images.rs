@@ -1,0 +1,185 @@
+//! A server killed with SIGKILL at random moments of every operation on disks in VMware's formats, while a client
+//! writes.
+//!
+//! Three disks, one for each delta format. In each round one of them is written to and operated on: snapshots are
+//! taken, deleted upwards and downwards, gone back to; levels wiped, shrunk and consolidated; the base inflated and
+//! punched; clones made. The kill comes at a random instant of that. Afterwards the datastore opens, every sector of
+//! the disk and of each snapshot that is still listed holds what it may hold ([`history`]), the check is clean, and
+//! QEMU reads the same from the files.
+
+#![allow(clippy::unwrap_used)]
+
+mod history;
+mod nbd;
+mod pattern;
+mod process;
+
+use history::{History, read_export};
+use nbd::{Client, Failure};
+use parking_lot::Mutex;
+use pattern::Random;
+use process::{Store, tool};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const KILLS: u64 = 42;
+const SIZE: usize = 8 << 20;
+/// Snapshots kept of each disk.
+const SNAPSHOTS: usize = 4;
+/// The latest moment of a kill after the operation began.
+const KILL_AFTER_MS_MAX: u64 = 120;
+
+/// What is killed.
+const OPERATIONS: [&str; 10] = [
+    "snapshot create",
+    "snapshot create",
+    "snapshot delete --up",
+    "snapshot delete --down",
+    "snapshot delete",
+    "disk consolidate",
+    "disk wipe",
+    "disk shrink",
+    "disk inflate",
+    "disk punchzero",
+];
+
+/// Writes until the server is gone.
+fn write_on(store: &Store, history: &Mutex<History>, killed: &AtomicBool) {
+    let name = history.lock().name.clone();
+    let mut client = match Client::connect(&store.socket(), &name) {
+        Ok(client) => client,
+        // Killed before it could answer.
+        Err(_) => return process::until("the server was killed", || killed.load(Ordering::Acquire)),
+    };
+    loop {
+        match history.lock().step(&mut client) {
+            Ok(()) => {}
+            Err(Failure::Gone(_)) => break,
+            Err(Failure::Errno(errno)) => panic!("{name}: a request failed with {errno}"),
+        }
+        std::thread::yield_now();
+    }
+    process::until("the server was killed", || killed.load(Ordering::Acquire));
+}
+
+/// Disks are called as their deltas are.
+fn delta_of(disk: &str) -> &str {
+    disk
+}
+
+/// Runs a command that may be cut off; true when it was done.
+fn attempt(store: &Store, arguments: &str) -> bool {
+    let outcome = store.command(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).output().unwrap();
+    outcome.status.success()
+}
+
+/// One operation, as often as the server lives. A snapshot is taken between two rounds, so that it is known what it
+/// holds; if the command is cut off, it may be there or not.
+fn operate(store: &Store, history: &Mutex<History>, operation: &str, random: &mut Random, killed: &AtomicBool) {
+    let mut number = 0;
+    while !killed.load(Ordering::Acquire) {
+        number += 1;
+        let (disk, snapshots) = {
+            let history = history.lock();
+            let names: Vec<String> = history.snapshots.iter().map(|(name, _)| name.clone()).collect();
+            (history.name.clone(), names)
+        };
+        let any = snapshots.get(random.below(snapshots.len().max(1) as u64) as usize);
+        let wanted = if snapshots.len() < 2 { "snapshot create" } else { operation };
+        let fits = delta_of(&disk) == "sesparse" || !matches!(operation, "disk wipe" | "disk shrink");
+        let wanted = if fits { wanted } else { "disk consolidate" };
+        let deletes =
+            wanted.starts_with("snapshot delete") || wanted == "snapshot create" && snapshots.len() >= SNAPSHOTS;
+        let done = match (wanted.split_once(" --"), any) {
+            (option, Some(name)) if deletes => {
+                let option = option.map_or(String::new(), |(_, option)| format!(" --{option}"));
+                attempt(store, &format!("snapshot delete {disk}@{name}{option}"))
+            }
+            _ if wanted == "snapshot create" => {
+                let mut history = history.lock();
+                let name = format!("s{}-{number}", history.version);
+                history.snapshot_taken(&name);
+                attempt(store, &format!("snapshot create {disk}@{name}"))
+            }
+            _ => attempt(store, &format!("{wanted} {disk}")),
+        };
+        if done && deletes {
+            let gone = any.cloned();
+            history.lock().snapshots.retain(|(name, _)| Some(name) != gone.as_ref());
+        }
+        // A consolidation takes all of them.
+        if done && wanted == "disk consolidate" {
+            history.lock().snapshots.clear();
+        }
+    }
+}
+
+#[test]
+fn kills_in_the_middle_of_every_operation_lose_nothing() {
+    let store = Store::at(&std::env::temp_dir(), "4M");
+    let deltas = ["vmfssparse", "sesparse", "vsansparse"];
+    let mut histories = Vec::new();
+    for (number, delta) in deltas.iter().enumerate() {
+        let base = if number == 1 { "zeroedthick" } else { "thin" };
+        store.run(&format!("disk create {delta} {SIZE} --format {base} --delta {delta}")).ok();
+        histories.push(Mutex::new(History::new(delta, number as u64 + 1, SIZE)));
+    }
+    let mut random = Random(20_261_122);
+    let mut younger = 0;
+    let begin = Instant::now();
+    for kill in 0..KILLS {
+        let history = &histories[kill as usize % histories.len()];
+        let operation = OPERATIONS[random.below(OPERATIONS.len() as u64) as usize];
+        let options = ["", "--io direct", "--queue threads"][(kill / 3 % 3) as usize];
+        let mut server = store.serve(options);
+        let killed = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| write_on(&store, history, &killed));
+            let mut own = Random(random.next());
+            let (store, killed) = (&store, &killed);
+            scope.spawn(move || operate(store, history, operation, &mut own, killed));
+            std::thread::sleep(Duration::from_millis(10 + random.below(KILL_AFTER_MS_MAX)));
+            // Set first: the connection breaks a moment before anybody can be told.
+            killed.store(true, Ordering::Release);
+            assert_eq!(server.stop("KILL"), None);
+        });
+        if random.once_in(4) {
+            // Once more, while it opens what the last kill left.
+            let mut opening = store.command("serve").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(random.below(15)));
+            process::send(opening.id(), "KILL");
+            process::wait(&mut opening);
+        }
+        let mut server = store.serve("");
+        let mut history = history.lock();
+        younger += history.verify(&store);
+        history.verify_snapshots(&store);
+        assert_eq!(server.stop("TERM"), Some(0), "after a kill in '{operation}' of {}", history.name);
+        let text = store.run("check").ok();
+        assert!(text.ends_with("clean\n"), "after a kill in '{operation}' of {}: {text}", history.name);
+        if history.name != "vsansparse" {
+            let shown = store.run(&format!("disk show {} --json", history.name)).json();
+            let raw = store.path().with_file_name("raw");
+            let head = shown["image"]["head"].as_str().unwrap().to_owned();
+            tool("qemu-img", &["convert", "-f", "vmdk", "-O", "raw", &head, raw.to_str().unwrap()]);
+            history.is(&std::fs::read(&raw).unwrap(), &format!("qemu-img after a kill in '{operation}'"));
+        }
+    }
+    // They still do all that is asked of them.
+    let mut server = store.serve("");
+    for history in &mut histories {
+        let history = history.get_mut();
+        store.run(&format!("disk consolidate {}", history.name)).ok();
+        history.is(&read_export(&store, &history.name), &history.name);
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+    let sum = |of: fn(&History) -> u64| histories.iter().map(|history| of(&history.lock())).sum::<u64>();
+    println!(
+        "{KILLS} kills in {:.0} s: {} requests, {} flushes; nothing flushed was lost, {younger} sectors were younger than \
+         they had to be, every check was clean",
+        begin.elapsed().as_secs_f64(),
+        sum(|history| history.version),
+        sum(|history| history.flushes),
+    );
+}

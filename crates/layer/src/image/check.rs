@@ -1,0 +1,276 @@
+//! Checking an image: every table of every extent, and every compressed grain.
+//!
+//! What the formats' own checks find comes out as sentences. With `repair` the image is opened for writing first, which
+//! alone puts right what a crash leaves, and SEsparse's bitmap and backmap are made to say what its tables say. Tables
+//! are never repaired: what they name wrongly, nobody knows.
+
+use super::extent::{ExtentOptions, Format, is_compressed, open_extent};
+use super::probe::Signature;
+use super::{Image, OpenOptions, Place, access, lock_for, parent_of, resolve_extents};
+use crate::descriptor::{Access, storage};
+use crate::flat::{FlatOptions, Watch};
+use crate::hosted::{self, Hosted};
+use crate::sesparse::{self, Maintenance, Pace, SeSparse};
+use crate::vmfssparse::{self, VmfsSparse};
+use crate::vsansparse::{self, VsanSparse};
+use crate::{Content, Error, ErrorKind, Layer, Result};
+use backend::{File, IoMode};
+use std::sync::Arc;
+
+/// Bytes of compressed grains read at a time.
+const READ_PIECE: u64 = 1 << 20;
+/// Extents asked for at a time.
+const ASK_EXTENTS: usize = 1024;
+
+/// What was found in one extent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// The file.
+    pub file: String,
+    /// The format, by its name.
+    pub format: String,
+    /// What is wrong, in sentences.
+    pub problems: Vec<String>,
+    /// What is worth knowing, and nothing wrong.
+    pub notes: Vec<String>,
+    /// How many things were put right.
+    pub repaired: u64,
+    /// Bytes in the file that nothing names.
+    pub dead: u64,
+}
+
+/// Checks one image, without its parents. `options.writable` is ignored: `repair` says it.
+pub fn check(place: &Place, options: &OpenOptions, repair: bool, watch: Watch<'_>) -> Result<Vec<Checked>> {
+    let options = OpenOptions { writable: repair, ..options.clone() };
+    let signature = match options.format {
+        None | Some(Format::Vmdk) => Image::probe(place)?,
+        Some(_) => Signature::Raw,
+    };
+    let work = Work { options: &options, repair };
+    match signature {
+        Signature::Descriptor => {
+            let file = place.open(IoMode::Buffered, backend::Access::Read)?;
+            let descriptor = storage::load(&*file, &place.label())?;
+            let parent = parent_of(&descriptor, &place.label(), &options)?.is_some();
+            let resolved = resolve_extents(place, &descriptor, &options)?;
+            let first = resolved.iter().flatten().find(|extent| extent.line.access == Access::ReadWrite);
+            let _lock = first.map(|extent| lock_for(&extent.place, &options)).transpose()?;
+            let mut out = Vec::new();
+            for extent in resolved.iter().flatten() {
+                let writable = repair && extent.line.access == Access::ReadWrite;
+                let offset = extent.line.offset.saturating_mul(crate::SECTOR);
+                let capacity = Some(extent.line.length());
+                let flat = FlatOptions { offset, capacity, writable, thin: descriptor.thin() };
+                out.push(work.check(extent.format, &extent.place, flat, parent, watch)?);
+            }
+            Ok(out)
+        }
+        Signature::HostedSparse => {
+            let file = place.open(IoMode::Buffered, backend::Access::Read)?;
+            let parent = match storage::load_embedded(&*file)? {
+                Some((_, descriptor)) => parent_of(&descriptor, &place.label(), &options)?.is_some(),
+                None => false,
+            };
+            work.check_alone(Format::HostedSparse, place, parent, watch)
+        }
+        _ => {
+            // Whatever cannot be opened alone says so here.
+            let image = Image::open(place.clone(), &OpenOptions { writable: false, ..options.clone() })?;
+            let format = match image.layer().format() {
+                "vmfssparse" => Format::VmfsSparse,
+                "sesparse" => Format::SeSparse,
+                "vsansparse" => Format::VsanSparse,
+                "qcow2" => Format::Qcow2,
+                _ => Format::Flat,
+            };
+            work.check_alone(format, place, image.parent().is_some(), watch)
+        }
+    }
+}
+
+struct Work<'a> {
+    options: &'a OpenOptions,
+    repair: bool,
+}
+
+impl Work<'_> {
+    fn check_alone(&self, format: Format, place: &Place, parent: bool, watch: Watch<'_>) -> Result<Vec<Checked>> {
+        let flat = ExtentOptions::alone(self.options).flat;
+        let _lock = lock_for(place, self.options)?;
+        Ok(vec![self.check(format, place, flat, parent, watch)?])
+    }
+
+    /// Checks one extent, after what was to be repaired was.
+    fn check(
+        &self,
+        format: Format,
+        place: &Place,
+        flat: FlatOptions,
+        parent: bool,
+        watch: Watch<'_>,
+    ) -> Result<Checked> {
+        let file = |writable| place.open(IoMode::Buffered, access(writable));
+        let compressed = format == Format::HostedSparse && is_compressed(&*file(false)?, &place.label())?;
+        let repairable =
+            !compressed && matches!(format, Format::HostedSparse | Format::VmfsSparse | Format::VsanSparse);
+        let mut checked = Checked { file: place.name.clone(), ..Checked::default() };
+        if self.repair && repairable && flat.writable {
+            let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
+            let before = self.look(format, place, file(false)?, flat, parent, watch)?;
+            open_extent(format, place, file(true)?, how)?.layer.close()?;
+            checked.repaired = before.problems.len() as u64;
+        }
+        let after = match format {
+            Format::SeSparse => self.check_sesparse(place, file(flat.writable)?, flat.writable, watch)?,
+            _ => self.look(format, place, file(false)?, FlatOptions { writable: false, ..flat }, parent, watch)?,
+        };
+        checked.repaired = checked.repaired.saturating_sub(after.problems.len() as u64) + after.repaired;
+        Ok(Checked { repaired: checked.repaired, file: checked.file, ..after })
+    }
+
+    /// Looks without changing anything.
+    fn look(
+        &self,
+        format: Format,
+        place: &Place,
+        file: Arc<dyn File>,
+        flat: FlatOptions,
+        parent: bool,
+        watch: Watch<'_>,
+    ) -> Result<Checked> {
+        let image = place.label();
+        let flat = FlatOptions { writable: false, ..flat };
+        let compressed = format == Format::HostedSparse && is_compressed(&*file, &image)?;
+        match format {
+            Format::HostedSparse if !compressed => {
+                let layer = Hosted::open(file, &hosted::OpenOptions { image, writable: false, parent })?;
+                Ok(of_hosted(&layer.check()?))
+            }
+            Format::VmfsSparse => {
+                let options = vmfssparse::OpenOptions { parent, ..vmfssparse::OpenOptions::reading(image) };
+                let layer = VmfsSparse::open(file, &options)?;
+                let found = layer.check()?;
+                let mut notes = layer.warnings();
+                if found.zero_entries > 0 {
+                    notes.push(format!("{} entries hold 1: zeros here, not to QEMU", found.zero_entries));
+                }
+                let problems = first_of(found.problems, found.problem_count);
+                Ok(Checked { format: "vmfssparse".into(), problems, notes, dead: found.dead, ..Checked::default() })
+            }
+            Format::VsanSparse => {
+                let options = vsansparse::OpenOptions { parent, ..vsansparse::OpenOptions::reading(image) };
+                let found = VsanSparse::open(file, &options)?.check()?;
+                let problems = first_of(found.problems, found.problem_count);
+                let dead = found.dead.saturating_mul(vsansparse::BLOCK);
+                Ok(Checked { format: "vsansparse".into(), problems, dead, ..Checked::default() })
+            }
+            _ => {
+                let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
+                let layer = open_extent(format, place, file, how)?.layer;
+                let mut checked = Checked { format: layer.format().into(), ..Checked::default() };
+                match walk(&*layer, watch) {
+                    Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
+                    Err(error) => checked.problems.push(error.to_string()),
+                    Ok(()) => {}
+                }
+                Ok(checked)
+            }
+        }
+    }
+
+    fn check_sesparse(&self, place: &Place, file: Arc<dyn File>, write: bool, watch: Watch<'_>) -> Result<Checked> {
+        let options = sesparse::Options { write, journal: self.options.journal, ..Default::default() };
+        let layer = SeSparse::open(file, &place.label(), options)?;
+        let capacity = layer.capacity();
+        let mut stopped = false;
+        let watch = Box::new(|progress: sesparse::Progress| {
+            stopped = watch(progress.done, progress.total.max(1)).is_break();
+            !stopped
+        });
+        let found = layer.check(write, Maintenance { pace: Pace::FULL, watch });
+        let found = match found {
+            _ if stopped => return Err(stopped_check()),
+            found => found?,
+        };
+        layer.close()?;
+        let mut checked = Checked { format: "sesparse".into(), repaired: found.repaired, ..Checked::default() };
+        checked.notes.extend(layer.replayed().map(|replayed| replayed.to_string()));
+        checked.dead = found.unnamed.saturating_mul(layer.grain()).min(capacity);
+        let wrong = [
+            (found.invalid, "slots or entries that cannot be", true),
+            (found.outside, "grains that the file does not have", true),
+            (found.overlapping, "grains named by more than one entry", true),
+            (found.unallocated, "grains in use that the bitmap calls free", false),
+            (found.misowned, "grains whose owner the backmap has wrong", false),
+        ];
+        for (count, what, damage) in wrong.into_iter().filter(|(count, ..)| *count > 0) {
+            match damage || found.repaired == 0 {
+                true => checked.problems.push(format!("{count} {what}")),
+                false => checked.notes.push(format!("{count} {what}: put right")),
+            }
+        }
+        Ok(checked)
+    }
+}
+
+fn of_hosted(found: &hosted::Check) -> Checked {
+    let wrong = [
+        (found.bad, "entries name places outside the file"),
+        (found.shared, "grains share their place with others or with tables"),
+        (found.overlaps, "tables overlap"),
+        (found.differing, "tables differ from their second copy"),
+        (found.lost, "tables cannot be read in either copy"),
+    ];
+    let wrong = wrong.into_iter().filter(|(count, _)| *count > 0);
+    let problems = wrong.map(|(count, what)| format!("{count} {what}")).collect();
+    let mut notes = found.warnings.clone();
+    if found.unclean {
+        notes.push("it was not closed properly; what was flushed is there".to_owned());
+    }
+    Checked { format: "monolithicsparse".into(), problems, notes, dead: found.dead, ..Checked::default() }
+}
+
+/// The sentences, and how many more there would be.
+fn first_of(mut problems: Vec<String>, count: u64) -> Vec<String> {
+    let told = problems.len() as u64;
+    if count > told && told > 0 {
+        problems.push(format!("{count} problems in all"));
+    }
+    problems
+}
+
+/// Asks for every extent, and reads what is compressed.
+fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
+    let capacity = layer.capacity();
+    let mut extents = Vec::new();
+    let mut memory = vec![0; READ_PIECE as usize];
+    let mut at = 0;
+    while at < capacity {
+        extents.clear();
+        layer.map(at..capacity, ASK_EXTENTS, &mut extents)?;
+        let begun = at;
+        for extent in &extents {
+            at = extent.start.saturating_add(extent.length);
+            let mut from = extent.start;
+            while extent.content == Content::Encoded && from < at {
+                if watch(from, capacity).is_break() {
+                    return Err(stopped_check());
+                }
+                let part = (at - from).min(READ_PIECE);
+                layer.read_encoded(from, &mut memory[..part as usize])?;
+                from += part;
+            }
+        }
+        if at <= begun {
+            return Err(Error::new(ErrorKind::Corrupt, format!("nobody knows what is at byte {at}")));
+        }
+        if watch(at, capacity).is_break() {
+            return Err(stopped_check());
+        }
+    }
+    Ok(())
+}
+
+fn stopped_check() -> Error {
+    Error::new(ErrorKind::Interrupted, "the check was stopped")
+}

@@ -1,0 +1,530 @@
+//! Making images: any kind that can be written, with its extents, its descriptor, and the parent below it.
+//!
+//! ```text
+//! thin, zeroedthick, eagerzeroedthick   NAME.vmdk + NAME-flat.vmdk           as on VMFS
+//! vmfssparse                            NAME.vmdk + NAME-delta.vmdk          deltas; bases too
+//! sesparse                              NAME.vmdk + NAME-sesparse.vmdk
+//! vsansparse                            NAME.vmdk + NAME-vsan.vmdk
+//! monolithicsparse                      NAME.vmdk                            the descriptor is inside
+//! monolithicflat                        NAME.vmdk + NAME-flat.vmdk           as Workstation makes them
+//! 2gbsparse, 2gbflat                    NAME.vmdk + NAME-s001.vmdk, ..; NAME-f001.vmdk, ..
+//! raw                                   NAME                                 no descriptor
+//! ```
+//!
+//! What holds at every instruction:
+//!
+//! 1. The name leads to nothing until [`Unfinished::finish`], and then to a whole image. So a conversion fills an image
+//!    between [`begin`] and `finish`, and nobody can take a half for a disk.
+//! 2. The text that names the extents is durable, under a temporary name, before any of them is made: what a crash
+//!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a
+//!    whole.
+//! 3. The file with the temporary name is locked as long as an image is unfinished: who comes meanwhile is told.
+//! 4. Nothing that was there before is written over, and after an error nothing new is left.
+
+use super::{Folder, Image, OpenOptions, Place};
+use crate::descriptor::storage::{self, NEW_SUFFIX, Pending};
+use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
+use crate::flat::{self, Flat, Provisioning, Watch};
+use crate::{Error, ErrorKind, IoContext, Layer, Result, SECTOR, hosted, sesparse, vmfssparse, vsansparse};
+use backend::{Access, Directory, File, IoMode, Lock};
+use std::fmt;
+use std::ops::ControlFlow;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// What an image is made of: a format, and for flat ones how they have their space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ImageKind {
+    /// Flat on VMFS, space when it is first written.
+    Thin,
+    /// Flat on VMFS, space from the beginning.
+    ZeroedThick,
+    /// Flat on VMFS, space and zeros from the beginning.
+    EagerZeroedThick,
+    /// A redo log with 512-byte grains.
+    VmfsSparse,
+    /// A redo log with 4 KiB grains.
+    SeSparse,
+    /// A delta object.
+    VsanSparse,
+    /// One sparse extent of Workstation.
+    MonolithicSparse,
+    /// One flat extent of Workstation.
+    MonolithicFlat,
+    /// Sparse extents of 2 GiB and less.
+    SplitSparse,
+    /// Flat extents of 2 GiB and less.
+    SplitFlat,
+    /// A file that is the disk.
+    Raw,
+}
+
+impl ImageKind {
+    /// Every kind.
+    pub const ALL: [Self; 11] = [
+        Self::Thin,
+        Self::ZeroedThick,
+        Self::EagerZeroedThick,
+        Self::VmfsSparse,
+        Self::SeSparse,
+        Self::VsanSparse,
+        Self::MonolithicSparse,
+        Self::MonolithicFlat,
+        Self::SplitSparse,
+        Self::SplitFlat,
+        Self::Raw,
+    ];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Thin => "thin",
+            Self::ZeroedThick => "zeroedthick",
+            Self::EagerZeroedThick => "eagerzeroedthick",
+            Self::VmfsSparse => "vmfssparse",
+            Self::SeSparse => "sesparse",
+            Self::VsanSparse => "vsansparse",
+            Self::MonolithicSparse => "monolithicsparse",
+            Self::MonolithicFlat => "monolithicflat",
+            Self::SplitSparse => "2gbsparse",
+            Self::SplitFlat => "2gbflat",
+            Self::Raw => "raw",
+        }
+    }
+
+    /// What its descriptor says; `None` without one.
+    pub fn create_type(self) -> Option<CreateType> {
+        Some(match self {
+            Self::Thin | Self::ZeroedThick | Self::EagerZeroedThick => CreateType::Vmfs,
+            Self::VmfsSparse => CreateType::VmfsSparse,
+            Self::SeSparse => CreateType::SeSparse,
+            Self::VsanSparse => CreateType::VsanSparse,
+            Self::MonolithicSparse => CreateType::MonolithicSparse,
+            Self::MonolithicFlat => CreateType::MonolithicFlat,
+            Self::SplitSparse => CreateType::TwoGbMaxExtentSparse,
+            Self::SplitFlat => CreateType::TwoGbMaxExtentFlat,
+            Self::Raw => return None,
+        })
+    }
+
+    /// Whether images of this kind can lie above a parent: flat ones hold everything themselves.
+    pub fn can_have_parent(self) -> bool {
+        self.provisioning().is_none()
+    }
+
+    /// How flat kinds have their space; `None` for the others.
+    pub fn provisioning(self) -> Option<Provisioning> {
+        match self {
+            Self::Thin | Self::MonolithicFlat | Self::SplitFlat | Self::Raw => Some(Provisioning::Thin),
+            Self::ZeroedThick => Some(Provisioning::ZeroedThick),
+            Self::EagerZeroedThick => Some(Provisioning::EagerZeroedThick),
+            _ => None,
+        }
+    }
+
+    /// The kind that an open image is of; `None` for what is only read: qcow2, streamOptimized, mixtures.
+    pub fn of(image: &Image) -> Option<Self> {
+        let Some(descriptor) = image.descriptor() else {
+            return image.provisioning().map(|_| Self::Raw);
+        };
+        let of_flat = match image.provisioning() {
+            Some(Provisioning::Thin) => Some(Self::Thin),
+            Some(Provisioning::ZeroedThick) => Some(Self::ZeroedThick),
+            Some(Provisioning::EagerZeroedThick) => Some(Self::EagerZeroedThick),
+            None => None,
+        };
+        match descriptor.create_type {
+            CreateType::Vmfs => of_flat,
+            other => Self::ALL.into_iter().find(|kind| kind.create_type().as_ref() == Some(&other)),
+        }
+    }
+
+    /// The extents of a disk `stem`.vmdk of that many sectors.
+    fn extents(self, stem: &str, sectors: u64) -> Result<Vec<ExtentLine>> {
+        let whole = |kind, file| Ok(vec![ExtentLine::whole(kind, sectors, file)]);
+        match self {
+            Self::Thin | Self::ZeroedThick | Self::EagerZeroedThick => {
+                whole(ExtentKind::Vmfs, format!("{stem}-flat.vmdk"))
+            }
+            Self::VmfsSparse => whole(ExtentKind::VmfsSparse, format!("{stem}-delta.vmdk")),
+            Self::SeSparse => whole(ExtentKind::SeSparse, format!("{stem}-sesparse.vmdk")),
+            Self::VsanSparse => whole(ExtentKind::VsanSparse, format!("{stem}-vsan.vmdk")),
+            Self::MonolithicSparse => whole(ExtentKind::Sparse, format!("{stem}.vmdk")),
+            Self::MonolithicFlat => whole(ExtentKind::Flat, format!("{stem}-flat.vmdk")),
+            Self::SplitSparse => split(sectors, ExtentKind::Sparse, |piece| format!("{stem}-s{piece:03}.vmdk")),
+            Self::SplitFlat => split(sectors, ExtentKind::Flat, |piece| format!("{stem}-f{piece:03}.vmdk")),
+            Self::Raw => Ok(Vec::new()),
+        }
+    }
+}
+
+impl fmt::Display for ImageKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for ImageKind {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
+            let known: Vec<&str> = Self::ALL.iter().map(|kind| kind.name()).collect();
+            let text = format!("'{}' is none of the formats {}", name.escape_debug(), known.join(", "));
+            Error::new(ErrorKind::Invalid, text)
+        })
+    }
+}
+
+/// The pieces of a split disk.
+fn split(sectors: u64, kind: ExtentKind, name: impl Fn(u64) -> String) -> Result<Vec<ExtentLine>> {
+    let pieces = sectors.div_ceil(flat::SPLIT_SECTORS);
+    if pieces > EXTENTS_MAX as u64 {
+        let text = format!("a split disk has {EXTENTS_MAX} pieces at the most, and this takes {pieces}");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let piece = |number: u64| {
+        let length = (sectors - number * flat::SPLIT_SECTORS).min(flat::SPLIT_SECTORS);
+        ExtentLine::whole(kind, length, name(number + 1))
+    };
+    Ok((0..pieces).map(piece).collect())
+}
+
+/// What a new image lies above.
+#[derive(Clone, Debug)]
+pub struct NewParent {
+    /// The parent's descriptor as it is now: the child remembers the identity of the content.
+    pub descriptor: Descriptor,
+    /// How the child names it: see [`parent_hint`].
+    pub hint: String,
+}
+
+impl NewParent {
+    /// The image at hand as the parent of one in `folder`.
+    ///
+    /// # Errors
+    /// `Unsupported` when it has no descriptor, and so no identity that a child could remember.
+    pub fn of(parent: &Image, folder: &Folder) -> Result<Self> {
+        let Some(descriptor) = parent.descriptor() else {
+            let text = format!(
+                "'{}' cannot be a parent: it has no descriptor whose content a child could remember",
+                parent.place().label()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        };
+        Ok(Self { descriptor, hint: parent_hint(folder, parent.place()) })
+    }
+}
+
+/// How an image in `folder` names its parent: by its name in the same folder, by its whole path elsewhere, as ESXi
+/// does.
+pub fn parent_hint(folder: &Folder, parent: &Place) -> String {
+    match folder.path() == parent.folder.path() {
+        true => parent.name.clone(),
+        false => parent.label(),
+    }
+}
+
+/// An image to be made.
+#[derive(Clone, Debug)]
+pub struct NewImage<'a> {
+    /// Name of the file that one opens: `NAME.vmdk`, or any name for a raw one.
+    pub name: &'a str,
+    /// Capacity in bytes, whole sectors.
+    pub capacity: u64,
+    /// What it is.
+    pub kind: ImageKind,
+    /// What it lies above.
+    pub parent: Option<NewParent>,
+    /// The adapter that its geometry is made for.
+    pub adapter: Adapter,
+    /// How zeros of eager zeroed disks are written.
+    pub mode: IoMode,
+}
+
+impl<'a> NewImage<'a> {
+    /// An image without a parent, for the usual adapter.
+    pub fn new(name: &'a str, capacity: u64, kind: ImageKind) -> Self {
+        Self { name, capacity, kind, parent: None, adapter: Adapter::default(), mode: IoMode::Buffered }
+    }
+
+    /// The same above a parent.
+    #[must_use]
+    pub fn above(self, parent: NewParent) -> Self {
+        Self { parent: Some(parent), ..self }
+    }
+
+    /// How an extent of that length is written while it is made.
+    fn mode_of(&self, length: u64) -> IoMode {
+        match self.kind.provisioning() {
+            Some(_) => Flat::mode_for(self.mode, 0, length),
+            None => IoMode::Buffered,
+        }
+    }
+
+    /// The descriptor that it will have; `None` for raw files.
+    pub fn descriptor(&self, random: &mut dyn FnMut() -> u64) -> Result<Option<Descriptor>> {
+        flat::check_capacity(self.capacity)?;
+        if self.parent.is_some() && !self.kind.can_have_parent() {
+            let text = format!("'{}' cannot have a parent: a {} disk holds everything itself", self.name, self.kind);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let Some(create_type) = self.kind.create_type() else {
+            check_plain_name(self.name)?;
+            return Ok(None);
+        };
+        let stem = storage::check_name(self.name)?;
+        let sectors = self.capacity / SECTOR;
+        let extents = self.kind.extents(stem, sectors)?;
+        Ok(Some(match &self.parent {
+            Some(parent) => Descriptor::delta(&parent.descriptor, &parent.hint, create_type, extents, random),
+            None => {
+                let mut descriptor = Descriptor::base(create_type, extents);
+                descriptor.native_snapshot = Some(false);
+                descriptor.database.set_disk(self.adapter, sectors, Uuid::random(random));
+                let content = descriptor.content;
+                descriptor.database.set_long_content(content, random);
+                descriptor.set_thin(self.kind == ImageKind::Thin);
+                descriptor
+            }
+        }))
+    }
+}
+
+/// An image that is whole but for its name.
+pub struct Unfinished {
+    folder: Folder,
+    name: String,
+    descriptor: Option<Descriptor>,
+    /// Extents that were made, without the file that bears the temporary name.
+    extents: Vec<String>,
+    /// Of the file with the temporary name.
+    lock: Box<dyn Lock>,
+}
+
+/// An image that was made.
+#[derive(Clone)]
+pub struct Made {
+    /// Where it is.
+    pub place: Place,
+    /// Its files: the one that names the others first.
+    pub files: Vec<String>,
+}
+
+impl Made {
+    /// Removes it. A crash leaves all of it, or what [`storage::sweep`] removes.
+    pub fn remove(&self) -> Result<()> {
+        let directory = self.place.folder.directory();
+        let temporary = format!("{}{NEW_SUFFIX}", self.place.name);
+        let during = || format!("removing '{}'", self.place.label());
+        directory.rename(&self.place.name, &temporary).during(during)?;
+        for extent in self.files.iter().filter(|file| **file != self.place.name) {
+            directory.remove(extent).during(during)?;
+        }
+        directory.remove(&temporary).during(during)?;
+        directory.sync().during(during)
+    }
+}
+
+/// Makes an empty image. Durable on return; nothing is left after an error.
+pub fn create(
+    folder: &Folder,
+    image: &NewImage<'_>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Made> {
+    let descriptor = image.descriptor(random)?;
+    begin_described(folder, image, descriptor, random, watch)?.finish()
+}
+
+/// Makes an empty image but for its name, so that it can be filled first. What is neither finished nor abandoned is
+/// swept at the next opening of the folder.
+pub fn begin(
+    folder: &Folder,
+    image: &NewImage<'_>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Unfinished> {
+    let mut descriptor = image.descriptor(random)?;
+    // What is filled has no longer the content of an empty disk.
+    if let Some(descriptor) = &mut descriptor {
+        descriptor.renew_content(random);
+    }
+    begin_described(folder, image, descriptor, random, watch)
+}
+
+fn begin_described(
+    folder: &Folder,
+    image: &NewImage<'_>,
+    descriptor: Option<Descriptor>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<Unfinished> {
+    let directory = &**folder.directory();
+    let unfinished = |lock| Unfinished {
+        folder: folder.clone(),
+        name: image.name.to_owned(),
+        descriptor: descriptor.clone(),
+        extents: Vec::new(),
+        lock,
+    };
+    let (unfinished, made) = match &descriptor {
+        Some(descriptor) if !is_single(Some(descriptor)) => {
+            let mut unfinished = unfinished(Pending::begin(directory, image.name, descriptor)?.suspend());
+            let made = make_extents(directory, descriptor, image, &mut unfinished.extents, random, watch);
+            (unfinished, made)
+        }
+        embedded => {
+            refuse_existing(directory, image.name)?;
+            let (file, lock) = storage::create_unfinished(directory, image.name, image.mode_of(image.capacity))?;
+            let unfinished = unfinished(lock);
+            let temporary = unfinished.temporary();
+            let made = make_extent(file, &temporary, image.capacity, image, embedded.as_ref(), random, watch);
+            (unfinished, made)
+        }
+    };
+    match made {
+        Ok(()) => Ok(unfinished),
+        Err(error) => {
+            unfinished.abandon();
+            Err(error.context(format!("'{}'", image.name)))
+        }
+    }
+}
+
+/// Whether the one file with the temporary name is all of an image.
+fn is_single(descriptor: Option<&Descriptor>) -> bool {
+    descriptor.is_none_or(|descriptor| descriptor.create_type == CreateType::MonolithicSparse)
+}
+
+impl Unfinished {
+    fn temporary(&self) -> String {
+        format!("{}{NEW_SUFFIX}", self.name)
+    }
+
+    /// Opens it, usually for writing. What was opened is closed and dropped before the image is finished.
+    pub fn open(&self, options: &OpenOptions) -> Result<Image> {
+        let format = match self.descriptor {
+            Some(_) => None,
+            None => Some(super::Format::Flat),
+        };
+        let place = Place { folder: self.folder.clone(), name: self.temporary() };
+        // Of an image in one file, the lock is the one that is held anyhow.
+        let held = is_single(self.descriptor.as_ref());
+        Image::open(place, &OpenOptions { format, held, ..options.clone() })
+    }
+
+    /// Gives it its name, durably. What was written into it must be durable.
+    pub fn finish(self) -> Result<Made> {
+        let Self { folder, name, descriptor: _, extents, lock } = self;
+        let directory = &**folder.directory();
+        let pending = Pending::resume(directory, &name, lock);
+        // Whoever made a file of that name meanwhile keeps it.
+        if let Err(error) = refuse_existing(directory, &name).and_then(|()| pending.rename()) {
+            take_back(pending, directory, &extents);
+            return Err(error);
+        }
+        pending.settle()?;
+        let mut files = vec![name.clone()];
+        files.extend(extents);
+        Ok(Made { place: Place { folder, name }, files })
+    }
+
+    /// Takes it back, as far as the folder lets itself be changed; what stays is swept.
+    pub fn abandon(self) {
+        let directory = &**self.folder.directory();
+        take_back(Pending::resume(directory, &self.name, self.lock), directory, &self.extents);
+    }
+}
+
+fn take_back(pending: Pending<'_>, directory: &dyn Directory, extents: &[String]) {
+    for extent in extents {
+        // While the unfinished text names it, it is found again.
+        if directory.remove(extent).is_err_and(|error| error.kind() != std::io::ErrorKind::NotFound) {
+            return;
+        }
+    }
+    pending.abandon();
+}
+
+/// Makes the extents of an image, and says which of them it made, or may have made.
+fn make_extents(
+    directory: &dyn Directory,
+    descriptor: &Descriptor,
+    image: &NewImage<'_>,
+    extents: &mut Vec<String>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<()> {
+    let mut before = 0;
+    for extent in &descriptor.extents {
+        let Some(name) = &extent.file else { continue };
+        let (length, total) = (extent.length(), image.capacity);
+        let file = directory.create(name, image.mode_of(length)).during(|| format!("creating '{name}'"));
+        // What was there before is not ours to remove.
+        if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
+            extents.push(name.clone());
+        }
+        let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
+        make_extent(file?, name, length, image, None, random, &mut shifted)?;
+        before += length;
+    }
+    Ok(())
+}
+
+/// Makes one extent in a new file, or the one file that is all of the image.
+fn make_extent(
+    file: Arc<dyn File>,
+    name: &str,
+    length: u64,
+    image: &NewImage<'_>,
+    embedded: Option<&Descriptor>,
+    random: &mut dyn FnMut() -> u64,
+    watch: Watch<'_>,
+) -> Result<()> {
+    if let Some(provisioning) = image.kind.provisioning() {
+        return flat::fill_extent(&*file, name, length, provisioning, watch);
+    }
+    if watch(0, length).is_break() {
+        let text = format!("making '{}' was stopped; nothing of it is left", image.name);
+        return Err(Error::new(ErrorKind::Interrupted, text));
+    }
+    match image.kind {
+        ImageKind::VmfsSparse => vmfssparse::create(file, name, &vmfssparse::CreateOptions::new(length)),
+        ImageKind::SeSparse => {
+            let options = sesparse::Options { write: true, ..Default::default() };
+            sesparse::SeSparse::create(file, name, length, options)?.close()
+        }
+        ImageKind::VsanSparse => {
+            let mut id = [0; 16];
+            id[..8].copy_from_slice(&random().to_le_bytes());
+            id[8..].copy_from_slice(&random().to_le_bytes());
+            vsansparse::create(file, name, &vsansparse::CreateOptions { capacity: length, id })
+        }
+        _ => {
+            let text = match embedded {
+                Some(descriptor) => Some(descriptor.to_bytes()?),
+                None => None,
+            };
+            let options = hosted::CreateOptions { capacity: length, descriptor: text.as_deref(), zero_grains: false };
+            hosted::create(&*file, name, &options)
+        }
+    }
+}
+
+/// Refuses a name that is taken.
+fn refuse_existing(directory: &dyn Directory, name: &str) -> Result<()> {
+    match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        _ => Err(Error::new(ErrorKind::Exists, format!("there is a file '{name}' already"))),
+    }
+}
+
+/// Checks the name of a file without a descriptor.
+fn check_plain_name(name: &str) -> Result<()> {
+    let refused = |c: char| c.is_control() || c == '/';
+    if name.is_empty() || name == "." || name == ".." || name.len() > 255 - NEW_SUFFIX.len() || name.contains(refused) {
+        return Err(Error::new(ErrorKind::Invalid, format!("'{}' is no file name", name.escape_debug())));
+    }
+    Ok(())
+}

@@ -1,0 +1,193 @@
+//! Long work on an open image: wiping, shrinking, checking, extent by extent, whatever it is made of.
+
+use super::{Image, Watch};
+use crate::hosted::Hosted;
+use crate::sesparse::{Maintenance, Pace, SeSparse};
+use crate::vmfssparse::VmfsSparse;
+use crate::vsansparse::VsanSparse;
+use crate::{Error, ErrorKind, Result};
+use std::cell::RefCell;
+use std::sync::Arc;
+
+/// An extent by its format, for what only that format can do.
+#[derive(Clone)]
+pub(super) enum Engine {
+    Hosted(Arc<Hosted>),
+    VmfsSparse(Arc<VmfsSparse>),
+    SeSparse(Arc<SeSparse>),
+    VsanSparse(Arc<VsanSparse>),
+}
+
+/// What a check of an image found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ImageCheck {
+    /// The first problems, in words.
+    pub problems: Vec<String>,
+    /// How many there are.
+    pub problem_count: u64,
+    /// Bytes of its files that nothing names: what wiping and shrinking return.
+    pub dead: u64,
+    /// Problems that were put right.
+    pub repaired: u64,
+}
+
+impl ImageCheck {
+    fn add(&mut self, count: u64, what: String) {
+        if count > 0 {
+            self.problem_count += count;
+            self.problems.push(what);
+        }
+    }
+}
+
+/// What wiping and shrinking gave back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ImageFreed {
+    /// Bytes that were found dead or full of zeros, and are free for new data.
+    pub freed: u64,
+    /// Bytes by which the files became shorter.
+    pub cut: u64,
+    /// Bytes that were moved for that.
+    pub moved: u64,
+}
+
+impl std::ops::AddAssign for ImageFreed {
+    fn add_assign(&mut self, other: Self) {
+        self.freed += other.freed;
+        self.cut += other.cut;
+        self.moved += other.moved;
+    }
+}
+
+/// A grain of SEsparse, in bytes.
+const SE_GRAIN: u64 = 4096;
+
+impl Image {
+    /// Whether [`Image::wipe`] does anything for it.
+    pub fn can_wipe(&self) -> bool {
+        self.engines.iter().any(|engine| matches!(engine, Engine::SeSparse(_)))
+    }
+
+    /// Whether [`Image::shrink`] does anything for it.
+    pub fn can_shrink(&self) -> bool {
+        self.engines.iter().any(|engine| matches!(engine, Engine::SeSparse(_) | Engine::VmfsSparse(_)))
+    }
+
+    /// Finds grains that no table names, and with `zeros` those that hold only zeros, and frees them: see
+    /// [`SeSparse::wipe`]. Goes on beside guests, at a pace that they hardly notice.
+    pub fn wipe(&self, zeros: bool, watch: Watch<'_>) -> Result<ImageFreed> {
+        self.check_writable()?;
+        let mut sum = ImageFreed::default();
+        for engine in &self.engines {
+            if let Engine::SeSparse(layer) = engine {
+                let report = layer.wipe(zeros, gentle(watch))?;
+                sum.freed += (report.unnamed + report.zeros) * SE_GRAIN;
+            }
+        }
+        Ok(sum)
+    }
+
+    /// Moves live grains from the end of the files into free places and cuts the files: see [`SeSparse::shrink`] and
+    /// [`VmfsSparse::shrink`].
+    pub fn shrink(&self, watch: Watch<'_>) -> Result<ImageFreed> {
+        self.check_writable()?;
+        let mut sum = ImageFreed::default();
+        for engine in &self.engines {
+            match engine {
+                Engine::SeSparse(layer) => {
+                    let report = layer.shrink(gentle(watch))?;
+                    sum.cut += report.cut;
+                    sum.moved += report.moved * SE_GRAIN;
+                }
+                Engine::VmfsSparse(layer) => {
+                    let asked = RefCell::new(&mut *watch);
+                    let report = layer.shrink(&|moved| asked.borrow_mut()(moved, moved).is_continue())?;
+                    sum.cut += report.before.saturating_sub(report.after);
+                    sum.moved += report.moved;
+                }
+                Engine::Hosted(_) | Engine::VsanSparse(_) => {}
+            }
+        }
+        Ok(sum)
+    }
+
+    /// Looks at every table. With `repair`, and open for writing, puts right what can be.
+    pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<ImageCheck> {
+        if repair {
+            self.check_writable()?;
+        }
+        let mut sum = ImageCheck::default();
+        for engine in &self.engines {
+            match engine {
+                Engine::SeSparse(layer) => {
+                    let report = layer.check(repair, gentle(watch))?;
+                    sum.dead += report.unnamed * SE_GRAIN;
+                    sum.repaired += report.repaired;
+                    let wrong = report.invalid + report.outside + report.overlapping;
+                    let bookkeeping = report.unallocated + report.misowned + report.uncounted_tables;
+                    sum.problem_count += wrong + bookkeeping;
+                    sum.problems.extend(report.findings);
+                }
+                Engine::VmfsSparse(layer) => {
+                    let report = layer.check()?;
+                    sum.dead += report.dead;
+                    sum.problem_count += report.problem_count;
+                    sum.problems.extend(report.problems);
+                }
+                Engine::VsanSparse(layer) => {
+                    let report = layer.check()?;
+                    sum.dead += report.dead * crate::vsansparse::BLOCK;
+                    sum.problem_count += report.problem_count;
+                    sum.problems.extend(report.problems);
+                }
+                Engine::Hosted(layer) => {
+                    let report = layer.check()?;
+                    sum.dead += report.dead;
+                    sum.add(report.bad, format!("{} entries name places outside the file", report.bad));
+                    sum.add(report.shared, format!("{} grains share their place with others", report.shared));
+                    sum.add(report.overlaps, format!("{} tables overlap others", report.overlaps));
+                    sum.add(report.differing, format!("{} tables differ from their copies", report.differing));
+                    sum.add(report.lost, format!("{} tables cannot be read", report.lost));
+                }
+            }
+        }
+        let label = self.place.label();
+        sum.problems.iter_mut().for_each(|problem| *problem = format!("'{label}': {problem}"));
+        Ok(sum)
+    }
+
+    /// Gives the content a new identity now, if it has none of this opening yet. A delta that is made next remembers
+    /// one that no later write changes.
+    pub fn renew_content(&self) -> Result<()> {
+        self.check_writable()?;
+        match &self.home {
+            Some(home) => home.renew(),
+            None => Ok(()),
+        }
+    }
+
+    pub(super) fn check_writable(&self) -> Result<()> {
+        match self.layer.writable() {
+            true => Ok(()),
+            false => Err(crate::read_only(self.layer.format()).context(self.place.label())),
+        }
+    }
+
+    /// The error for an image that has nothing to wipe or shrink.
+    pub fn nothing_to(&self, what: &str) -> Error {
+        let text = format!(
+            "'{}' is of the {} format, in which there is nothing to {what}",
+            self.place.label(),
+            self.layer.format()
+        );
+        Error::new(ErrorKind::Unsupported, text)
+    }
+}
+
+/// Work that guests hardly notice.
+fn gentle<'a>(watch: &'a mut dyn FnMut(u64, u64) -> std::ops::ControlFlow<()>) -> Maintenance<'a> {
+    Maintenance {
+        pace: Pace::GENTLE,
+        watch: Box::new(move |progress| watch(progress.done, progress.total).is_continue()),
+    }
+}

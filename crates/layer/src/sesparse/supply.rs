@@ -1,0 +1,172 @@
+//! Giving work on the state what it lacks: pages of metadata, space in the file for them, a longer file, a commit.
+//!
+//! 1. None of it happens under the lock of the state; what was found out meanwhile is looked at again under it.
+//! 2. A page is read by one thread at a time, and only while it is not in memory: so what it read is current.
+//! 3. What is known to be a hole of the file was one when a commit last ended, and nothing was written there since.
+
+use super::SeSparse;
+use super::cache::{Kind, PageBytes, PageKey};
+use super::entry::{GRAIN, Grain, TABLE_SPAN, Table};
+use super::header::{Area, PAGE_SECTORS, TABLE_PAGES};
+use super::state::{Need, State, Step, table_page};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Buffer};
+use parking_lot::MutexGuard;
+use std::ops::Range;
+
+/// Rounds after which work on the state is given up: some thousand pages for one step mean that the cache is thrashing.
+const ROUNDS_MAX: usize = 100_000;
+
+/// Pages for which space is taken at a time: each call costs as much as writing some hundred kilobytes.
+const ROOM_PAGES: u64 = 64;
+/// Grains by which the file grows at a time: 64 MiB, of which nothing takes space before it is written.
+const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
+
+impl SeSparse {
+    /// Runs `work` until it lacks nothing.
+    pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
+        let mut state = self.state.lock();
+        for _ in 0..ROUNDS_MAX {
+            let need = match work(&mut state) {
+                Ok(done) => return Ok(done),
+                Err(need) => need,
+            };
+            if let Need::Page(key) = need {
+                state = self.load(key, state)?;
+                continue;
+            }
+            drop(state);
+            match need {
+                Need::Failed(error) => return Err(error),
+                Need::Room(key) => self.back(key)?,
+                Need::TableRoom(table) => self.back_table(table)?,
+                Need::Growth => self.grow()?,
+                Need::Full => {
+                    return Err(Error::new(ErrorKind::NoSpace, format!("{}: every grain is taken", self.name)));
+                }
+                Need::Commit | Need::Page(_) => self.commit_at_once()?,
+            }
+            state = self.state.lock();
+        }
+        Err(Error::new(ErrorKind::Busy, format!("{}: the memory for its tables is too small", self.name)))
+    }
+
+    /// Byte offset of a page.
+    pub(super) fn page_offset(&self, key: PageKey) -> u64 {
+        self.area(key.kind()).start() + key.index() * BLOCK_SIZE as u64
+    }
+
+    /// Reads a page, and in a table that is being gone through the rest of the table with it.
+    fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+        if state.loading.contains(&key) {
+            self.loaded.wait(&mut state);
+            return Ok(state);
+        }
+        let mut count = 1;
+        if key.before_in_table().is_some_and(|before| state.cache.contains(before)) {
+            let most = TABLE_PAGES - key.index() % TABLE_PAGES;
+            let wanted = |key: PageKey| !state.cache.contains(key) && !state.loading.contains(&key);
+            count += (1..most).take_while(|by| wanted(key.plus(*by))).count() as u64;
+        }
+        state.loading.extend((0..count).map(|by| key.plus(by)));
+        let offset = self.page_offset(key);
+        let bytes = offset..offset + count * BLOCK_SIZE as u64;
+        let hole = &state.holes[key.kind() as usize];
+        let known = hole.start <= bytes.start && bytes.end <= hole.end;
+        let settled = state.settled;
+        let read = MutexGuard::unlocked(&mut state, || -> Result<_> {
+            let mut buffer = Buffer::zeroed(count as usize);
+            let hole = if known { None } else { self.find_hole(key.kind(), &bytes)? };
+            if !known && hole.is_none() {
+                self.read_metadata(&mut buffer, offset)?;
+            }
+            Ok((buffer, hole))
+        });
+        for by in 0..count {
+            state.loading.remove(&key.plus(by));
+        }
+        self.loaded.notify_all();
+        let (buffer, hole) = read?;
+        if let Some(hole) = hole.filter(|_| state.settled == settled) {
+            state.holes[key.kind() as usize] = hole;
+        }
+        for (by, page) in (0..).zip(buffer.chunks_exact(BLOCK_SIZE)) {
+            state.cache.insert(key.plus(by), PageBytes::new(Buffer::copy_of(page)));
+        }
+        Ok(state)
+    }
+
+    /// The hole of the file that holds a range within one area, if one does: new pages are most often zeros that the
+    /// file does not have, and reading such through the page cache fills that with zeros, far ahead.
+    fn find_hole(&self, kind: Kind, bytes: &Range<u64>) -> Result<Option<Range<u64>>> {
+        if !self.overlay.is_empty() {
+            return Ok(None);
+        }
+        let found = self.file.next_allocated(bytes.start);
+        let found = found.during(|| format!("looking for holes in {}", self.name))?;
+        let end = found.map_or(u64::MAX, |found| found.start).min(self.area(kind).bytes().end);
+        Ok((bytes.end <= end).then_some(bytes.start..end))
+    }
+
+    fn area(&self, kind: Kind) -> Area {
+        match kind {
+            Kind::Bitmap => self.layout.bitmap,
+            Kind::Backmap => self.layout.backmap,
+            Kind::Table => self.layout.tables,
+            Kind::Directory => self.layout.directory,
+        }
+    }
+
+    /// Takes space for a page and its neighbours.
+    fn back(&self, key: PageKey) -> Result<()> {
+        let first = PageKey::new(key.kind(), key.index() - key.index() % ROOM_PAGES);
+        let count = self.back_pages(first)?;
+        let mut state = self.state.lock();
+        for by in 0..count {
+            state.cache.set_backed(first.plus(by));
+        }
+        Ok(())
+    }
+
+    fn back_table(&self, table: Table) -> Result<()> {
+        let first = table_page(table, 0);
+        let tables = self.back_pages(first)? / TABLE_PAGES;
+        self.state.lock().table_room = table.0..table.0 + tables as u32;
+        Ok(())
+    }
+
+    /// Takes space for pages from `first` on; how many.
+    fn back_pages(&self, first: PageKey) -> Result<u64> {
+        let pages = self.area(first.kind()).size / PAGE_SECTORS;
+        let count = ROOM_PAGES.min(pages.saturating_sub(first.index()));
+        self.reserve(self.page_offset(first), count * BLOCK_SIZE as u64)?;
+        Ok(count)
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> Result<()> {
+        match self.file.reserve(offset, length) {
+            // Then writing it may fail; there is nothing better to be had.
+            Err(error) if error.kind() == std::io::ErrorKind::Unsupported => Ok(()),
+            other => other.during(|| format!("taking {length} bytes for tables of {}", self.name)),
+        }
+    }
+
+    /// Makes the file longer.
+    fn grow(&self) -> Result<()> {
+        let _one_at_a_time = self.length.lock();
+        let (fresh, length, limit) = {
+            let state = self.state.lock();
+            (state.space.fresh, state.space.length, state.space.limit)
+        };
+        if fresh < length {
+            return Ok(());
+        }
+        let longer = (length + GROWTH).min(limit);
+        let bytes = self.grain_offset(Grain(longer))?;
+        self.file.set_len(bytes).during(|| format!("growing {} to {bytes} bytes", self.name))?;
+        let mut state = self.state.lock();
+        state.space.length = longer;
+        state.readable = state.readable.max(longer);
+        Ok(())
+    }
+}

@@ -1,0 +1,277 @@
+//! Wipe and shrink beside a guest who goes on, the power cut or the process killed anywhere in it: nothing flushed is
+//! lost, and every dead grain comes back.
+
+use super::super::header::Layout;
+use super::*;
+use backend::local::{LocalDirectory, LocalQueues};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const CAPACITY: u64 = 100 * MIB;
+/// Grains of the disk that are in use, in each of three tables.
+const GRAINS: u64 = 400;
+const SLOTS: [u64; 3] = [0, 3, 6];
+
+/// A disk of which every second grain was discarded, or zeroed by writing zeros. All of it is durable.
+fn half_dead(layer: &SeSparse, random: &mut Random, model: &mut Model) {
+    for slot in SLOTS {
+        for part in (0..GRAINS).step_by(25) {
+            let first = slot * 4096 + part;
+            let stamp = random.next() | 1;
+            layer.write(first * GRAIN, &[&stamped(25, stamp)]).unwrap();
+            model.set(first, 25, stamp);
+        }
+    }
+    for slot in SLOTS {
+        for grain in (0..GRAINS).filter(|grain| grain % 2 == slot % 2) {
+            let grain = slot * 4096 + grain;
+            match random.one_in(3) {
+                true => layer.write(grain * GRAIN, &[&stamped(1, 0)]).unwrap(),
+                false => layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap(),
+            }
+            model.set(grain, 1, 0);
+        }
+    }
+    layer.flush().unwrap();
+    model.flushed();
+}
+
+/// Grains that hold something, as the guest sees it.
+fn live(layer: &SeSparse) -> u64 {
+    let mut live = 0;
+    for slot in SLOTS {
+        let found = stamps(layer, slot * 4096 * GRAIN, GRAINS * GRAIN).unwrap();
+        let grains = found.chunks(SECTORS as usize);
+        live += grains.filter(|grain| grain.iter().any(|stamp| !matches!(*stamp, 0 | ABSENT))).count() as u64;
+    }
+    live
+}
+
+/// Wipes and shrinks in peace; then the file holds its tables and what is live, and nothing else.
+fn reclaim_all(layer: &SeSparse, file: &dyn File) {
+    layer.wipe(true, full_pace()).unwrap();
+    layer.shrink(full_pace()).unwrap();
+    let live = live(layer);
+    let usage = layer.usage().unwrap();
+    assert_eq!((usage.mapped, usage.dead), (live * GRAIN, 0));
+    let tables = Layout::for_capacity(CAPACITY / 512).grains.offset * 512;
+    assert_eq!(file.len().unwrap(), tables + live * GRAIN, "every dead grain is returned");
+    assert_clean(layer);
+}
+
+/// What a guest does between two steps of the work.
+fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
+    if random.one_in(12) && layer.flush().is_ok() {
+        return model.flushed();
+    }
+    let count = 1 + random.below(6);
+    let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
+    let stamp = if random.one_in(3) { 0 } else { random.next() | 1 };
+    let operation = Operation { first, count, stamp, keep: random.one_in(4) };
+    // Also when it fails: then it may have happened in part.
+    model.set(first, count, stamp);
+    let _ = operation.apply(layer);
+}
+
+/// One run; whether the work came to its end before the cut.
+fn cut(seed: u64, after: u64, beside: bool) -> bool {
+    let mut random = Random(seed);
+    let disk = simulated(seed ^ after << 20);
+    let mode = if seed.is_multiple_of(2) { IoMode::Buffered } else { IoMode::Direct };
+    let punch = [None, Some(GRAIN)][(seed / 2 % 2) as usize];
+    let options = Options { punch, cache: 0, ..writing() };
+    let layer = create(&disk, mode, CAPACITY, options);
+    let mut model = Model::default();
+    half_dead(&layer, &mut random, &mut model);
+    disk.cut_after(disk.operations() + after);
+    let mut work = |shrink: bool| {
+        let plan = Maintenance {
+            pace: Pace::FULL,
+            watch: Box::new(|_| {
+                if beside && !disk.is_off() {
+                    guest(&mut random, &layer, &mut model);
+                }
+                true
+            }),
+        };
+        match shrink {
+            false => layer.wipe(true, plan).is_ok(),
+            true => layer.shrink(plan).is_ok(),
+        }
+    };
+    let done = work(false) && work(true);
+    drop(layer);
+    let disk = disk.crash();
+    let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
+    model.clone().settle(&reader);
+    let report = reader.check(false, full_pace()).unwrap();
+    assert!(!report.is_damaged() && report.unallocated + report.misowned == 0, "seed {seed}, {after}: {report:?}");
+    drop(reader);
+    let layer = open(&*disk.directory(), mode, options).unwrap();
+    model.settle(&layer);
+    assert_clean(&layer);
+    reclaim_all(&layer, &*disk.directory().open(NAME, mode).unwrap());
+    model.settle(&layer);
+    layer.close().unwrap();
+    done
+}
+
+#[test]
+fn a_cut_at_every_operation() {
+    // Through the page cache without punching, and past it with.
+    for seed in [0, 3] {
+        let mut after = 0;
+        while !cut(seed, after, false) {
+            after += 1;
+        }
+        assert!(after > 40, "{after} operations");
+    }
+}
+
+#[test]
+fn a_cut_anywhere_beside_a_guest() {
+    let mut finished = 0;
+    for seed in 100..1100 {
+        let after = Random(seed).below(160);
+        finished += u32::from(cut(seed, after, true));
+    }
+    assert!((1..900).contains(&finished), "{finished} of 1,000 ran to their end");
+}
+
+const CHILD: &str = "LAMINA_TEST_CHILD";
+
+/// Wipes and shrinks beside a guest until it is killed. The guest stamps what it writes with its number, and says what
+/// is flushed.
+#[test]
+#[ignore = "the child of the test below"]
+fn child() {
+    let Ok(folder) = std::env::var(CHILD) else { return };
+    let directory = LocalDirectory::open(std::path::Path::new(&folder), LocalQueues::Threads).unwrap();
+    let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
+    let mut random = Random(u64::from(std::process::id()));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            loop {
+                let done = layer.wipe(true, full_pace()).and_then(|_| layer.shrink(full_pace()));
+                if let Err(error) = done {
+                    eprintln!("{error}");
+                    std::process::exit(1);
+                }
+            }
+        });
+        loop {
+            let slot = SLOTS[random.below(3) as usize];
+            let grain = slot * 4096 + random.below(GRAINS);
+            match random.one_in(2) {
+                true => layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap(),
+                false => layer.write(grain * GRAIN, &[&stamped(1, grain + 1)]).unwrap(),
+            }
+            if random.one_in(50) {
+                layer.flush().unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+fn killed_anywhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+    let file = directory.create(NAME, IoMode::Buffered).unwrap();
+    let layer = SeSparse::create(Arc::clone(&file), NAME, CAPACITY, writing()).unwrap();
+    for slot in SLOTS {
+        for grain in slot * 4096..slot * 4096 + GRAINS {
+            layer.write(grain * GRAIN, &[&stamped(1, grain + 1)]).unwrap();
+        }
+    }
+    layer.flush().unwrap();
+    drop(layer);
+    for round in 0..12 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--ignored", "--exact", "sesparse::tests::reclaim::child"])
+            .env(CHILD, folder.path())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(60 + round * 37));
+        assert!(child.try_wait().unwrap().is_none(), "it goes on until it is killed");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let layer = open(&directory, IoMode::Buffered, writing()).unwrap();
+        assert_clean(&layer);
+        // A killed process loses nothing that it wrote: each grain holds its own stamp, or zeros.
+        for slot in SLOTS {
+            let found = stamps(&layer, slot * 4096 * GRAIN, GRAINS * GRAIN).unwrap();
+            for (grain, sectors) in (slot * 4096..).zip(found.chunks(SECTORS as usize)) {
+                let good = sectors.iter().all(|stamp| *stamp == grain + 1) || sectors.iter().all(|stamp| *stamp == 0);
+                assert!(good, "grain {grain}: {sectors:x?}");
+            }
+        }
+        if round % 3 == 2 {
+            reclaim_all(&layer, &*file);
+        }
+        drop(layer);
+    }
+}
+
+/// A reader that holds on for too long has grains forgotten; the marks say where they are, also in a closed image.
+#[test]
+fn what_is_forgotten_is_found_when_opened_again() {
+    for closed in [false, true] {
+        let disk = simulated(5);
+        let layer = create(&disk, IoMode::Buffered, CAPACITY, writing());
+        for at in (0..64 * MIB).step_by(MIB as usize) {
+            layer.write(at, &[&stamped(256, at + 1)]).unwrap();
+        }
+        layer.flush().unwrap();
+        let reader = layer.epoch();
+        let grains = 64 * MIB / GRAIN;
+        assert!(grains / 2 > super::super::epoch::WAITING_MAX as u64);
+        for grain in (0..grains).step_by(2) {
+            layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
+        }
+        layer.flush().unwrap();
+        if closed {
+            layer.close().unwrap();
+        }
+        drop((reader, layer));
+        let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+        assert_clean(&layer);
+        assert_eq!(layer.usage().unwrap().mapped, grains / 2 * GRAIN);
+    }
+}
+
+/// The bar: half of a disk is deleted, and at least 99 of 100 dead grains go back to the file system.
+#[test]
+fn deleting_half_returns_its_space() {
+    for contiguous in [true, false] {
+        let folder = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open(folder.path(), LocalQueues::Threads).unwrap();
+        let file = directory.create(NAME, IoMode::Buffered).unwrap();
+        let layer = SeSparse::create(file, NAME, 256 * MIB, writing()).unwrap();
+        for at in (0..128 * MIB).step_by(MIB as usize) {
+            layer.write(at, &[&stamped(256, at + 1)]).unwrap();
+        }
+        layer.flush().unwrap();
+        let full = layer.usage().unwrap();
+        assert_eq!((full.mapped, full.dead), (128 * MIB, 0), "{full:?}");
+        if contiguous {
+            layer.zero(0..64 * MIB, false).unwrap();
+        } else {
+            for grain in (0..128 * MIB / GRAIN).step_by(2) {
+                layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
+            }
+        }
+        let usage = layer.usage().unwrap();
+        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "before the flush");
+        layer.flush().unwrap();
+        let usage = layer.usage().unwrap();
+        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "behind it");
+        layer.wipe(true, full_pace()).unwrap();
+        layer.shrink(full_pace()).unwrap();
+        let usage = layer.usage().unwrap();
+        assert_eq!((usage.mapped, usage.dead), (64 * MIB, 0));
+        let returned = full.allocated - usage.allocated;
+        assert!(returned * 100 >= 64 * MIB * 99, "{returned} of {} bytes came back", 64 * MIB);
+    }
+}

@@ -1,0 +1,186 @@
+//! Bar 3 of VMware's formats: random 4 KiB reads through 32 levels of deltas against the flat base alone.
+//!
+//! Every block lies in a level of its own choice, so that hardly two neighbours share one: each block is an entry of
+//! the metadata cache, the worst there is. Two sizes of disk: one whose blocks all fit into the cache, read once before
+//! so that it is warm, and one with several times as many blocks as the cache has entries. Base and deltas have the
+//! same blocks in the page cache; what differs is the way to them. There are two bases, and how far they differ from
+//! each other is the noise of the machine.
+
+use super::layout::{Spread, snapshot_name};
+use super::{BLOCK, Setting, no_cell, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::{Error, Result};
+use crate::fio::{self, Job, Length, Pattern};
+use crate::nbd::{Client, Request};
+use crate::report::{Bar, Finding, Outcome};
+use crate::statistics::{median, ratio};
+use crate::{process, scratch};
+use serde_json::{Value, json};
+
+const BAR: Bar = Bar::Vmdk(3);
+/// Least share of the base's rate with a warm cache ...
+const WARM_SHARE_MIN: f64 = 0.95;
+/// ... and with one that overflows.
+const OVERFLOWING_SHARE_MIN: f64 = 0.6;
+/// Most bytes of memory for each entry.
+const ENTRY_MEMORY_MAX: f64 = 32.0;
+/// Entries of the metadata cache: what a disk has unless it is told otherwise.
+const ENTRIES: u64 = 65_536;
+const DEPTH: u32 = 32;
+
+const FORMATS: [&str; 3] = ["vmfssparse", "sesparse", "vsansparse"];
+/// Requests in flight.
+const DEPTHS: [u32; 2] = [1, 16];
+
+struct State {
+    word: &'static str,
+    /// Blocks of the disk for each entry of the cache, in halves.
+    halves: u64,
+    share_min: f64,
+}
+
+const STATES: [State; 2] = [
+    State { word: "warm", halves: 1, share_min: WARM_SHARE_MIN },
+    State { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
+];
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let name = |state: &State, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
+    let all: Vec<String> = STATES.iter().flat_map(|state| DEPTHS.map(|depth| name(state, depth))).collect();
+    if !all.iter().any(|cell| plan.wants(cell)) {
+        return Err(no_cell(plan, &all));
+    }
+    let mut outcome = Outcome::default();
+    let mut raw = Vec::new();
+    for state in STATES.iter().filter(|state| DEPTHS.iter().any(|depth| plan.wants(&name(state, *depth)))) {
+        // A short run overflows the cache too, but not by as much.
+        let halves = if plan.quick { state.halves.div_ceil(2) } else { state.halves };
+        let size = ENTRIES * BLOCK * halves / 2;
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, &format!("chains-{}", state.word))?;
+        let disks = build(setting, &datastore, state, size)?;
+        // What was in the caches while the levels were written is not what this is about.
+        let (server, _) = datastore.serve(&Serving::plain(plan.mode()), &disks[0].0)?;
+        for (disk, _) in &disks {
+            if disk != BASE && disk != OTHER_BASE {
+                datastore.verb(&["disk", "tune", disk, "--metadata-entries", &ENTRIES.to_string()])?;
+            }
+            read_all(&datastore, disk, size)?;
+        }
+        scratch::warm(datastore.path())?;
+        for depth in DEPTHS.into_iter().filter(|depth| plan.wants(&name(state, *depth))) {
+            let cell = name(state, depth);
+            say(&cell);
+            let rates = measure_cell(setting, &datastore, &disks, size, depth)?;
+            judge(state, &cell, &disks, &rates, &mut outcome);
+            raw.push(json!({ "cell": cell, "disks": disks.iter().map(|d| &d.1).collect::<Vec<_>>(), "rates": rates }));
+        }
+        for (disk, format) in disks.iter().skip(2) {
+            let statistics = datastore.statistics(disk)?;
+            memory(state, format, &statistics, &mut outcome)?;
+            raw.push(json!({ "state": state.word, "format": format, "statistics": statistics }));
+        }
+        server.service.stop()?;
+        setting.scratch.remove(datastore.path())?;
+    }
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}
+
+const BASE: &str = "base";
+const OTHER_BASE: &str = "other-base";
+
+/// Two flat disks and one with 32 levels for each format, all with the same content: names and what they are.
+fn build(setting: &Setting, datastore: &Datastore, state: &State, size: u64) -> Result<Vec<(String, String)>> {
+    let mut disks = vec![(BASE.to_string(), "flat".to_string()), (OTHER_BASE.to_string(), "flat".to_string())];
+    for (disk, _) in &disks {
+        datastore.create_vmdk(disk, size, "thin", None)?;
+    }
+    for format in FORMATS {
+        disks.push((format!("deep-{format}"), format.to_string()));
+        datastore.create_vmdk(&format!("deep-{format}"), size, "thin", Some(format))?;
+    }
+    let (server, _) = datastore.serve(&Serving::plain(setting.plan.mode()), BASE)?;
+    for (disk, format) in &disks {
+        say(&format!("{}: writing {format}", state.word));
+        let depth = if format == "flat" { 0 } else { DEPTH };
+        let spread = Spread { piece: BLOCK, size, depth, seed: setting.plan.seed };
+        for level in 0..=depth {
+            spread.write(&datastore.endpoint(disk), level)?;
+            if level < depth {
+                datastore.snapshot(disk, &snapshot_name(level))?;
+            }
+        }
+    }
+    server.service.stop()?;
+    Ok(disks)
+}
+
+/// Reads a disk from the beginning to the end.
+fn read_all(datastore: &Datastore, disk: &str, size: u64) -> Result<()> {
+    const STEP: u64 = 1 << 20;
+    let endpoint = datastore.endpoint(disk);
+    let requests =
+        (0..size.div_ceil(STEP)).map(|i| Request::Read { offset: i * STEP, length: STEP.min(size - i * STEP) as u32 });
+    Client::connect(&endpoint.socket, &endpoint.export)?.run(4, requests, |_| ()).map(|_| ())
+}
+
+fn measure_cell(
+    setting: &Setting,
+    datastore: &Datastore,
+    disks: &[(String, String)],
+    size: u64,
+    depth: u32,
+) -> Result<Vec<Vec<f64>>> {
+    let plan = &setting.plan;
+    let mut rates = vec![Vec::new(); disks.len()];
+    for run in 0..plan.runs as usize {
+        for turn in 0..disks.len() {
+            let side = (turn + run) % disks.len();
+            process::go_on()?;
+            let job = Job {
+                pattern: Pattern::RandomRead,
+                block: BLOCK as u32,
+                depth,
+                flush_each: false,
+                length: Length::Time { seconds: plan.seconds, ramp: plan.ramp },
+                size,
+                seed: plan.seed + run as u64,
+            };
+            rates[side].push(fio::run(&setting.scratch, &datastore.endpoint(&disks[side].0), &job)?.rate);
+        }
+    }
+    Ok(rates)
+}
+
+fn judge(state: &State, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
+    let base = median(&rates[0]);
+    outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), base, "/s"));
+    for ((disk, format), rates) in disks.iter().zip(rates).skip(1) {
+        let share = ratio(median(rates), base);
+        outcome.findings.push(if disk == OTHER_BASE {
+            Finding::note(BAR, format!("{cell}, another flat disk: share (noise)"), share, "")
+        } else {
+            let what = format!("{cell}, {DEPTH} levels of {format}: share of the base");
+            Finding::at_least(BAR, what, share, state.share_min, "")
+        });
+    }
+}
+
+/// What the cache says of itself.
+fn memory(state: &State, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
+    let metadata = &statistics["metadata"];
+    let field = |name: &str| {
+        metadata[name].as_f64().ok_or_else(|| Error::Answer(format!("disk stats has no metadata.{name}: {statistics}")))
+    };
+    let (entries, bytes) = (field("entries")?, field("memory")?);
+    let (hits, misses) = (field("hits")?, field("misses")?);
+    let what = |text: &str| format!("{} {format}: {text}", state.word);
+    outcome.findings.extend([
+        Finding::note(BAR, what("hit rate"), ratio(hits, hits + misses), ""),
+        Finding::note(BAR, what("entries"), entries, ""),
+        Finding::at_most(BAR, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
+    ]);
+    Ok(())
+}

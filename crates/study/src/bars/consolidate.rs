@@ -1,0 +1,126 @@
+//! Bar 7 of VMware's formats, first half: a chain of deltas is consolidated into its base under random writes.
+//!
+//! The deltas together hold as much as the disk is large, in runs of 64 KiB at random. What the disk must hold is known
+//! block by block all the time (see [`super::load`]) and compared at the end, before and after the server restarts.
+
+use super::load::{Load, Versions, worst};
+use super::{BLOCK, Setting, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::nbd::Timing;
+use crate::process;
+use crate::random::Random;
+use crate::report::{Bar, Finding, Outcome};
+use crate::scratch;
+use crate::statistics::ratio;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+const BAR: Bar = Bar::Vmdk(7);
+/// Longest delay of any request.
+const DELAY_MAX_MS: f64 = 50.0;
+/// "Bounded time": least rate at which the bytes to be moved are worked off, whatever the guest writes meanwhile.
+const BYTES_PER_SECOND_MIN: f64 = 20e6;
+const LEVELS: u32 = 4;
+const RUN: u64 = 64 << 10;
+const DISK: &str = "disk";
+/// How long the load alone is watched, before and after.
+const CALM: Duration = Duration::from_secs(10);
+const FORMATS: [&str; 3] = ["sesparse", "vmfssparse", "vsansparse"];
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let mut outcome = Outcome::default();
+    let mut raw = Vec::new();
+    for format in FORMATS.into_iter().filter(|format| plan.wants(format)) {
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, &format!("consolidate-{format}"))?;
+        datastore.create_vmdk(DISK, plan.disk_size, "thin", Some(format))?;
+        let (server, _) = datastore.serve(&Serving::plain(plan.mode()), DISK)?;
+        let endpoint = datastore.endpoint(DISK);
+        say(&format!("{format}: writing a base and {LEVELS} deltas"));
+        let mut versions = Versions::fill(&endpoint, plan.disk_size)?;
+        let mut random = Random::new(plan.seed);
+        let runs = plan.disk_size / RUN;
+        for level in 0..LEVELS {
+            datastore.snapshot(DISK, &format!("level-{level}"))?;
+            let order = random.order(u32::try_from(runs).unwrap_or(u32::MAX));
+            let part = order[..order.len() / LEVELS as usize].iter();
+            versions.rewrite(&endpoint, part.map(|run| (u64::from(*run) * RUN / BLOCK, RUN / BLOCK)))?;
+        }
+        setting.scratch.rest(datastore.path())?;
+        say(&format!("{format}: consolidating under load"));
+        let work =
+            Work { datastore: &datastore, verb: &["disk", "consolidate", DISK], what: format, bytes: plan.disk_size };
+        raw.push(watched(setting, &work, DISK, versions, &mut outcome)?);
+        server.service.stop()?;
+        setting.scratch.remove(datastore.path())?;
+    }
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}
+
+/// A piece of work on a disk in use.
+pub(super) struct Work<'a> {
+    pub(super) datastore: &'a Datastore,
+    /// The verb that does it, and returns when it is done.
+    pub(super) verb: &'a [&'a str],
+    /// How it is called in findings.
+    pub(super) what: &'a str,
+    /// Bytes that it has to move.
+    pub(super) bytes: u64,
+}
+
+/// Does it under random writes: how long it takes, what it delays, and whether every block is right afterwards.
+pub(super) fn watched(
+    setting: &Setting,
+    work: &Work<'_>,
+    disk: &str,
+    versions: Versions,
+    outcome: &mut Outcome,
+) -> Result<Value> {
+    let datastore = work.datastore;
+    let endpoint = datastore.endpoint(disk);
+    let load = Load::verified(&endpoint, versions, setting.plan.seed)?;
+    process::pause(Duration::from_secs(2))?;
+    let from = Instant::now();
+    process::pause(CALM)?;
+    let before = (from, Instant::now());
+    let time = datastore.verb(work.verb)?;
+    let during = (before.1, Instant::now());
+    process::pause(CALM)?;
+    let after = (during.1, Instant::now());
+    let (timings, versions) = load.finish_verified()?;
+    let allocated = scratch::allocated(datastore.path())?;
+    say("comparing every block");
+    let differences = versions.differences(&endpoint)?;
+
+    let (calm, busy) = (worst(&timings, &[before, after]), worst(&timings, &[during]));
+    let what = |text: &str| format!("{}: {text}", work.what);
+    let speed = ratio(work.bytes as f64, time.as_secs_f64());
+    let over = late(&timings, during);
+    outcome.findings.extend([
+        Finding::note(BAR, what("time"), time.as_secs_f64(), "s"),
+        Finding::at_least(BAR, what("bytes moved per second"), speed / 1e6, BYTES_PER_SECOND_MIN / 1e6, "MB/s"),
+        Finding::at_most(BAR, what("blocks that differ"), differences as f64, 0.0, ""),
+        Finding::note(BAR, what("worst request in 20 s without it"), calm, "ms"),
+        Finding::at_most(BAR, what("worst request during it"), busy, DELAY_MAX_MS, "ms"),
+        Finding::note(BAR, what("requests during it above 50 ms"), over as f64, ""),
+        Finding::note(BAR, what("rate during it against without"), share(&timings, during, before, after), ""),
+    ]);
+    Ok(json!({
+        "what": work.what, "seconds": time.as_secs_f64(), "bytes": work.bytes, "differences": differences,
+        "worst_calm_ms": calm, "worst_busy_ms": busy, "late": over, "requests": timings.len(), "allocated": allocated,
+    }))
+}
+
+/// Requests in flight during a window that took longer than they may.
+fn late(timings: &[Timing], window: (Instant, Instant)) -> usize {
+    let inside = |t: &&Timing| t.sent <= window.1 && t.answered >= window.0;
+    timings.iter().filter(inside).filter(|t| t.microseconds() > DELAY_MAX_MS * 1e3).count()
+}
+
+fn share(timings: &[Timing], during: (Instant, Instant), before: (Instant, Instant), after: (Instant, Instant)) -> f64 {
+    let rate = |window| super::load::rate(timings, window);
+    ratio(rate(during), (rate(before) + rate(after)) / 2.0)
+}

@@ -1,0 +1,192 @@
+//! The load under which something is done to a disk: random 4 KiB writes at queue depth 16, timed one by one.
+//!
+//! It is the study's own client, so that a request's beginning and end and those of what is done stand on one clock:
+//! what a piece of work delays are the requests in flight during it.
+//!
+//! A verified load keeps count of what it wrote: each block's content follows from its place and the number of times it
+//! was written, no block is written twice at a time, and so the whole disk can be compared with what it must hold.
+
+use super::BLOCK;
+use crate::error::{Error, Result};
+use crate::fio::Endpoint;
+use crate::nbd::{Client, Request, Timing};
+use crate::random::Random;
+use crate::statistics::ratio;
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+const LOAD_DEPTH: usize = 16;
+/// Bytes written or compared by one request when the whole disk is.
+const PIECE: u64 = 1 << 20;
+
+/// What every block of a disk must hold: how often it was written, from which its bytes follow.
+#[derive(Clone, Debug)]
+pub(super) struct Versions(Vec<u32>);
+
+impl Versions {
+    /// Writes a whole disk for the first time.
+    pub(super) fn fill(endpoint: &Endpoint, size: u64) -> Result<Versions> {
+        let versions = Versions(vec![1; (size / BLOCK) as usize]);
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        let piece =
+            |i: u64| Request::Stamped { offset: i * PIECE, length: PIECE.min(size - i * PIECE) as u32, version: 1 };
+        client.run(4, (0..size.div_ceil(PIECE)).map(piece), |_| ())?;
+        client.flush()?;
+        Ok(versions)
+    }
+
+    /// Writes these runs of blocks once more.
+    pub(super) fn rewrite(&mut self, endpoint: &Endpoint, runs: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        let versions = &mut self.0;
+        // A run is all of one version, so that it can go as one request.
+        let requests = runs.into_iter().map(|(first, count)| {
+            let run = &mut versions[first as usize..(first + count) as usize];
+            let version = run.iter().max().map_or(1, |most| most + 1);
+            run.fill(version);
+            Request::Stamped { offset: first * BLOCK, length: (count * BLOCK) as u32, version }
+        });
+        client.run(LOAD_DEPTH, requests, |_| ())?;
+        client.flush()
+    }
+
+    /// How many blocks hold something else.
+    pub(super) fn differences(&self, endpoint: &Endpoint) -> Result<u64> {
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        let mut differences = 0;
+        let per_piece = (PIECE / BLOCK) as usize;
+        for (index, versions) in self.0.chunks(per_piece).enumerate() {
+            differences += client.compare(index as u64 * PIECE, versions)?;
+        }
+        Ok(differences)
+    }
+}
+
+/// Random writes until told to stop.
+pub(super) struct Load {
+    stop: Arc<AtomicBool>,
+    thread: JoinHandle<Result<(Vec<Timing>, Option<Versions>)>>,
+}
+
+impl Load {
+    /// Over the first `blocks` of a disk.
+    pub(super) fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        Self::spawn(move |stop| {
+            let mut random = Random::new(seed);
+            let mut timings = Vec::with_capacity(1 << 20);
+            let requests = std::iter::from_fn(|| {
+                let more = !stop.load(Ordering::Relaxed);
+                more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
+            });
+            client.run(LOAD_DEPTH, requests, |timing| timings.push(timing))?;
+            Ok((timings, None))
+        })
+    }
+
+    /// Over the whole of a disk, keeping count of what it holds.
+    pub(super) fn verified(endpoint: &Endpoint, mut versions: Versions, seed: u64) -> Result<Load> {
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        Self::spawn(move |stop| {
+            let mut random = Random::new(seed);
+            let mut timings = Vec::with_capacity(1 << 20);
+            let under_way = RefCell::new(HashSet::new());
+            let blocks = versions.0.len() as u64;
+            let requests = std::iter::from_fn(|| {
+                if stop.load(Ordering::Relaxed) {
+                    return None;
+                }
+                let block = loop {
+                    let block = random.below(blocks);
+                    if under_way.borrow_mut().insert(block) {
+                        break block;
+                    }
+                };
+                let version = &mut versions.0[block as usize];
+                *version += 1;
+                Some(Request::Stamped { offset: block * BLOCK, length: BLOCK as u32, version: *version })
+            });
+            client.run_told(LOAD_DEPTH, requests, |request, timing| {
+                if let Request::Stamped { offset, .. } = request {
+                    under_way.borrow_mut().remove(&(offset / BLOCK));
+                }
+                timings.push(timing);
+            })?;
+            client.flush()?;
+            Ok((timings, Some(versions)))
+        })
+    }
+
+    fn spawn(
+        work: impl FnOnce(&AtomicBool) -> Result<(Vec<Timing>, Option<Versions>)> + Send + 'static,
+    ) -> Result<Load> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || work(&seen));
+        Ok(Load { stop, thread })
+    }
+
+    /// Stops it: what each request took.
+    pub(super) fn finish(self) -> Result<Vec<Timing>> {
+        self.end().map(|(timings, _)| timings)
+    }
+
+    /// Stops a verified one: also what the disk must hold now.
+    pub(super) fn finish_verified(self) -> Result<(Vec<Timing>, Versions)> {
+        let (timings, versions) = self.end()?;
+        let versions = versions.ok_or_else(|| Error::Answer("the load kept no count of what it wrote".into()))?;
+        Ok((timings, versions))
+    }
+
+    fn end(self) -> Result<(Vec<Timing>, Option<Versions>)> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| Error::Answer("the load ended by a panic".into()))?
+    }
+}
+
+/// A time in which something was done, or nothing.
+pub(super) type Window = (Instant, Instant);
+
+/// Worst latency in milliseconds among requests in flight during any of the windows.
+pub(super) fn worst(timings: &[Timing], windows: &[Window]) -> f64 {
+    let mut worst: f64 = 0.0;
+    // Replies come in order of time, and a request lasts far less than a second: look no further back than that.
+    for (from, to) in windows {
+        let first = timings.partition_point(|t| t.answered < *from);
+        for timing in timings[first..].iter().take_while(|t| t.sent.saturating_duration_since(*to).as_secs() < 1) {
+            if timing.sent <= *to {
+                worst = worst.max(timing.microseconds() / 1000.0);
+            }
+        }
+    }
+    worst
+}
+
+/// Requests answered per second in a window.
+pub(super) fn rate(timings: &[Timing], window: Window) -> f64 {
+    let inside = |at: Instant| timings.partition_point(|t| t.answered < at);
+    let seconds = window.1.duration_since(window.0).as_secs_f64();
+    ratio((inside(window.1) - inside(window.0)) as f64, seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn only_requests_in_flight_during_a_window_count() {
+        let start = Instant::now();
+        let at = |ms: u64| start + Duration::from_millis(ms);
+        let timing = |from: u64, to: u64| Timing { sent: at(from), answered: at(to) };
+        let timings = [timing(0, 9), timing(10, 15), timing(14, 21), timing(30, 60)];
+        assert_eq!(worst(&timings, &[(at(12), at(20))]), 7.0);
+        assert_eq!(worst(&timings, &[(at(22), at(25))]), 0.0);
+        assert_eq!(worst(&timings, &[(at(22), at(31)), (at(1), at(2))]), 30.0);
+        assert_eq!(rate(&timings, (at(0), at(50))), 60.0);
+    }
+}

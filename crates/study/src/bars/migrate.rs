@@ -1,0 +1,38 @@
+//! Bar 7 of VMware's formats, second half: a thick disk in use is moved to thin and to native under random writes.
+//!
+//! See [`super::consolidate`] for what is watched.
+
+use super::consolidate::{Work, watched};
+use super::load::Versions;
+use super::{Setting, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::report::Outcome;
+use serde_json::Value;
+
+const TARGETS: [&str; 2] = ["thin", "native"];
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let mut outcome = Outcome::default();
+    let mut raw = Vec::new();
+    for target in TARGETS.into_iter().filter(|target| plan.wants(target)) {
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, &format!("migrate-{target}"))?;
+        let disk = "disk";
+        datastore.create_vmdk(disk, plan.disk_size, "eagerzeroedthick", None)?;
+        let (server, _) = datastore.serve(&Serving::plain(plan.mode()), disk)?;
+        say(&format!("filling a thick disk, to be moved to {target}"));
+        let versions = Versions::fill(&datastore.endpoint(disk), plan.disk_size)?;
+        setting.scratch.rest(datastore.path())?;
+        say(&format!("moving it to {target} under load"));
+        let what = format!("thick to {target}");
+        let verb = ["disk", "migrate", disk, "--format", target];
+        let work = Work { datastore: &datastore, verb: &verb, what: &what, bytes: plan.disk_size };
+        raw.push(watched(setting, &work, disk, versions, &mut outcome)?);
+        server.service.stop()?;
+        setting.scratch.remove(datastore.path())?;
+    }
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}

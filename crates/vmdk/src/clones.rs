@@ -1,0 +1,188 @@
+//! Linked clones: disks that begin as a snapshot of another, with a delta of their own above its image.
+//!
+//! 1. The source knows its clones before they are disks: while one is named, nothing that it stands on is merged,
+//!    shrunk or removed.
+//! 2. A clone refers to the source's images where they are, as to anybody's foreign images. They stay what they are,
+//!    by 1.
+//! 3. Nobody tells a source that a clone is gone: it looks when it matters. A clone whose folder has no record any
+//!    more, or another disk's, is forgotten.
+
+use crate::disk::{Disk, Options, check_name, fresh_record, lock_is_free};
+use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};
+use crate::stored::{self, RECORD_NAME};
+use crate::{Error, ErrorKind, Result};
+use layer::descriptor::Adapter;
+use layer::image::Folder;
+use std::sync::Arc;
+
+/// A linked clone of a disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CloneReference {
+    /// Its identity.
+    pub uuid: String,
+    /// Its name when it was made.
+    pub name: String,
+    /// The snapshot that it stands on.
+    pub snapshot: Option<String>,
+}
+
+/// Where a linked clone comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// Identity of the disk.
+    pub uuid: String,
+    /// Its name when the clone was made.
+    pub disk: String,
+    /// The snapshot.
+    pub snapshot: String,
+}
+
+impl Disk {
+    /// Makes a disk that begins as a snapshot of this one, in a folder of its own.
+    pub fn linked_clone(
+        self: &Arc<Self>,
+        snapshot: &str,
+        home: Folder,
+        name: &str,
+        options: &Options,
+    ) -> Result<Arc<Self>> {
+        check_name("disk", name)?;
+        let _operation = self.begin("a linked clone")?;
+        let record = self.record();
+        let snapshot = record.snapshot(snapshot)?.clone();
+        let adapter = Adapter::named(&record.adapter).unwrap_or_default();
+        let mut fresh = fresh_record(name, &record.kind, record.delta, adapter, options);
+        let here = self.reference();
+        // The images below, as the clone has to call them.
+        for id in record.line(snapshot.node)?.iter().rev() {
+            let mut node = record.node(*id)?.clone();
+            node.standing = Standing::Foreign;
+            node.folder = Some(node.folder.unwrap_or_else(|| here.clone()));
+            fresh.nodes.push(node);
+        }
+        fresh.head = snapshot.node;
+        fresh.permitted = record.permitted.clone();
+        fresh.tunables = record.tunables;
+        fresh.origin = Some(OriginRecord {
+            uuid: record.uuid.clone(),
+            disk: record.name.clone(),
+            snapshot: snapshot.name.clone(),
+        });
+        fresh.pending = Some(Pending { fate: Some(Fate::Creating), ..Pending::new("linked clone") });
+        let clone = CloneRecord {
+            uuid: fresh.uuid.clone(),
+            name: name.to_owned(),
+            folder: reference_of(&home, &fresh.uuid),
+            node: snapshot.node,
+        };
+        let disk = Self::begin_new(home, fresh, options)?;
+        let made = (|| {
+            let mut known = record.clone();
+            known.clones.push(clone);
+            self.commit(known)?;
+            let fresh = disk.record();
+            let (image, node) =
+                disk.make_delta(&fresh, snapshot.node, None, None, fresh.delta, snapshot.capacity, "linked clone")?;
+            image.layer().close()?;
+            drop(image);
+            let mut after = disk.record();
+            after.head = node.id;
+            after.nodes.push(node);
+            after.pending = None;
+            disk.commit(after)
+        })();
+        let made = disk.end_new(made);
+        if made.is_err() {
+            // Found out again when it matters, if this fails.
+            let _ = self.drop_stale_clones();
+        }
+        made?;
+        Ok(Arc::new(disk))
+    }
+
+    /// The linked clones that stand on this disk's snapshots.
+    pub fn clones(&self) -> Vec<CloneReference> {
+        let record = self.record();
+        let named = |node| record.snapshot_of(node).map(|snapshot| snapshot.name.clone());
+        let shown = self.live_clones(&record).map(|clone| CloneReference {
+            uuid: clone.uuid.clone(),
+            name: clone.name.clone(),
+            snapshot: named(clone.node),
+        });
+        shown.collect()
+    }
+
+    /// The clones of a record that are still there.
+    pub(crate) fn live_clones<'a>(&'a self, record: &'a record::Record) -> impl Iterator<Item = &'a CloneRecord> {
+        record.clones.iter().filter(|clone| self.is_there(record, clone))
+    }
+
+    /// The snapshot of another disk that this one is a linked clone of.
+    pub fn origin(&self) -> Option<Origin> {
+        let origin = self.record().origin?;
+        Some(Origin { uuid: origin.uuid, disk: origin.disk, snapshot: origin.snapshot })
+    }
+
+    /// What others call this disk's folder.
+    fn reference(&self) -> String {
+        reference_of(&self.home, &self.uuid())
+    }
+
+    /// An error with their names while clones stand on an image.
+    pub(crate) fn refuse_clones(&self, snapshot: &str, node: u32) -> Result<()> {
+        self.drop_stale_clones()?;
+        let record = self.record();
+        let clones = record.clones.iter().filter(|clone| clone.node == node);
+        let names: Vec<&str> = clones.map(|clone| clone.name.as_str()).collect();
+        if names.is_empty() {
+            return Ok(());
+        }
+        let text = format!(
+            "snapshot '{snapshot}' of disk '{}' is what linked clones stand on: {}",
+            record.name,
+            names.join(", ")
+        );
+        Err(Error::new(ErrorKind::Busy, text))
+    }
+
+    /// Forgets clones that are gone.
+    pub(crate) fn drop_stale_clones(&self) -> Result<()> {
+        let record = self.record();
+        if record.clones.is_empty() {
+            return Ok(());
+        }
+        let mut kept = record.clone();
+        kept.clones.retain(|clone| self.is_there(&record, clone));
+        if kept.clones.len() == record.clones.len() {
+            return Ok(());
+        }
+        self.commit(kept)
+    }
+
+    /// Whether a clone still is what the record says. Where that cannot be told, it is.
+    fn is_there(&self, record: &record::Record, clone: &CloneRecord) -> bool {
+        let folder = match self.folder(record, Some(&clone.folder)) {
+            Ok(folder) => folder,
+            Err(error) => return error.kind() != ErrorKind::NotFound,
+        };
+        match stored::load(&**folder.directory()) {
+            Ok(found) if found.uuid != clone.uuid => false,
+            // Being made: by somebody who holds its lock, or by nobody any more.
+            Ok(found) => {
+                let fate = found.pending.as_ref().and_then(|pending| pending.fate);
+                fate.is_none() || !lock_is_free(&folder)
+            }
+            Err(error) => {
+                let there = error.kind() != ErrorKind::NotFound;
+                if there {
+                    tracing::warn!(%error, clone = clone.name, "'{RECORD_NAME}' of a linked clone cannot be read");
+                }
+                there
+            }
+        }
+    }
+}
+
+fn reference_of(home: &Folder, uuid: &str) -> String {
+    home.path().and_then(|path| path.to_str()).map_or_else(|| uuid.to_owned(), str::to_owned)
+}

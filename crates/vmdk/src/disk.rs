@@ -1,0 +1,532 @@
+//! A disk: opened, created and removed; the head's chain; figures and tunables.
+
+use crate::images::{load_descriptor, remove};
+use crate::line::Line;
+use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
+use crate::stored::{self, RECORD_NAME, RECORD_NEW};
+use crate::{DeltaFormat, Error, ErrorKind, Result};
+use backend::{IoMode, Lock};
+use chain::{Chain, Watch};
+use layer::Layer;
+use layer::descriptor::storage::NEW_SUFFIX;
+use layer::descriptor::{Adapter, CreateType};
+use layer::image::{Entropy, Folder, Image, ImageKind, NewImage, Place, create, system_entropy};
+use parking_lot::{Mutex, MutexGuard};
+use std::ops::ControlFlow;
+use std::path::PathBuf;
+use std::sync::{Arc, Weak};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The file whose lock the owner of a disk holds.
+pub(crate) const LOCK_NAME: &str = "lamina.lock";
+/// Longest name of a disk or snapshot, in bytes.
+const NAME_MAX: usize = 200;
+
+/// Finds a folder by what a record calls it.
+pub type FolderFinder = Arc<dyn Fn(&str) -> Result<Folder> + Send + Sync>;
+
+/// How disks are opened.
+#[derive(Clone)]
+pub struct Options {
+    /// How flat images are read and written.
+    pub mode: IoMode,
+    /// Where identities come from.
+    pub random: Entropy,
+    /// Folders that images may refer to, besides their own.
+    pub permitted: Vec<PathBuf>,
+    /// Take a parent that was changed since its child was made.
+    pub force_parent: bool,
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    pub replay_journal: bool,
+    /// A layer above the head, to which all writes go.
+    pub overlay: Option<Arc<dyn Layer>>,
+    /// How folders of other images are found; by their path if nothing is said.
+    pub folders: Option<FolderFinder>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            mode: IoMode::Buffered,
+            random: system_entropy(),
+            permitted: Vec::new(),
+            force_parent: false,
+            replay_journal: false,
+            overlay: None,
+            folders: None,
+        }
+    }
+}
+
+/// A disk to be made.
+#[derive(Clone, Debug)]
+pub struct NewDisk {
+    /// Name; its files are called so too.
+    pub name: String,
+    /// Capacity in bytes.
+    pub capacity: u64,
+    /// What the base is made of.
+    pub kind: ImageKind,
+    /// What snapshots are made of; what vSphere would take if nothing is said.
+    pub delta: Option<DeltaFormat>,
+    /// The adapter that its geometry is made for.
+    pub adapter: Adapter,
+}
+
+/// A chain that was handed out for reading.
+struct Issued {
+    chain: Weak<Chain>,
+    nodes: Vec<u32>,
+}
+
+/// What is known in memory.
+pub(crate) struct State {
+    pub record: Record,
+    issued: Vec<Issued>,
+    /// Images that an operation under way writes.
+    pub changing: Vec<u32>,
+    closed: bool,
+    /// The record's last replacement failed so that nobody knows which one the medium has.
+    failed: bool,
+}
+
+/// A disk in VMware's formats.
+pub struct Disk {
+    pub(crate) home: Folder,
+    pub(crate) options: Options,
+    operation: Mutex<()>,
+    head: Mutex<Option<Arc<Line>>>,
+    pub(crate) state: Mutex<State>,
+    _lock: Box<dyn Lock>,
+}
+
+/// The right to change the tree.
+pub(crate) struct Operation<'a>(#[expect(dead_code, reason = "held, not used")] MutexGuard<'a, ()>);
+
+impl Disk {
+    /// Makes a disk in a folder of its own. Durable on return; nothing is left after an error.
+    pub fn create(home: Folder, new: &NewDisk, options: &Options, watch: &dyn Watch) -> Result<Arc<Self>> {
+        check_name("disk", &new.name)?;
+        let (name, format) = match new.kind {
+            ImageKind::Raw => (format!("{}.img", new.name), Some("raw".to_owned())),
+            _ => (format!("{}.vmdk", new.name), None),
+        };
+        let delta = new.delta.unwrap_or_else(|| DeltaFormat::usual(new.capacity));
+        let mut fresh = fresh_record(&new.name, new.kind.name(), delta, new.adapter, options);
+        let image =
+            NewImage { adapter: new.adapter, mode: options.mode, ..NewImage::new(&name, new.capacity, new.kind) };
+        let random = &mut || (options.random)();
+        let extents = image.descriptor(random)?.map(|descriptor| descriptor.extents).unwrap_or_default();
+        let extents = extents.into_iter().filter_map(|extent| extent.file);
+        let names = [name.clone(), format!("{name}{NEW_SUFFIX}")].into_iter().chain(extents);
+        let made = names.map(|name| FileRecord { folder: None, name }).collect();
+        fresh.pending = Some(Pending { made, fate: Some(Fate::Creating), ..Pending::new("create") });
+        let disk = Self::begin_new(home, fresh, options)?;
+        let made = create(&disk.home, &image, random, &mut |done, total| go_on(watch, done, total));
+        disk.end_new(made.and_then(|_| {
+            let mut next = disk.record();
+            next.nodes.push(Node {
+                id: 1,
+                parent: None,
+                folder: None,
+                descriptor: name.clone(),
+                format,
+                standing: Standing::Made,
+            });
+            next.head = 1;
+            next.pending = None;
+            disk.commit(next)
+        }))?;
+        Ok(Arc::new(disk))
+    }
+
+    /// Opens the disk of a folder. What was interrupted is finished or undone first.
+    ///
+    /// # Errors
+    /// `NotFound` when there is none, also when its creation or deletion was interrupted.
+    pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
+        let lock = lock(&home)?;
+        let directory = &**home.directory();
+        let loaded = stored::load(directory);
+        if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
+            // A creation that never had a record has nothing else either.
+            remove(directory, RECORD_NEW)?;
+            directory.sync().map_err(|error| Error::io("making removals durable", error))?;
+        }
+        let disk = Self::assemble(home, loaded?, options, lock);
+        disk.recover()?;
+        Ok(Arc::new(disk))
+    }
+
+    /// A disk whose record says that it is being made.
+    pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
+        let lock = lock(&home)?;
+        let directory = &**home.directory();
+        match stored::load(directory) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            _ => {
+                let text = format!("the folder of disk '{}' has a disk already", record.name);
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+        }
+        if let Some(pending) = &record.pending {
+            let names = crate::images::list(directory)?;
+            if let Some(there) = pending.made.iter().find(|file| file.folder.is_none() && names.contains(&file.name)) {
+                let text = format!("there is a file '{}' already", there.name);
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+        }
+        let disk = Self::assemble(home, record.clone(), options, lock);
+        disk.commit(record)?;
+        Ok(disk)
+    }
+
+    /// Ends the making of a disk: what failed is taken back.
+    pub(crate) fn end_new(&self, outcome: Result<()>) -> Result<()> {
+        let Err(error) = outcome else { return Ok(()) };
+        if !self.state.lock().failed {
+            // What stays is taken back at the next opening.
+            if let Err(second) = self.forget() {
+                tracing::warn!(%second, "what was made of a disk could not be removed");
+            }
+        }
+        Err(error)
+    }
+
+    fn assemble(home: Folder, record: Record, options: &Options, lock: Box<dyn Lock>) -> Self {
+        let state = State { record, issued: Vec::new(), changing: Vec::new(), closed: false, failed: false };
+        Self {
+            home,
+            options: options.clone(),
+            operation: Mutex::new(()),
+            head: Mutex::new(None),
+            state: Mutex::new(state),
+            _lock: lock,
+        }
+    }
+
+    /// Removes the files of a disk that is neither whole nor needed, its record last.
+    pub(crate) fn forget(&self) -> Result<()> {
+        let record = self.record();
+        let pending = record.pending.iter();
+        let files: Vec<FileRecord> =
+            pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
+        self.remove_files(&record, &files)?;
+        let directory = &**self.home.directory();
+        let list = self.vmsd_name(&record);
+        let sync = || directory.sync().map_err(|error| Error::io("making removals durable", error));
+        if record.vmsd {
+            remove(directory, &list)?;
+        }
+        remove(directory, &format!("{list}{NEW_SUFFIX}"))?;
+        sync()?;
+        remove(directory, RECORD_NAME)?;
+        remove(directory, RECORD_NEW)?;
+        remove(directory, LOCK_NAME)?;
+        sync()
+    }
+
+    /// The right to change the tree; what an earlier change has left is finished first.
+    pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
+        let Some(guard) = self.operation.try_lock() else {
+            let text = format!("disk '{}': {what} has to wait until another operation is done", self.name());
+            return Err(Error::new(ErrorKind::Busy, text));
+        };
+        self.check_usable()?;
+        let operation = Operation(guard);
+        self.finish_pending()?;
+        Ok(operation)
+    }
+
+    pub(crate) fn check_usable(&self) -> Result<()> {
+        let state = self.state.lock();
+        if state.failed || state.closed {
+            let why = if state.failed { "its record could not be written" } else { "it was closed" };
+            let text = format!("disk '{}': {why}; open it again", state.record.name);
+            return Err(Error::new(ErrorKind::Stopped, text));
+        }
+        Ok(())
+    }
+
+    /// An error where the head is only read, or is not all there is.
+    pub(crate) fn check_writable(&self, record: &Record, what: &str) -> Result<()> {
+        if self.options.overlay.is_some() {
+            let text = format!("disk '{}' is being imported: {what} has to wait until that is done", record.name);
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        if record.read_only {
+            let text = format!("disk '{}' is only read: no {what}", record.name);
+            return Err(Error::new(ErrorKind::ReadOnly, text));
+        }
+        Ok(())
+    }
+
+    /// Replaces the record. If nobody can say which one the medium has, nothing more is written.
+    pub(crate) fn commit(&self, record: Record) -> Result<()> {
+        match stored::store(&**self.home.directory(), &record) {
+            Ok(()) => {
+                self.state.lock().record = record;
+                Ok(())
+            }
+            Err(failed) => {
+                if failed.uncertain {
+                    self.state.lock().failed = true;
+                    if let Some(line) = &*self.head.lock() {
+                        // Nothing may be acknowledged that only one of the two records knows.
+                        let _ = line.chain.close();
+                    }
+                }
+                Err(failed.error)
+            }
+        }
+    }
+
+    /// The record as it is now.
+    pub fn record(&self) -> Record {
+        self.state.lock().record.clone()
+    }
+
+    /// Name.
+    pub fn name(&self) -> String {
+        self.state.lock().record.name.clone()
+    }
+
+    /// Identity.
+    pub fn uuid(&self) -> String {
+        self.state.lock().record.uuid.clone()
+    }
+
+    /// The folder with the record.
+    pub fn home(&self) -> &Folder {
+        &self.home
+    }
+
+    /// The head's line, opened if it is not.
+    pub(crate) fn head_line(&self) -> Result<Arc<Line>> {
+        self.check_usable()?;
+        let mut head = self.head.lock();
+        if let Some(line) = &*head {
+            return Ok(Arc::clone(line));
+        }
+        let record = self.record();
+        let writable = !record.read_only && self.options.overlay.is_none();
+        let line = Arc::new(self.open_line(&record, record.head, writable, self.options.overlay.clone())?);
+        *head = Some(Arc::clone(&line));
+        Ok(line)
+    }
+
+    /// The head's line if it is open.
+    pub(crate) fn open_head(&self) -> Option<Arc<Line>> {
+        self.head.lock().clone()
+    }
+
+    /// Lets go of the head's line: the next user opens another.
+    pub(crate) fn drop_head(&self) -> Option<Arc<Line>> {
+        self.head.lock().take()
+    }
+
+    /// The chain of the head. A new one after [`Disk::revert`].
+    pub fn chain(&self) -> Result<Arc<Chain>> {
+        Ok(Arc::clone(&self.head_line()?.chain))
+    }
+
+    /// Levels of the head's chain that snapshots name, newest first: what is above one has changed since.
+    pub fn bases(&self) -> Result<Vec<(String, chain::LevelKey)>> {
+        let line = self.head_line()?;
+        let record = self.record();
+        let names = record.snapshots.iter().rev();
+        let keyed = names.filter_map(|snapshot| Some((snapshot.name.clone(), line.level(snapshot.node)?.key)));
+        Ok(keyed.collect())
+    }
+
+    /// The chain of a snapshot, for reading. While it is held, nothing in it is merged.
+    pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
+        self.check_usable()?;
+        // Held while the images are opened, so that no merge of them begins meanwhile.
+        let _head = self.head.lock();
+        let record = self.record();
+        let node = record.snapshot(name)?.node;
+        let nodes = record.line(node)?;
+        if self.state.lock().changing.iter().any(|node| nodes.contains(node)) {
+            let text = format!("snapshot '{name}' of '{}' is being merged; try again when that is done", record.name);
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        let line = self.open_line(&record, node, false, None)?;
+        let chain = line.chain;
+        let mut state = self.state.lock();
+        state.issued.retain(|issued| issued.chain.strong_count() > 0);
+        state.issued.push(Issued { chain: Arc::downgrade(&chain), nodes });
+        Ok(chain)
+    }
+
+    /// Claims images for an operation that writes them.
+    ///
+    /// # Errors
+    /// `Busy` while a snapshot's chain with one of them is held.
+    pub(crate) fn claim(&self, nodes: &[u32]) -> Result<Claim<'_>> {
+        let _head = self.head.lock();
+        let mut state = self.state.lock();
+        state.issued.retain(|issued| issued.chain.strong_count() > 0);
+        if state.issued.iter().any(|issued| issued.nodes.iter().any(|node| nodes.contains(node))) {
+            let text = format!("disk '{}': a snapshot is open that stands on what would be merged", state.record.name);
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        state.changing = nodes.to_vec();
+        Ok(Claim(self))
+    }
+
+    /// Gives it another name. Its files keep theirs.
+    pub fn rename(&self, name: &str) -> Result<()> {
+        check_name("disk", name)?;
+        let _operation = self.begin("renaming")?;
+        let mut record = self.record();
+        record.name = name.to_owned();
+        self.commit(record)
+    }
+
+    /// Notes what lies above the head, for whoever put it there.
+    pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
+        let _operation = self.begin("noting the overlay")?;
+        let mut record = self.record();
+        record.overlay = overlay;
+        self.commit(record)
+    }
+
+    /// Flushes and closes. Later changes fail.
+    pub fn close(&self) -> Result<()> {
+        let Some(_operation) = self.operation.try_lock() else {
+            let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
+            return Err(Error::new(ErrorKind::Busy, text));
+        };
+        let line = self.drop_head();
+        self.state.lock().closed = true;
+        match line {
+            Some(line) => line.chain.close(),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes it: its record and the files that it made.
+    ///
+    /// # Errors
+    /// `Busy` while linked clones stand on it.
+    pub fn delete(self: Arc<Self>) -> Result<()> {
+        let _operation = self.begin("deleting")?;
+        self.drop_stale_clones()?;
+        let mut record = self.record();
+        if !record.clones.is_empty() {
+            let names: Vec<&str> = record.clones.iter().map(|clone| clone.name.as_str()).collect();
+            let text =
+                format!("disk '{}' cannot be deleted: linked clones stand on it: {}", record.name, names.join(", "));
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        let made = record.nodes.iter().filter(|node| node.standing == Standing::Made);
+        let gone = made.flat_map(|node| self.files(&record, node)).collect();
+        record.pending = Some(Pending { gone, fate: Some(Fate::Deleting), ..Pending::new("delete") });
+        let line = self.drop_head();
+        let committed = self.commit(record);
+        self.state.lock().closed = committed.is_ok();
+        if let Some(line) = line {
+            // What could not be flushed is being thrown away; or the disk stays, and was written all there is.
+            let _ = line.chain.close();
+        }
+        committed?;
+        self.forget()
+    }
+}
+
+/// Images that an operation writes, until it is dropped.
+pub(crate) struct Claim<'a>(&'a Disk);
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.0.state.lock().changing.clear();
+    }
+}
+
+fn lock(home: &Folder) -> Result<Box<dyn Lock>> {
+    home.directory().lock(LOCK_NAME).map_err(|error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => Error::new(ErrorKind::Busy, "the disk of this folder is open elsewhere"),
+        _ => Error::io("locking the disk's folder", error),
+    })
+}
+
+/// Whether nobody has the disk of a folder open.
+pub(crate) fn lock_is_free(home: &Folder) -> bool {
+    home.directory().lock(LOCK_NAME).is_ok()
+}
+
+/// A record of a disk that has no images yet.
+pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: Adapter, options: &Options) -> Record {
+    Record {
+        name: name.to_owned(),
+        uuid: new_uuid(&options.random),
+        created: now_micros() / 1_000_000,
+        stem: name.to_owned(),
+        kind: kind.to_owned(),
+        delta,
+        adapter: adapter.name().to_owned(),
+        read_only: false,
+        vmsd: true,
+        head: 0,
+        nodes: Vec::new(),
+        snapshots: Vec::new(),
+        last_uid: 0,
+        tunables: Tunables::default(),
+        overlay: None,
+        origin: None,
+        clones: Vec::new(),
+        permitted: Vec::new(),
+        pending: None,
+    }
+}
+
+/// A random identity (RFC 9562, version 4).
+fn new_uuid(random: &Entropy) -> String {
+    let number = u128::from(random()) << 64 | u128::from(random());
+    let number = number & !(0xf << 76 | 0xc << 60) | 4 << 76 | 8 << 60;
+    let hex = format!("{number:032x}");
+    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+}
+
+/// Microseconds since 1970.
+pub(crate) fn now_micros() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+}
+
+/// Asks a watcher of long work whether to go on.
+pub(crate) fn go_on(watch: &dyn Watch, done: u64, total: u64) -> ControlFlow<()> {
+    watch.progress(done, total);
+    if watch.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+}
+
+/// Checks the name of a disk or snapshot: files are called so, and lists have it between quotes.
+pub(crate) fn check_name(what: &str, name: &str) -> Result<()> {
+    let refused = |c: char| c.is_control() || matches!(c, '/' | '\\' | '"' | '@');
+    if name.is_empty() || name.len() > NAME_MAX || name.starts_with(['.', '-']) || name.contains(refused) {
+        let text = format!(
+            "'{}' cannot name a {what}: 1 to {NAME_MAX} bytes, no slash, backslash, quote, @ or control character, no \
+             dot or dash in front",
+            name.escape_debug()
+        );
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
+}
+
+/// The adapter that a base says it was made for.
+pub(crate) fn adapter_of(image: &Image) -> Adapter {
+    let descriptor = image.descriptor();
+    let name = descriptor.as_ref().and_then(|descriptor| descriptor.database.get("ddb.adapterType"));
+    name.and_then(Adapter::named).unwrap_or_default()
+}
+
+/// Whether images of that place can be written at all.
+pub(crate) fn is_writable_kind(place: &Place) -> bool {
+    match load_descriptor(place) {
+        Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
+        // Raw files can, and what cannot be read is found out when it is opened.
+        _ => true,
+    }
+}

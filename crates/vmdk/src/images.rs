@@ -1,0 +1,258 @@
+//! The files of one image: where they are, what they are called, making, editing and removing them.
+//!
+//! 1. Names of a disk's files are ESXi's: `STEM.vmdk`, `STEM-000001.vmdk` with `STEM-000001-delta.vmdk`,
+//!    `-sesparse.vmdk` or `-vsan.vmdk`. The lowest number is taken of which no file is there.
+//! 2. A descriptor is replaced whole, or, inside of a sparse extent, only where what it says of its content and parent
+//!    changes.
+//! 3. Removing what is not there succeeds: it is done again after a crash.
+
+use crate::disk::Disk;
+use crate::record::{DeltaFormat, FileRecord, Node, ParentNow, Record, Settlement, is_plain};
+use crate::{Error, ErrorKind, Result};
+use backend::{Access, Directory, IoMode};
+use layer::descriptor::storage::{self, NEW_SUFFIX};
+use layer::descriptor::{Adapter, ContentId, Descriptor, Uuid};
+use layer::image::{Folder, Format, Image, OpenOptions, Place, Signature};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Numbers of deltas: six digits.
+const DELTAS_MAX: u32 = 999_999;
+
+impl Disk {
+    /// The folder that a record calls so.
+    pub(crate) fn folder(&self, record: &Record, folder: Option<&str>) -> Result<Folder> {
+        let Some(folder) = folder else { return Ok(self.home.clone()) };
+        if let Some(find) = &self.options.folders {
+            return find(folder);
+        }
+        let mut permitted: Vec<PathBuf> = self.options.permitted.clone();
+        permitted.extend(record.permitted.iter().map(PathBuf::from).filter(|path| path.is_dir()));
+        Folder::local(Path::new(folder), &permitted)
+    }
+
+    /// Where an image is.
+    pub(crate) fn place(&self, record: &Record, node: &Node) -> Result<Place> {
+        Ok(Place { folder: self.folder(record, node.folder.as_deref())?, name: node.descriptor.clone() })
+    }
+
+    /// Opens an image.
+    pub(crate) fn open_image(&self, record: &Record, id: u32, writable: bool) -> Result<Image> {
+        let node = record.node(id)?;
+        let options = OpenOptions { writable, format: format_of(node)?, ..self.open_options() };
+        Image::open(self.place(record, node)?, &options)
+    }
+
+    pub(crate) fn open_options(&self) -> OpenOptions {
+        OpenOptions {
+            writable: false,
+            mode: self.options.mode,
+            format: None,
+            levels_max: chain::limits::LEVELS_MAX,
+            force: self.options.force_parent,
+            journal: match self.options.replay_journal {
+                true => layer::sesparse::DirtyJournal::Replay,
+                false => layer::sesparse::DirtyJournal::Refuse,
+            },
+            held: false,
+            random: self.options.random.clone(),
+        }
+    }
+
+    /// The files of an image. Of an extent that lies elsewhere, nothing is said.
+    pub(crate) fn files(&self, record: &Record, node: &Node) -> Vec<FileRecord> {
+        let file = |name: String| FileRecord { folder: node.folder.clone(), name };
+        let mut files = vec![file(node.descriptor.clone())];
+        let descriptor = self.place(record, node).and_then(|place| load_descriptor(&place));
+        if let Ok(Some(descriptor)) = descriptor {
+            let extents = descriptor.extents.into_iter().filter_map(|extent| extent.file);
+            files.extend(extents.filter(|name| is_plain(name) && *name != node.descriptor).map(file));
+        }
+        files
+    }
+
+    /// A name for a new delta in a folder, and the files that it will have.
+    pub(crate) fn name_delta(
+        &self,
+        record: &Record,
+        folder: Option<&str>,
+        format: DeltaFormat,
+    ) -> Result<(String, Vec<FileRecord>)> {
+        let directory = self.folder(record, folder)?;
+        let names = list(&**directory.directory())?;
+        for number in 1..=DELTAS_MAX {
+            let stem = format!("{}-{number:06}", record.stem);
+            let of_it = |name: &String| {
+                name.strip_prefix(&stem).is_some_and(|rest| rest.starts_with('.') || rest.starts_with('-'))
+            };
+            if names.range(stem.clone()..).take_while(|name| name.starts_with(&stem)).any(of_it) {
+                continue;
+            }
+            let name = format!("{stem}.vmdk");
+            let file = |name: String| FileRecord { folder: folder.map(str::to_owned), name };
+            let files = vec![
+                file(format!("{name}{NEW_SUFFIX}")),
+                file(name.clone()),
+                file(format!("{stem}{}", format.suffix())),
+            ];
+            return Ok((name, files));
+        }
+        Err(Error::new(ErrorKind::NoSpace, format!("disk '{}' has no number left for a new image", record.name)))
+    }
+
+    /// Removes files, as far as they are there, and makes that durable.
+    pub(crate) fn remove_files(&self, record: &Record, files: &[FileRecord]) -> Result<()> {
+        let folders: BTreeSet<Option<&str>> = files.iter().map(|file| file.folder.as_deref()).collect();
+        for reference in folders {
+            let folder = match self.folder(record, reference) {
+                Ok(folder) => folder,
+                // What is in a folder that is gone, is gone.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                Err(error) => return Err(error),
+            };
+            let directory = &**folder.directory();
+            for file in files.iter().filter(|file| file.folder.as_deref() == reference) {
+                remove(directory, &file.name)?;
+            }
+            directory.sync().map_err(|error| Error::io("making removals durable", error))?;
+        }
+        Ok(())
+    }
+
+    /// Puts a descriptor right that nobody has open for writing.
+    pub(crate) fn settle_closed(&self, record: &Record, settlement: &Settlement) -> Result<()> {
+        let place = self.place(record, record.node(settlement.node)?)?;
+        if let Some(text) = &settlement.text {
+            let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
+            let Some(range) = storage::embedded_place(&*file)? else { return Ok(()) };
+            return storage::write_embedded(&*file, range, &Descriptor::parse(text.as_bytes())?);
+        }
+        edit_descriptor(&place, &mut |descriptor| self.apply(settlement, descriptor))
+    }
+
+    /// The same settlements, with the whole text for descriptors inside of extents.
+    pub(crate) fn with_texts(&self, record: &Record, settlements: Vec<Settlement>) -> Result<Vec<Settlement>> {
+        let mut whole = Vec::with_capacity(settlements.len());
+        for mut settlement in settlements {
+            let place = self.place(record, record.node(settlement.node)?)?;
+            if signature(&place)? == Signature::HostedSparse
+                && let Some(mut descriptor) = load_descriptor(&place)?
+            {
+                self.apply(&settlement, &mut descriptor);
+                // What is no UTF-8 is in the disk data base; such a text is put right in place.
+                settlement.text = String::from_utf8(descriptor.to_bytes()?).ok();
+            }
+            whole.push(settlement);
+        }
+        Ok(whole)
+    }
+
+    /// What a settlement does to a descriptor.
+    pub(crate) fn apply(&self, settlement: &Settlement, descriptor: &mut Descriptor) {
+        if let Some(content) = settlement.content.and_then(ContentId::new)
+            && descriptor.content != content
+        {
+            descriptor.content = content;
+            descriptor.database.set_long_content(content, &mut || (self.options.random)());
+        }
+        match &settlement.parent {
+            None => {}
+            Some(ParentNow::Of { content, hint }) => {
+                descriptor.parent_hint = Some(hint.clone());
+                if let Some(content) = content.and_then(ContentId::new) {
+                    descriptor.parent_content = Some(content);
+                }
+            }
+            Some(ParentNow::None { adapter, uuid }) => {
+                descriptor.parent_content = None;
+                descriptor.parent_hint = None;
+                if descriptor.database.uuid().is_none() {
+                    let known = uuid.as_deref().and_then(Uuid::parse);
+                    let uuid = known.unwrap_or_else(|| Uuid::random(&mut || (self.options.random)()));
+                    let adapter = Adapter::named(adapter).unwrap_or_default();
+                    descriptor.database.set_disk(adapter, descriptor.sectors(), uuid);
+                }
+            }
+        }
+    }
+}
+
+/// What a node says its file is.
+fn format_of(node: &Node) -> Result<Option<Format>> {
+    match node.format.as_deref() {
+        None => Ok(None),
+        Some("raw") => Ok(Some(Format::Flat)),
+        Some("qcow2") => Ok(Some(Format::Qcow2)),
+        Some(other) => {
+            let text = format!("'{}' is recorded as of format '{}'", node.descriptor, other.escape_debug());
+            Err(Error::new(ErrorKind::Corrupt, text))
+        }
+    }
+}
+
+/// What a record calls the format of an image that has no descriptor.
+pub(crate) fn format_name(image: &Image) -> Option<String> {
+    let name = if image.layer().format() == "qcow2" { "qcow2" } else { "raw" };
+    image.descriptor().is_none().then(|| name.to_owned())
+}
+
+/// Removes a file, if it is there.
+pub(crate) fn remove(directory: &dyn Directory, name: &str) -> Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(Error::io(format!("removing '{name}'"), error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The names in a folder.
+pub(crate) fn list(directory: &dyn Directory) -> Result<BTreeSet<String>> {
+    let names = directory.list().map_err(|error| Error::io("listing a folder", error))?;
+    Ok(names.into_iter().collect())
+}
+
+/// The descriptor of an image as the medium has it; `None` for one without.
+pub(crate) fn load_descriptor(place: &Place) -> Result<Option<Descriptor>> {
+    let file = place.open(IoMode::Buffered, Access::Read)?;
+    let found = match signature(place)? {
+        Signature::Descriptor => storage::load(&*file, &place.label()).map(Some),
+        Signature::HostedSparse => storage::load_embedded(&*file).map(|found| found.map(|(_, descriptor)| descriptor)),
+        _ => Ok(None),
+    };
+    found.map_err(|error| error.context(format!("'{}'", place.label())))
+}
+
+/// The identity of an image's content as the medium has it.
+pub(crate) fn content_of(place: &Place) -> Result<Option<u32>> {
+    Ok(load_descriptor(place)?.map(|descriptor| descriptor.content.number()))
+}
+
+fn signature(place: &Place) -> Result<Signature> {
+    let file = place.open(IoMode::Buffered, Access::Read)?;
+    let failed = |error| Error::io(format!("reading '{}'", place.label()), error);
+    let length = file.len().map_err(failed)?.min(layer::image::PROBE_LENGTH as u64);
+    let mut bytes = vec![0; length as usize];
+    file.read_at(&mut bytes, 0).map_err(failed)?;
+    Ok(layer::image::probe(&bytes))
+}
+
+/// Changes the descriptor of an image that is not open for writing.
+pub(crate) fn edit_descriptor(place: &Place, change: &mut dyn FnMut(&mut Descriptor)) -> Result<()> {
+    let Some(old) = load_descriptor(place)? else { return Ok(()) };
+    let mut new = old.clone();
+    change(&mut new);
+    if new == old {
+        return Ok(());
+    }
+    match signature(place)? {
+        Signature::Descriptor => storage::replace(&**place.folder.directory(), &place.name, &new),
+        _ => {
+            let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
+            match storage::load_embedded(&*file)? {
+                Some((range, _)) => storage::write_embedded(&*file, range, &new),
+                None => Ok(()),
+            }
+        }
+    }
+}

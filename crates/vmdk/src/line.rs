@@ -1,0 +1,126 @@
+//! A line: the images from one of them down to the base, open as one chain.
+//!
+//! 1. Images are opened by the record, not by the hints in their descriptors; but a child whose parent's content is not
+//!    the one it was made above is refused, unless the owner insists.
+//! 2. Only the top of the head's line is open for writing. A level that is to be changed is exchanged for another
+//!    opening of the same image, and back ([`Line::exchange`]).
+
+use crate::disk::Disk;
+use crate::record::Record;
+use crate::{Error, ErrorKind, Result};
+use chain::{Chain, LevelKey};
+use layer::Layer;
+use layer::image::Image;
+use parking_lot::Mutex;
+use std::sync::Arc;
+
+/// One level.
+#[derive(Clone)]
+pub(crate) struct Level {
+    pub node: u32,
+    pub image: Arc<Image>,
+    pub key: LevelKey,
+}
+
+/// An open line.
+pub(crate) struct Line {
+    pub chain: Arc<Chain>,
+    levels: Mutex<Vec<Level>>,
+}
+
+impl Line {
+    /// The levels, newest first.
+    pub fn levels(&self) -> Vec<Level> {
+        self.levels.lock().clone()
+    }
+
+    /// The level of an image.
+    pub fn level(&self, node: u32) -> Option<Level> {
+        self.levels.lock().iter().find(|level| level.node == node).cloned()
+    }
+
+    /// The level of an image that has to be there.
+    pub fn expect(&self, node: u32) -> Result<Level> {
+        self.level(node).ok_or_else(|| {
+            Error::new(ErrorKind::Corrupt, format!("{}: image {node} is not in the chain", self.chain.name()))
+        })
+    }
+
+    /// Notes a level that was pushed on top.
+    pub fn pushed(&self, level: Level) {
+        self.levels.lock().insert(0, level);
+    }
+
+    /// Notes that levels are gone.
+    pub fn removed(&self, nodes: &[u32]) {
+        self.levels.lock().retain(|level| !nodes.contains(&level.node));
+    }
+
+    /// Puts another opening of an image in its place.
+    pub fn exchange(&self, node: u32, image: Arc<Image>) -> Result<()> {
+        let level = self.expect(node)?;
+        self.chain.replace(level.key, Arc::clone(image.layer()))?;
+        if let Some(level) = self.levels.lock().iter_mut().find(|level| level.node == node) {
+            level.image = image;
+        }
+        Ok(())
+    }
+}
+
+impl Disk {
+    /// Opens the line of an image. With `writable`, its top can be written; `overlay` comes on top of it.
+    pub(crate) fn open_line(
+        &self,
+        record: &Record,
+        id: u32,
+        writable: bool,
+        overlay: Option<Arc<dyn Layer>>,
+    ) -> Result<Line> {
+        let nodes = record.line(id)?;
+        let mut images: Vec<Arc<Image>> = Vec::with_capacity(nodes.len());
+        for (index, node) in nodes.iter().enumerate() {
+            let image = self.open_image(record, *node, writable && index == 0)?;
+            if let Some(child) = images.last() {
+                self.check_parent(child, &image)?;
+            }
+            images.push(Arc::new(image));
+        }
+        let read_only = !writable && overlay.is_none();
+        let mut layers: Vec<Arc<dyn Layer>> = overlay.into_iter().collect();
+        let above = layers.len();
+        layers.extend(images.iter().map(|image| Arc::clone(image.layer())));
+        let tunables = record.tunables;
+        let options = chain::Options {
+            read_only,
+            // What is there already opens, whatever the limit has become since; nothing is added then.
+            levels_max: tunables.levels_max.max(layers.len()),
+            metadata: chain::Tunables {
+                entries: tunables.metadata_entries,
+                prefetch_bytes: tunables.prefetch,
+                prefetch_extents: tunables.prefetch_extents,
+            },
+            data_cache: tunables.read_cache,
+        };
+        let chain = Chain::open(record.name.clone(), layers, options)?;
+        let keys = chain.keys().into_iter().skip(above);
+        let levels = nodes.iter().zip(images).zip(keys);
+        let levels = levels.map(|((node, image), key)| Level { node: *node, image, key }).collect();
+        Ok(Line { chain: Arc::new(chain), levels: Mutex::new(levels) })
+    }
+
+    /// Refuses a parent whose content has changed since its child was made above it.
+    fn check_parent(&self, child: &Image, parent: &Image) -> Result<()> {
+        let wanted = child.parent().and_then(|reference| reference.content);
+        let (Some(wanted), Some(found)) = (wanted, parent.descriptor()) else { return Ok(()) };
+        if found.content == wanted || self.options.force_parent {
+            return Ok(());
+        }
+        let (child, parent) = (child.place().label(), parent.place().label());
+        let text = format!(
+            "'{child}' was made above content {wanted} of '{parent}', whose content is {} now: the parent was changed or \
+             exchanged since; force the opening only to save what can be saved",
+            found.content
+        );
+        Err(Error::new(ErrorKind::Corrupt, text))
+    }
+}

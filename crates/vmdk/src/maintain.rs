@@ -1,0 +1,177 @@
+//! Long work on images in use: giving flat disks their space or taking it back, wiping and shrinking deltas, checking.
+//!
+//! The head's image is worked on as it is open. A level below is opened for writing for that time; what clones or open
+//! snapshots read is left alone, for another opening of it would not know which grains were moved.
+
+use crate::disk::{Disk, go_on};
+use crate::record::Record;
+use crate::{Error, ErrorKind, Result};
+use chain::Watch;
+use layer::flat::FILE_BLOCK;
+use layer::image::Image;
+
+/// What a check of a disk found.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Checked {
+    /// Images looked at.
+    pub images: usize,
+    /// The first problems, in words.
+    pub problems: Vec<String>,
+    /// How many there are.
+    pub problem_count: u64,
+    /// Bytes that nothing names: what wiping and shrinking return.
+    pub dead: u64,
+    /// Problems that were put right.
+    pub repaired: u64,
+}
+
+/// What wiping, shrinking or giving back zeros has freed, in bytes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Freed {
+    /// Found dead or full of zeros, and free for new data in the same files.
+    pub freed: u64,
+    /// Given back to the file system.
+    pub returned: u64,
+    /// Moved for that.
+    pub moved: u64,
+}
+
+impl Disk {
+    /// Gives a flat base all its space, zeroed, while it is in use.
+    pub fn inflate(&self, watch: &dyn Watch) -> Result<()> {
+        let _operation = self.begin("inflating")?;
+        self.drop_stale_clones()?;
+        let base = self.base()?;
+        self.on_image(base, "inflate", |image| image.inflate(&mut |done, total| go_on(watch, done, total)))
+    }
+
+    /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
+    pub fn punch_zeros(&self, watch: &dyn Watch) -> Result<Freed> {
+        let _operation = self.begin("giving back zeros")?;
+        self.drop_stale_clones()?;
+        let base = self.base()?;
+        self.on_image(base, "punch", |image| {
+            let blocks = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
+            Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
+        })
+    }
+
+    /// Finds dead grains of the SEsparse levels of the head's chain, those full of zeros among them, and frees them.
+    pub fn wipe(&self, watch: &dyn Watch) -> Result<Freed> {
+        self.each_level("wipe", Image::can_wipe, &mut |image, sum| {
+            sum.freed += image.wipe(true, &mut |done, total| go_on(watch, done, total))?.freed;
+            Ok(())
+        })
+    }
+
+    /// Moves live grains of the head's chain together and gives the rest of the files back.
+    pub fn shrink(&self, watch: &dyn Watch) -> Result<Freed> {
+        self.each_level("shrink", Image::can_shrink, &mut |image, sum| {
+            let freed = image.shrink(&mut |done, total| go_on(watch, done, total))?;
+            sum.returned += freed.cut;
+            sum.moved += freed.moved;
+            Ok(())
+        })
+    }
+
+    /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
+    pub fn check(&self, repair: bool, watch: &dyn Watch) -> Result<Checked> {
+        let _operation = self.begin("checking")?;
+        self.drop_stale_clones()?;
+        let record = self.record();
+        let line = self.head_line()?;
+        let mut sum = Checked::default();
+        for node in &record.nodes {
+            let mut look = |image: &Image, repair| {
+                let found = image.check(repair, &mut |done, total| go_on(watch, done, total))?;
+                sum.images += 1;
+                sum.problems.extend(found.problems);
+                sum.problem_count += found.problem_count;
+                sum.dead += found.dead;
+                sum.repaired += found.repaired;
+                Ok(())
+            };
+            match line.level(node.id) {
+                Some(_) if repair && self.may_change(&record, node.id) => {
+                    self.on_image(node.id, "repair", |image| look(image, true))?;
+                }
+                Some(level) => look(&level.image, false)?,
+                None => look(&self.open_image(&record, node.id, false)?, false)?,
+            }
+        }
+        Ok(sum)
+    }
+
+    fn base(&self) -> Result<u32> {
+        let record = self.record();
+        let line = record.line(record.head)?;
+        let base = line.last().copied();
+        base.ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("disk '{}' has no images", record.name)))
+    }
+
+    /// Whether an image is this disk's, and nobody stands on it who would not know of a change.
+    fn may_change(&self, record: &Record, id: u32) -> bool {
+        record.node(id).is_ok_and(|node| node.is_own()) && !record.read_only && !record.pinned().contains(&id)
+    }
+
+    fn each_level(
+        &self,
+        what: &str,
+        fits: fn(&Image) -> bool,
+        work: &mut dyn FnMut(&Image, &mut Freed) -> Result<()>,
+    ) -> Result<Freed> {
+        let _operation = self.begin(what)?;
+        self.drop_stale_clones()?;
+        let record = self.record();
+        let levels = self.head_line()?.levels();
+        let mut sum = Freed::default();
+        let fitting: Vec<u32> = levels.iter().filter(|level| fits(&level.image)).map(|level| level.node).collect();
+        let Some(top) = levels.first() else { return Ok(sum) };
+        if fitting.is_empty() {
+            return Err(top.image.nothing_to(what));
+        }
+        drop(levels);
+        let mut skipped = None;
+        let mut done = 0;
+        for node in fitting {
+            if !self.may_change(&record, node) {
+                continue;
+            }
+            match self.on_image(node, what, |image| work(image, &mut sum)) {
+                Err(error) if error.kind() == ErrorKind::Busy => skipped = Some(error),
+                other => {
+                    other?;
+                    done += 1;
+                }
+            }
+        }
+        match skipped {
+            Some(error) if done == 0 => Err(error),
+            _ => Ok(sum),
+        }
+    }
+
+    /// Does work on an image of the head's chain, open for writing.
+    fn on_image<T>(&self, node: u32, what: &str, work: impl FnOnce(&Image) -> Result<T>) -> Result<T> {
+        let record = self.record();
+        let line = self.head_line()?;
+        let level = line.expect(node)?;
+        if level.image.layer().writable() {
+            return line.chain.while_moving(level.key, || work(&level.image));
+        }
+        if !self.may_change(&record, node) || self.options.overlay.is_some() {
+            let text = format!("'{}' is only read by this disk: nothing to {what}", level.image.place().label());
+            return Err(Error::new(ErrorKind::ReadOnly, text));
+        }
+        drop(level);
+        // The level's other opening, of which the cache may know places, has them where they are until it is moved.
+        let claim = self.claim(&[node])?;
+        self.set_writing(&line, node)?;
+        let result = line.expect(node).and_then(|level| line.chain.while_moving(level.key, || work(&level.image)));
+        let closed = self.set_reading(&line, node);
+        drop(claim);
+        let result = result?;
+        closed?;
+        Ok(result)
+    }
+}

@@ -1,0 +1,393 @@
+//! Snapshots and levels go: an image is merged into the one below it or above it, while the disk is in use.
+//!
+//! ```text
+//!            down: F <- C                                 up: C <- F
+//! announce   F is written, C hides it; its snapshot's     C is written, with what shows through it
+//!            name is gone from here on
+//! merge      C's bytes into F; F's CID changes with       F's bytes into C; C's CID changes with
+//!            the first of them                            the first of them
+//! commit     F stands where C stood                       C stands on F's parent
+//! settle     F takes C's CID, so that what stood on C     C takes its own CID back, so that what stands on it
+//!            stands on F; hints are written               stands right; it remembers F's parent
+//! remove     C's files                                    F's files
+//! ```
+//!
+//! 1. Whatever is interrupted before the commit leaves a chain that reads as before (see `chain::consolidate`). Merging
+//!    down, the state that F was a snapshot of is given up when F is first written, so its name goes before; a level
+//!    that is left over is merged by the next deletion or consolidation, or found by [`Disk::redundant`]. Merging up,
+//!    the snapshot stays until the commit.
+//! 2. The image that is written is open twice at no time, and nobody reads it through another chain.
+//! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
+//!    is held until one child is left.
+
+use crate::disk::{Claim, Disk, is_writable_kind};
+use crate::images::content_of;
+use crate::line::Line;
+use crate::record::{MergeSide, Merging, ParentNow, Pending, Record, Settlement};
+use crate::{Error, ErrorKind, Result};
+use chain::Watch;
+use layer::image::parent_hint;
+use std::sync::Arc;
+
+/// Which way a snapshot's image is merged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// The snapshot's image takes what is newer, and its name.
+    Down,
+    /// What is newer takes the rest of the snapshot's image.
+    Up,
+}
+
+impl Disk {
+    /// Deletes a snapshot. Where one image stands on its, they become one, in the direction asked for or in the one
+    /// that copies less. Where several do, its image is held until one is left.
+    ///
+    /// # Errors
+    /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
+    /// up nothing has happened then; merging down the snapshot is gone, and its level is merged another time.
+    pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, watch: &dyn Watch) -> Result<()> {
+        let _operation = self.begin("deleting a snapshot")?;
+        let record = self.record();
+        let snapshot = record.snapshot(name)?.clone();
+        self.refuse_clones(&snapshot.name, snapshot.node)?;
+        let record = self.record();
+        let node = record.node(snapshot.node)?;
+        let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
+        let children = record.children(node.id);
+        let pinned = record.pinned().contains(&node.id);
+        let child = match children[..] {
+            [child] if !others && !pinned && !record.read_only => Some(child),
+            _ => None,
+        };
+        if let Some(child) = child
+            && let Some(direction) = self.direction(&record, node.id, child, direction)?
+        {
+            match direction {
+                Direction::Down => self.merge_down(&[child], node.id, watch)?,
+                Direction::Up => self.merge_up(child, node.id, watch)?,
+            }
+        } else {
+            self.drop_name(name)?;
+        }
+        self.merge_redundant(watch)
+    }
+
+    /// Merges the head's chain into its base, as far down as it can be written and nothing else stands on it. The
+    /// snapshots between go.
+    ///
+    /// # Errors
+    /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
+    pub fn consolidate(&self, watch: &dyn Watch) -> Result<()> {
+        let _operation = self.begin("consolidating")?;
+        self.drop_stale_clones()?;
+        let record = self.record();
+        self.check_writable(&record, "consolidation")?;
+        let line = record.line(record.head)?;
+        let pinned = record.pinned();
+        let mut target = 0;
+        for (index, id) in line.iter().enumerate().skip(1) {
+            let node = record.node(*id)?;
+            if record.children(*id).len() != 1 || pinned.contains(id) || !node.is_own() {
+                break;
+            }
+            if is_writable_kind(&self.place(&record, node)?) {
+                target = index;
+            }
+        }
+        if target == 0 {
+            let foreign = line.get(1).is_none_or(|below| record.node(*below).is_ok_and(|node| !node.is_own()));
+            if foreign {
+                return Ok(());
+            }
+            let text = format!(
+                "disk '{}' cannot be consolidated: other branches of its snapshots, or linked clones, stand on what is \
+                 below its head",
+                record.name
+            );
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        self.merge_down(&line[..target], line[target], watch)?;
+        self.merge_redundant(watch)
+    }
+
+    /// Images that no snapshot needs, with one child: they could be merged.
+    pub(crate) fn redundant(&self, record: &Record) -> Vec<u32> {
+        let pinned = record.pinned();
+        let without = |id: u32| record.snapshot_of(id).is_none() && record.children(id).len() == 1;
+        let own = record.nodes.iter().filter(|node| node.is_own() && !record.read_only);
+        own.filter(|node| node.id != record.head && !pinned.contains(&node.id) && without(node.id))
+            .map(|node| node.id)
+            .collect()
+    }
+
+    /// Merges what deleted snapshots have left, as far as it can be now.
+    fn merge_redundant(&self, watch: &dyn Watch) -> Result<()> {
+        let mut passed = Vec::new();
+        loop {
+            let record = self.record();
+            let Some(id) = self.redundant(&record).into_iter().find(|id| !passed.contains(id)) else { return Ok(()) };
+            passed.push(id);
+            let Some(child) = record.children(id).first().copied() else { continue };
+            let merged = match self.direction(&record, id, child, None)? {
+                Some(Direction::Down) => self.merge_down(&[child], id, watch),
+                Some(Direction::Up) => self.merge_up(child, id, watch),
+                None => continue,
+            };
+            match merged {
+                // Somebody reads it: another time.
+                Err(error) if error.kind() == ErrorKind::Busy => {}
+                other => other?,
+            }
+        }
+    }
+
+    /// Which way to merge an image and the only one that stands on it; `None` if neither can be.
+    fn direction(
+        &self,
+        record: &Record,
+        lower: u32,
+        upper: u32,
+        wanted: Option<Direction>,
+    ) -> Result<Option<Direction>> {
+        let (below, above) = (record.node(lower)?, record.node(upper)?);
+        let can_down = below.is_own() && is_writable_kind(&self.place(record, below)?);
+        let can_up = above.is_own();
+        match wanted {
+            Some(Direction::Down) if !can_down => {
+                let text = format!("'{}' is not this disk's to write: merge up, or convert the disk", below.descriptor);
+                return Err(Error::new(ErrorKind::ReadOnly, text));
+            }
+            Some(Direction::Up) if !can_up => {
+                let text = format!("'{}' is not this disk's to write: merge down", above.descriptor);
+                return Err(Error::new(ErrorKind::ReadOnly, text));
+            }
+            Some(direction) => return Ok(Some(direction)),
+            None => {}
+        }
+        if !can_down {
+            // Nobody wants a whole foreign base copied without having asked for it.
+            return Ok(None);
+        }
+        if can_up {
+            let (small, large) = (self.layer_figures(record, lower)?, self.layer_figures(record, upper)?);
+            // A base stays one; between deltas, the one that holds less is copied.
+            if small.0 < large.0 || (below.parent.is_some() && small.1 < large.1 / 2) {
+                return Ok(Some(Direction::Up));
+            }
+        }
+        Ok(Some(Direction::Down))
+    }
+
+    /// Capacity of an image, and how much it holds.
+    fn layer_figures(&self, record: &Record, id: u32) -> Result<(u64, u64)> {
+        let open = self.open_head().and_then(|line| line.level(id)).map(|level| level.image);
+        let image = match open {
+            Some(image) => image,
+            None => Arc::new(self.open_image(record, id, false)?),
+        };
+        Ok((image.layer().capacity(), image.layer().usage()?.mapped))
+    }
+
+    /// A snapshot loses its name, and what nothing needs then goes.
+    fn drop_name(&self, name: &str) -> Result<()> {
+        let record = self.record();
+        let mut after = record.clone();
+        after.snapshots.retain(|snapshot| snapshot.name != name);
+        let gone = after.take_unneeded();
+        self.refuse_open(&gone.iter().map(|node| node.id).collect::<Vec<_>>())?;
+        let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
+        after.pending = Some(Pending { gone, ..Pending::new("delete snapshot") });
+        self.commit(after)?;
+        self.finish_pending()
+    }
+
+    fn refuse_open(&self, nodes: &[u32]) -> Result<()> {
+        self.claim(nodes).map(drop)
+    }
+
+    /// The line that an image is part of: the head's, or one of its own.
+    fn line_with(&self, record: &Record, top: u32) -> Result<(Arc<Line>, bool)> {
+        let head = self.head_line()?;
+        match head.level(top) {
+            Some(_) => Ok((head, true)),
+            None => Ok((Arc::new(self.open_line(record, top, false, None)?), false)),
+        }
+    }
+
+    /// Merges images, newest first, into the one below them.
+    fn merge_down(&self, sources: &[u32], target: u32, watch: &dyn Watch) -> Result<()> {
+        let (Some(newest), Some(lowest)) = (sources.first().copied(), sources.last().copied()) else { return Ok(()) };
+        let record = self.record();
+        let claim = self.claim(&[sources, &[target]].concat())?;
+        let (line, _) = self.line_with(&record, newest)?;
+        let top = line.expect(newest)?;
+        if newest == record.head {
+            // Its identity stays from here on, for the target to take it.
+            top.image.renew_content()?;
+        }
+        let below = line.expect(target)?;
+        if top.image.layer().capacity() != below.image.layer().capacity() {
+            let text = format!(
+                "disk '{}': '{}' has another capacity than what would be merged into it; merge up",
+                record.name,
+                below.image.place().label()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        // Opened before anything is given up: what somebody else has open for writing is found out here.
+        let writable = match below.image.layer().writable() {
+            true => None,
+            false => Some(Arc::new(self.open_image(&record, target, true)?)),
+        };
+        let mut announced = record.clone();
+        announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
+        let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
+        announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
+        self.commit(announced)?;
+        let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
+        let outcome = exchanged.and_then(|()| {
+            let mut commit = || self.commit_down(&line, sources, target);
+            line.chain.merge_down(top.key, below.key, 0, watch, &mut commit)
+        });
+        drop((top, below));
+        self.end_merge(&line, target, sources, claim, outcome.map(drop))
+    }
+
+    fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
+        let newest = sources[0];
+        let record = self.record();
+        let content = content_of(&self.place(&record, record.node(newest)?)?)?;
+        let mut after = record.clone();
+        let taken = after.children(newest);
+        let place = self.place(&record, record.node(target)?)?;
+        let mut settle = vec![Settlement { node: target, content, parent: None, text: None }];
+        for child in &taken {
+            let folder = self.folder(&record, record.node(*child)?.folder.as_deref())?;
+            let parent = ParentNow::Of { content, hint: parent_hint(&folder, &place) };
+            settle.push(Settlement { node: *child, content: None, parent: Some(parent), text: None });
+        }
+        let mut gone = Vec::new();
+        for source in sources {
+            let node = record.node(*source)?;
+            if node.is_own() {
+                gone.extend(self.files(&record, node));
+            }
+        }
+        for node in after.nodes.iter_mut().filter(|node| node.parent == Some(newest)) {
+            node.parent = Some(target);
+        }
+        after.nodes.retain(|node| !sources.contains(&node.id));
+        for snapshot in after.snapshots.iter_mut().filter(|snapshot| snapshot.node == newest) {
+            snapshot.node = target;
+        }
+        if after.head == newest {
+            after.head = target;
+        }
+        let settle = self.with_texts(&record, settle)?;
+        after.pending = Some(Pending { gone, settle, ..Pending::new("merge down") });
+        // What the record names is durable: the chain has flushed both sides. The descriptor says nothing new yet.
+        debug_assert!(line.level(target).is_some());
+        self.commit(after)
+    }
+
+    /// Merges an image into the one above it.
+    fn merge_up(&self, target: u32, source: u32, watch: &dyn Watch) -> Result<()> {
+        let record = self.record();
+        let claim = self.claim(&[target, source])?;
+        let (line, is_head) = self.line_with(&record, target)?;
+        let content = content_of(&self.place(&record, record.node(target)?)?)?;
+        let mut announced = record.clone();
+        let merging = Merging { side: MergeSide::Up, node: target, above: None, content };
+        announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
+        self.commit(announced)?;
+        let line = match is_head {
+            true => line,
+            // The top of a line of its own: opened for writing from the beginning.
+            false => {
+                drop(line);
+                let opened = self.open_line(&record, target, true, None);
+                match opened {
+                    Ok(line) => Arc::new(line),
+                    Err(error) => return self.finish_pending().and(Err(error)),
+                }
+            }
+        };
+        let (into, oldest) = (line.expect(target)?.key, line.expect(source)?.key);
+        let outcome = self.set_writing(&line, target).and_then(|()| {
+            let mut commit = || self.commit_up(target, source, content);
+            line.chain.merge_up(into, oldest, 0, watch, &mut commit)
+        });
+        self.end_merge(&line, target, &[source], claim, outcome.map(drop))
+    }
+
+    fn commit_up(&self, target: u32, source: u32, content: Option<u32>) -> Result<()> {
+        let record = self.record();
+        let (upper, lower) = (record.node(target)?, record.node(source)?);
+        let parent = match lower.parent {
+            Some(parent) => {
+                let place = self.place(&record, record.node(parent)?)?;
+                let folder = self.folder(&record, upper.folder.as_deref())?;
+                ParentNow::Of { content: content_of(&place)?, hint: parent_hint(&folder, &place) }
+            }
+            None => {
+                let base = crate::images::load_descriptor(&self.place(&record, lower)?)?;
+                let uuid = base.and_then(|base| base.database.uuid()).map(|uuid| uuid.to_string());
+                ParentNow::None { adapter: record.adapter.clone(), uuid }
+            }
+        };
+        // What stands on it remembers the content it had; nothing stands on a head.
+        let content = if record.head == target { None } else { content };
+        let settle = vec![Settlement { node: target, content, parent: Some(parent), text: None }];
+        let gone = if lower.is_own() { self.files(&record, lower) } else { Vec::new() };
+        let below = lower.parent;
+        let mut after = record.clone();
+        after.nodes.retain(|node| node.id != source);
+        if let Some(node) = after.nodes.iter_mut().find(|node| node.id == target) {
+            node.parent = below;
+        }
+        after.snapshots.retain(|snapshot| snapshot.node != source);
+        // The foreign base that a merge leaves alone is forgotten with what nothing needs.
+        let more = after.take_unneeded();
+        let more = more.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node));
+        let gone = gone.into_iter().chain(more).collect();
+        let settle = self.with_texts(&record, settle)?;
+        after.pending = Some(Pending { gone, settle, ..Pending::new("merge up") });
+        self.commit(after)
+    }
+
+    /// After a merge, however it ended: what was written is only read again, descriptors say what is, files go.
+    fn end_merge(
+        &self,
+        line: &Line,
+        target: u32,
+        sources: &[u32],
+        claim: Claim<'_>,
+        outcome: Result<()>,
+    ) -> Result<()> {
+        if self.state.lock().record.nodes.iter().all(|node| !sources.contains(&node.id)) {
+            line.removed(sources);
+        }
+        let is_head = self.record().head == target && self.open_head().is_some_and(|head| head.level(target).is_some());
+        let closed = match line.level(target) {
+            Some(level) if !is_head && level.image.layer().writable() => {
+                // Descriptors are put right when nobody has the image open for writing.
+                let last = line.levels().first().is_some_and(|top| top.node == target);
+                drop(level);
+                if last { line.chain.close() } else { self.set_reading(line, target) }
+            }
+            _ => Ok(()),
+        };
+        let finished = closed.and_then(|()| self.finish_pending());
+        drop(claim);
+        outcome.and(finished)
+    }
+
+    /// Opens a level below the top for writing, in its place.
+    pub(crate) fn set_writing(&self, line: &Line, node: u32) -> Result<()> {
+        if line.expect(node)?.image.layer().writable() {
+            return Ok(());
+        }
+        let image = Arc::new(self.open_image(&self.record(), node, true)?);
+        line.exchange(node, image)
+    }
+}

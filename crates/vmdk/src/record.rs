@@ -1,0 +1,569 @@
+//! The record of a disk: what it is made of, and what is under way.
+//!
+//! ```text
+//! lamina disk 1 crc32c=89ABCDEF
+//! { "name": "web", "uuid": "...", "head": 3, "nodes": [ ... ], ... }
+//! ```
+//!
+//! 1. The checksum covers everything behind the first line. A text that fails it, or that contradicts itself, is
+//!    refused, not guessed.
+//! 2. Nodes form trees: parents exist, and nobody is his own ancestor. The head is a node, and nothing stands on it.
+//! 3. Names of files are plain names; where they are is said by the folder, and only by that.
+
+use crate::{Error, ErrorKind, Result};
+use layer::image::ImageKind;
+use serde::{Deserialize, Serialize};
+use std::collections::{HashMap, HashSet};
+
+/// First words of the file, with the version.
+const MAGIC: &str = "lamina disk 1 crc32c=";
+/// What every version begins with.
+const MAGIC_ANY: &str = "lamina disk ";
+/// Longest record, in bytes: thousands of snapshots.
+pub(crate) const RECORD_MAX: u64 = 16 << 20;
+/// Most images of one disk.
+pub(crate) const NODES_MAX: usize = 4096;
+/// Most snapshots of one disk.
+pub(crate) const SNAPSHOTS_MAX: usize = 4096;
+/// Longest text that a record keeps for others.
+const TEXT_MAX: usize = 1 << 20;
+
+/// The format of the images that snapshots and clones are made in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeltaFormat {
+    /// ESX's redo logs, 512-byte grains, below 2 TiB.
+    VmfsSparse,
+    /// ESXi's space-efficient redo logs, 4 KiB grains.
+    SeSparse,
+    /// Delta objects, space in units of 4 MiB.
+    VsanSparse,
+}
+
+impl DeltaFormat {
+    /// Largest disk that VMFSsparse deltas are made of: ESXi stops one sector before 2 TiB.
+    const VMFS_MAX: u64 = (2 << 40) - layer::SECTOR;
+
+    /// What vSphere chooses for a disk of that size.
+    pub fn usual(capacity: u64) -> Self {
+        if capacity > Self::VMFS_MAX { Self::SeSparse } else { Self::VmfsSparse }
+    }
+
+    /// The kind of image.
+    pub fn kind(self) -> ImageKind {
+        match self {
+            Self::VmfsSparse => ImageKind::VmfsSparse,
+            Self::SeSparse => ImageKind::SeSparse,
+            Self::VsanSparse => ImageKind::VsanSparse,
+        }
+    }
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::VmfsSparse => "vmfssparse",
+            Self::SeSparse => "sesparse",
+            Self::VsanSparse => "vsansparse",
+        }
+    }
+
+    /// What the extent's name ends with.
+    pub(crate) fn suffix(self) -> &'static str {
+        match self {
+            Self::VmfsSparse => "-delta.vmdk",
+            Self::SeSparse => "-sesparse.vmdk",
+            Self::VsanSparse => "-vsan.vmdk",
+        }
+    }
+}
+
+impl std::str::FromStr for DeltaFormat {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        let all = [Self::VmfsSparse, Self::SeSparse, Self::VsanSparse];
+        all.into_iter().find(|format| format.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
+            let text = format!("'{}' is no delta format: vmfssparse, sesparse or vsansparse", name.escape_debug());
+            Error::new(ErrorKind::Invalid, text)
+        })
+    }
+}
+
+/// Whose an image is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Standing {
+    /// Made by this disk: changed, merged and removed as needed, and removed with the disk.
+    Made,
+    /// Adopted for writing: changed, merged and removed as needed, left alone when the disk is deleted.
+    Adopted,
+    /// Somebody else's: only read.
+    Foreign,
+}
+
+/// One image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Node {
+    /// Its number in this record.
+    pub id: u32,
+    /// The image below it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<u32>,
+    /// The folder that it is in: a path; without one, the record's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub folder: Option<String>,
+    /// The file by which it is opened.
+    pub descriptor: String,
+    /// What that file is where it has no descriptor and cannot be told by its bytes: `raw` or `qcow2`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// Whose it is.
+    pub standing: Standing,
+}
+
+impl Node {
+    /// Whether this disk may change it.
+    pub fn is_own(&self) -> bool {
+        self.standing != Standing::Foreign
+    }
+}
+
+/// A snapshot: a name for what an image and those below it show.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotRecord {
+    /// Name, unique within the disk.
+    pub name: String,
+    /// VMware's number of it.
+    pub uid: u32,
+    /// The image.
+    pub node: u32,
+    /// When it was taken: microseconds since 1970.
+    pub created: u64,
+    /// Capacity then, in bytes.
+    pub capacity: u64,
+    /// What a person wrote about it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub description: String,
+}
+
+/// Tunables that are kept with the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tunables {
+    /// Most extents in the metadata cache.
+    pub metadata_entries: usize,
+    /// Bytes around a miss that are resolved with it.
+    pub prefetch: u64,
+    /// Most extents that one prefetch brings.
+    pub prefetch_extents: usize,
+    /// Bytes of the read cache.
+    pub read_cache: u64,
+    /// Most levels of the chain.
+    pub levels_max: usize,
+}
+
+impl Default for Tunables {
+    fn default() -> Self {
+        let usual = chain::Tunables::default();
+        Self {
+            metadata_entries: usual.entries,
+            prefetch: usual.prefetch_bytes,
+            prefetch_extents: usual.prefetch_extents,
+            read_cache: 0,
+            levels_max: chain::limits::LEVELS_DEFAULT,
+        }
+    }
+}
+
+/// Where a linked clone comes from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OriginRecord {
+    /// The disk.
+    pub uuid: String,
+    /// Its name at that time.
+    pub disk: String,
+    /// The snapshot.
+    pub snapshot: String,
+}
+
+/// A linked clone that stands on a snapshot of this disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CloneRecord {
+    /// The clone.
+    pub uuid: String,
+    /// Its name at that time.
+    pub name: String,
+    /// The folder with its record.
+    pub folder: String,
+    /// The image that it stands on.
+    pub node: u32,
+}
+
+/// A file.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileRecord {
+    /// The folder: as in [`Node`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub folder: Option<String>,
+    /// Its name.
+    pub name: String,
+}
+
+/// What an image's descriptor has to say about its parent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase", deny_unknown_fields)]
+pub enum ParentNow {
+    /// That it has none: with the adapter, and the identity of the disk if it is known, which a base has.
+    None {
+        /// The adapter.
+        adapter: String,
+        /// The identity.
+        uuid: Option<String>,
+    },
+    /// Which content it stands on, if that has an identity, and where that is.
+    Of {
+        /// The parent's CID; without one it is left as it is.
+        content: Option<u32>,
+        /// The hint.
+        hint: String,
+    },
+}
+
+/// A descriptor to be put right.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Settlement {
+    /// The image.
+    pub node: u32,
+    /// Its own CID.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<u32>,
+    /// Its parent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<ParentNow>,
+    /// All of the new text, where the descriptor is inside of an extent: it is written in place there, and what a power
+    /// cut leaves of it need not be one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub text: Option<String>,
+}
+
+/// Which way a merge goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MergeSide {
+    /// An image is copied into the one below it.
+    Down,
+    /// An image is filled from the one below it.
+    Up,
+}
+
+/// A merge under way: the content of an image changes, and its CID no longer is what its children remember.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Merging {
+    /// Which way.
+    pub side: MergeSide,
+    /// The image that is written.
+    pub node: u32,
+    /// Down: the image above it, which hides what is written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub above: Option<u32>,
+    /// The CID that it had before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub content: Option<u32>,
+}
+
+/// What becomes of the disk itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fate {
+    /// It is being made: after a crash there is no such disk.
+    Creating,
+    /// It is being deleted: after a crash the rest of it goes.
+    Deleting,
+}
+
+/// What is under way. Opening the disk undoes or finishes it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pending {
+    /// What it is, for people.
+    pub operation: String,
+    /// Files that are being made: removed if they are there, for no image of the record has them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub made: Vec<FileRecord>,
+    /// Files to be removed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gone: Vec<FileRecord>,
+    /// Descriptors to be put right.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub settle: Vec<Settlement>,
+    /// A merge.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub merging: Option<Merging>,
+    /// The disk comes or goes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fate: Option<Fate>,
+}
+
+impl Pending {
+    pub(crate) fn new(operation: impl Into<String>) -> Self {
+        Self {
+            operation: operation.into(),
+            made: Vec::new(),
+            gone: Vec::new(),
+            settle: Vec::new(),
+            merging: None,
+            fate: None,
+        }
+    }
+}
+
+/// The record of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// Name.
+    pub name: String,
+    /// Identity.
+    pub uuid: String,
+    /// When it was made: seconds since 1970.
+    pub created: u64,
+    /// What names of its files begin with.
+    pub stem: String,
+    /// The kind of its base, as `-d` takes it.
+    pub kind: String,
+    /// The format of new deltas.
+    pub delta: DeltaFormat,
+    /// The adapter that its geometry is made for.
+    pub adapter: String,
+    /// Whether the head is only read.
+    #[serde(default)]
+    pub read_only: bool,
+    /// Whether a list of snapshots is written for VMware.
+    #[serde(default)]
+    pub vmsd: bool,
+    /// The image that is written.
+    pub head: u32,
+    /// The images.
+    pub nodes: Vec<Node>,
+    /// The snapshots, oldest first.
+    pub snapshots: Vec<SnapshotRecord>,
+    /// The last number that a snapshot was given.
+    pub last_uid: u32,
+    /// Tunables.
+    pub tunables: Tunables,
+    /// What lies above the head, as whoever put it there says it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlay: Option<String>,
+    /// The snapshot that it is a clone of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<OriginRecord>,
+    /// Clones that stand on it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub clones: Vec<CloneRecord>,
+    /// Folders that its images may refer to, besides their own.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub permitted: Vec<String>,
+    /// What is under way.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pending: Option<Pending>,
+}
+
+impl Record {
+    /// The image of that number.
+    pub fn node(&self, id: u32) -> Result<&Node> {
+        self.nodes
+            .iter()
+            .find(|node| node.id == id)
+            .ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("the record of '{}' has no image {id}", self.name)))
+    }
+
+    /// The images that stand on it.
+    pub fn children(&self, id: u32) -> Vec<u32> {
+        self.nodes.iter().filter(|node| node.parent == Some(id)).map(|node| node.id).collect()
+    }
+
+    /// From an image down to its base, newest first.
+    pub fn line(&self, id: u32) -> Result<Vec<u32>> {
+        let mut line = vec![id];
+        let mut at = self.node(id)?;
+        while let Some(parent) = at.parent {
+            at = self.node(parent)?;
+            line.push(parent);
+            // Checked when the record was read; a record in memory is made from one.
+            if line.len() > self.nodes.len() {
+                return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' are a circle", self.name)));
+            }
+        }
+        Ok(line)
+    }
+
+    /// The snapshot of that name.
+    pub fn snapshot(&self, name: &str) -> Result<&SnapshotRecord> {
+        self.snapshots.iter().find(|snapshot| snapshot.name == name).ok_or_else(|| {
+            let text = format!("disk '{}' has no snapshot '{}'", self.name, name.escape_debug());
+            Error::new(ErrorKind::NotFound, text)
+        })
+    }
+
+    /// The last snapshot that names an image.
+    pub fn snapshot_of(&self, node: u32) -> Option<&SnapshotRecord> {
+        self.snapshots.iter().rev().find(|snapshot| snapshot.node == node)
+    }
+
+    /// The snapshot before one: of the same image, or of the nearest below that has one.
+    pub fn snapshot_before(&self, snapshot: &SnapshotRecord) -> Option<&SnapshotRecord> {
+        let same = self.snapshots.iter().take_while(|other| other.uid != snapshot.uid);
+        same.filter(|other| other.node == snapshot.node).last().or_else(|| {
+            let line = self.line(snapshot.node).ok()?;
+            line[1..].iter().find_map(|node| self.snapshot_of(*node))
+        })
+    }
+
+    /// The snapshot that the head stands on.
+    pub fn current(&self) -> Option<&SnapshotRecord> {
+        self.line(self.head).ok()?.iter().find_map(|node| self.snapshot_of(*node))
+    }
+
+    /// A number for a new image.
+    pub(crate) fn next_id(&self) -> u32 {
+        self.nodes.iter().map(|node| node.id).max().map_or(1, |id| id.saturating_add(1))
+    }
+
+    /// Images that must stay as they are because clones stand on them or above them.
+    pub(crate) fn pinned(&self) -> HashSet<u32> {
+        let lines = self.clones.iter().filter_map(|clone| self.line(clone.node).ok());
+        lines.flatten().collect()
+    }
+
+    /// Takes out the images that nothing needs: no name, nothing above, not the head. Gives them.
+    pub(crate) fn take_unneeded(&mut self) -> Vec<Node> {
+        let mut taken = Vec::new();
+        loop {
+            let needless = self.nodes.iter().position(|node| {
+                node.id != self.head && self.snapshot_of(node.id).is_none() && self.children(node.id).is_empty()
+            });
+            match needless {
+                Some(index) => taken.push(self.nodes.remove(index)),
+                None => return taken,
+            }
+        }
+    }
+
+    /// The bytes of the file.
+    pub(crate) fn encode(&self) -> Result<Vec<u8>> {
+        let failed = |error: serde_json::Error| {
+            Error::new(ErrorKind::Invalid, format!("the record of '{}' cannot be written: {error}", self.name))
+        };
+        let mut text = serde_json::to_vec_pretty(self).map_err(failed)?;
+        text.push(b'\n');
+        if text.len() as u64 > RECORD_MAX - 64 {
+            return Err(Error::new(ErrorKind::NoSpace, format!("the record of '{}' would be too long", self.name)));
+        }
+        let mut bytes = format!("{MAGIC}{:08X}\n", checksum(&text)).into_bytes();
+        bytes.append(&mut text);
+        Ok(bytes)
+    }
+
+    /// Reads the bytes of the file.
+    ///
+    /// # Errors
+    /// `Corrupt` for what is none, `Unsupported` for one of another version.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let corrupt = |what: &str| Err(Error::new(ErrorKind::Corrupt, format!("the record of the disk {what}")));
+        let Some(end) = bytes.iter().take(64).position(|byte| *byte == b'\n') else {
+            return corrupt("is none: it does not begin as one");
+        };
+        let first = String::from_utf8_lossy(&bytes[..end]);
+        let Some(sum) = first.strip_prefix(MAGIC) else {
+            if first.starts_with(MAGIC_ANY) {
+                let text = format!("the record of the disk is of another version: '{}'", first.escape_debug());
+                return Err(Error::new(ErrorKind::Unsupported, text));
+            }
+            return corrupt("is none: it does not begin as one");
+        };
+        let text = &bytes[end + 1..];
+        if u32::from_str_radix(sum, 16).ok() != Some(checksum(text)) {
+            return corrupt("fails its checksum");
+        }
+        let record: Self = serde_json::from_slice(text)
+            .map_err(|error| Error::new(ErrorKind::Corrupt, format!("the record of the disk: {error}")))?;
+        record.check()?;
+        Ok(record)
+    }
+
+    /// What everything else relies on.
+    fn check(&self) -> Result<()> {
+        let corrupt = |what: String| {
+            Err(Error::new(ErrorKind::Corrupt, format!("the record of '{}': {what}", self.name.escape_debug())))
+        };
+        let creating = self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Creating));
+        if self.nodes.len() > NODES_MAX || self.snapshots.len() > SNAPSHOTS_MAX {
+            return corrupt("more images or snapshots than can be".to_owned());
+        }
+        if self.overlay.as_ref().is_some_and(|text| text.len() > TEXT_MAX) {
+            return corrupt("its overlay's text is too long".to_owned());
+        }
+        if !is_plain(&self.stem) {
+            return corrupt(format!("'{}' is no beginning of file names", self.stem.escape_debug()));
+        }
+        let parents: HashMap<u32, Option<u32>> = self.nodes.iter().map(|node| (node.id, node.parent)).collect();
+        if parents.len() != self.nodes.len() {
+            return corrupt("two images have one number".to_owned());
+        }
+        // Walked from every image; what was walked before is known to end.
+        let mut ending: HashSet<u32> = HashSet::new();
+        for node in &self.nodes {
+            if !is_plain(&node.descriptor) {
+                return corrupt(format!("'{}' is no plain file name", node.descriptor.escape_debug()));
+            }
+            let mut walked = Vec::new();
+            let mut at = Some(node.id);
+            while let Some(id) = at.filter(|id| !ending.contains(id)) {
+                walked.push(id);
+                match parents.get(&id) {
+                    Some(parent) if walked.len() <= self.nodes.len() => at = *parent,
+                    Some(_) => return corrupt("its images are a circle".to_owned()),
+                    None => return corrupt(format!("image {id} is missing")),
+                }
+            }
+            ending.extend(walked);
+        }
+        if !creating && (!parents.contains_key(&self.head) || !self.children(self.head).is_empty()) {
+            return corrupt("its head is no image, or images stand on it".to_owned());
+        }
+        let mut names = HashSet::new();
+        let mut uids = HashSet::new();
+        for snapshot in &self.snapshots {
+            if !parents.contains_key(&snapshot.node) {
+                return corrupt(format!("snapshot '{}' has no image", snapshot.name.escape_debug()));
+            }
+            if !names.insert(&snapshot.name) || !uids.insert(snapshot.uid) {
+                return corrupt(format!("snapshot '{}' is there twice", snapshot.name.escape_debug()));
+            }
+        }
+        let pending = self.pending.iter();
+        let mut files = pending.flat_map(|pending| pending.made.iter().chain(&pending.gone));
+        match files.find(|file| !is_plain(&file.name)) {
+            Some(file) => corrupt(format!("'{}' is no plain file name", file.name.escape_debug())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether a name leads nowhere but to a file of its folder.
+pub(crate) fn is_plain(name: &str) -> bool {
+    !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
+}
+
+fn checksum(bytes: &[u8]) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    digest.update(bytes);
+    digest.finalize() as u32
+}

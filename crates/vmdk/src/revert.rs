@@ -1,0 +1,39 @@
+//! Reverting: the head becomes what a snapshot shows, again.
+//!
+//! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record gets the new
+//! head: that is the commit. What the old head held, and what only it needed, is removed then. Whoever uses the chain
+//! asks for it again.
+
+use crate::Result;
+use crate::disk::Disk;
+use crate::record::Pending;
+
+impl Disk {
+    /// Makes the head what the snapshot shows. What was written since goes. The chain that was handed out before takes
+    /// no writes any more: ask for it again.
+    pub fn revert(&self, name: &str) -> Result<()> {
+        let _operation = self.begin("reverting")?;
+        let record = self.record();
+        self.check_writable(&record, "revert")?;
+        let snapshot = record.snapshot(name)?.clone();
+        let (image, node) =
+            self.make_delta(&record, snapshot.node, None, None, record.delta, snapshot.capacity, "revert")?;
+        let announced = self.record();
+        // Opened again by whoever asks for the chain next, above whatever the head is then.
+        image.layer().close()?;
+        drop(image);
+        if let Some(line) = self.drop_head() {
+            // What cannot be flushed is thrown away, if the record can be written.
+            let _ = line.chain.close();
+        }
+        let mut after = announced.clone();
+        let head = node.id;
+        after.nodes.push(node);
+        after.head = head;
+        let gone = after.take_unneeded();
+        let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
+        after.pending = Some(Pending { gone, ..Pending::new("revert") });
+        self.commit(after)?;
+        self.finish_pending()
+    }
+}

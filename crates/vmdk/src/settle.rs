@@ -1,0 +1,197 @@
+//! What an operation that was committed still has to do, and what one that was not has left.
+//!
+//! Everything here can be done any number of times, and in a crash between any two steps. So the same code ends an
+//! operation, finishes what an error has interrupted when the next operation begins, and recovers a disk after a crash:
+//!
+//! 1. descriptors are put right: the CID of an image that took another's place, the hints of those above it;
+//! 2. a merge that was not committed: down, the image above the target learns the target's new CID, for what it shows
+//!    is the same; up, the target gets its CID back, for the same reason;
+//! 3. files that are not needed any more, or were never finished, are removed;
+//! 4. the record says that nothing is under way, and VMware's list is written.
+
+use crate::disk::Disk;
+use crate::images::{content_of, list, remove};
+use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Record, Settlement};
+use crate::stored::{RECORD_NAME, RECORD_NEW, write_new};
+use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
+use crate::{Error, ErrorKind, Result};
+use backend::{Access, IoMode};
+use layer::descriptor::Descriptor;
+use layer::descriptor::storage::NEW_SUFFIX;
+use layer::image::parent_hint;
+use std::collections::{BTreeSet, HashSet};
+
+impl Disk {
+    /// After an opening: what the last owner has left.
+    pub(crate) fn recover(&self) -> Result<()> {
+        let directory = &**self.home.directory();
+        remove(directory, RECORD_NEW)?;
+        let record = self.record();
+        match record.pending.as_ref().and_then(|pending| pending.fate) {
+            Some(fate) => {
+                self.forget()?;
+                let what = match fate {
+                    Fate::Creating => "its creation was interrupted",
+                    Fate::Deleting => "its deletion was interrupted and is done now",
+                };
+                let text = format!("there is no disk '{}': {what}", record.name);
+                return Err(Error::new(ErrorKind::NotFound, text));
+            }
+            None => self.sweep(&record)?,
+        }
+        self.finish_pending()?;
+        self.write_list();
+        Ok(())
+    }
+
+    /// Removes the temporary names under which descriptors of this disk were being replaced.
+    fn sweep(&self, record: &Record) -> Result<()> {
+        let own: Vec<_> = record.nodes.iter().filter(|node| node.is_own()).collect();
+        let folders: BTreeSet<Option<&str>> = own.iter().map(|node| node.folder.as_deref()).collect();
+        for reference in folders {
+            // A folder that is missing is told of when the chain is opened.
+            let Ok(folder) = self.folder(record, reference) else { continue };
+            let directory = &**folder.directory();
+            let names = list(directory)?;
+            let mut temporary: Vec<String> = own
+                .iter()
+                .filter(|node| node.folder.as_deref() == reference)
+                .map(|node| format!("{}{NEW_SUFFIX}", node.descriptor))
+                .collect();
+            if reference.is_none() {
+                temporary.push(format!("{}{NEW_SUFFIX}", self.vmsd_name(record)));
+            }
+            let there: Vec<_> = temporary.iter().filter(|name| names.contains(*name)).collect();
+            for name in &there {
+                remove(directory, name)?;
+            }
+            if !there.is_empty() {
+                directory.sync().map_err(|error| Error::io("making removals durable", error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finishes or takes back what the record says is under way.
+    pub(crate) fn finish_pending(&self) -> Result<()> {
+        // Where nobody knows which record the medium has, both may need the files.
+        self.check_usable()?;
+        let record = self.record();
+        let Some(pending) = &record.pending else { return Ok(()) };
+        for settlement in &pending.settle {
+            self.settle(&record, settlement)?;
+        }
+        if let Some(merging) = &pending.merging
+            && let Some(settlement) = self.unmerge(&record, merging)?
+        {
+            self.settle(&record, &settlement)?;
+        }
+        let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(&record, node)).collect();
+        let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
+        self.remove_files(&record, &files.cloned().collect::<Vec<_>>())?;
+        let mut next = record.clone();
+        next.pending = None;
+        self.commit(next)?;
+        self.write_list();
+        Ok(())
+    }
+
+    /// Puts a descriptor right, through the image where that is open for writing.
+    fn settle(&self, record: &Record, settlement: &Settlement) -> Result<()> {
+        let level = self.open_head().and_then(|line| line.level(settlement.node));
+        match level {
+            Some(level) if level.image.layer().writable() => {
+                let whole = settlement.text.as_deref().map(|text| Descriptor::parse(text.as_bytes())).transpose()?;
+                level.image.update_descriptor(|descriptor| match whole {
+                    Some(whole) => *descriptor = whole,
+                    None => self.apply(settlement, descriptor),
+                })
+            }
+            _ => self.settle_closed(record, settlement),
+        }
+    }
+
+    /// What has to be said after a merge that was not committed.
+    fn unmerge(&self, record: &Record, merging: &Merging) -> Result<Option<Settlement>> {
+        let Ok(node) = record.node(merging.node) else { return Ok(None) };
+        match merging.side {
+            MergeSide::Down => {
+                let Some(above) = merging.above else { return Ok(None) };
+                let place = self.place(record, node)?;
+                let child = self.place(record, record.node(above)?)?;
+                let parent = ParentNow::Of { content: content_of(&place)?, hint: parent_hint(&child.folder, &place) };
+                Ok(Some(Settlement { node: above, content: None, parent: Some(parent), text: None }))
+            }
+            // A head keeps its new identity: nothing stands on it.
+            MergeSide::Up if merging.node == record.head => Ok(None),
+            MergeSide::Up => {
+                Ok(Some(Settlement { node: merging.node, content: merging.content, parent: None, text: None }))
+            }
+        }
+    }
+
+    /// What VMware's list of snapshots is called.
+    pub(crate) fn vmsd_name(&self, record: &Record) -> String {
+        format!("{}.vmsd", record.stem)
+    }
+
+    /// VMware's list of snapshots, as the record has it.
+    pub(crate) fn list_of(&self, record: &Record) -> Vmsd {
+        let snapshots = record.snapshots.iter().map(|snapshot| {
+            let file = record.node(snapshot.node).map_or_else(
+                |_| String::new(),
+                |node| match &node.folder {
+                    None => node.descriptor.clone(),
+                    Some(folder) => format!("{folder}/{}", node.descriptor),
+                },
+            );
+            VmsdSnapshot {
+                uid: snapshot.uid,
+                parent: record.snapshot_before(snapshot).map(|before| before.uid),
+                state: format!("{}-Snapshot{}.vmsn", record.stem, snapshot.uid),
+                name: snapshot.name.clone(),
+                description: snapshot.description.clone(),
+                created: snapshot.created,
+                disks: vec![VmsdDisk { file, node: "scsi0:0".to_owned() }],
+            }
+        });
+        Vmsd {
+            last_uid: record.last_uid,
+            current: record.current().map(|snapshot| snapshot.uid),
+            need_consolidate: !self.redundant(record).is_empty(),
+            snapshots: snapshots.collect(),
+        }
+    }
+
+    /// Writes VMware's list of snapshots, if it is not there as it should be. It follows from the record: what cannot
+    /// be written now is written next time.
+    pub(crate) fn write_list(&self) {
+        let record = self.record();
+        if !record.vmsd || record.last_uid == 0 {
+            return;
+        }
+        let name = self.vmsd_name(&record);
+        let bytes = self.list_of(&record).to_bytes();
+        if let Err(error) = self.replace_list(&name, &bytes) {
+            tracing::warn!(%error, file = name, "the list of snapshots could not be written");
+        }
+    }
+
+    fn replace_list(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let directory = &**self.home.directory();
+        let failed = |error| Error::io(format!("writing '{name}'"), error);
+        if let Ok(file) = directory.open_foreign(name, IoMode::Buffered, Access::Read)
+            && file.len().map_err(failed)? == bytes.len() as u64
+        {
+            let mut old = vec![0; bytes.len()];
+            file.read_at(&mut old, 0).map_err(failed)?;
+            if old == bytes {
+                return Ok(());
+            }
+        }
+        let temporary = format!("{name}{NEW_SUFFIX}");
+        debug_assert_ne!(name, RECORD_NAME);
+        write_new(directory, &temporary, bytes)?;
+        directory.rename(&temporary, name).and_then(|()| directory.sync()).map_err(failed)
+    }
+}

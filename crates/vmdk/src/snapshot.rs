@@ -1,0 +1,353 @@
+//! Snapshots: the head's state gets a name, and writes go to a new delta.
+//!
+//! ```text
+//! announce    the record names the delta's files
+//! make        the delta, empty, above the content that the head has from now on
+//! commit      the record has the snapshot, and the delta for a head: an empty delta shows the same bytes
+//! push        writes go to the delta
+//! tidy        the old head is closed and opened for reading
+//! ```
+//!
+//! 1. A crash before the commit leaves the disk as it was, one after it leaves the snapshot taken.
+//! 2. The head's content has its identity of this opening before the delta remembers it: no write changes it then.
+//! 3. Several disks at one point: every disk's commit first, then all are frozen in one order, pushed, and let go. What
+//!    fails before the push is taken back on all of them. A power cut between the commits of several disks may leave
+//!    some with the snapshot and some without: their records are files of their own.
+
+use crate::disk::{Disk, Operation, check_name, now_micros};
+use crate::line::{Level, Line};
+use crate::record::{Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord, Standing};
+use crate::{DeltaFormat, Error, ErrorKind, Result};
+use layer::descriptor::{ContentId, CreateType, Descriptor};
+use layer::image::{Image, NewImage, NewParent, OpenOptions, Place, create, parent_hint};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A snapshot to be taken.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NewSnapshot {
+    /// Its name.
+    pub name: String,
+    /// What a person has to say about it.
+    pub description: String,
+    /// The folder that the new head goes to; the disk's own if nothing is said.
+    pub folder: Option<PathBuf>,
+    /// The format of the new head; the disk's usual one if nothing is said.
+    pub delta: Option<DeltaFormat>,
+}
+
+impl NewSnapshot {
+    /// A snapshot of that name, with nothing special about it.
+    pub fn named(name: impl Into<String>) -> Self {
+        Self { name: name.into(), ..Self::default() }
+    }
+}
+
+/// A snapshot as people see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Its name.
+    pub name: String,
+    /// VMware's number of it.
+    pub uid: u32,
+    /// The one before it.
+    pub parent: Option<String>,
+    /// When it was taken: seconds since 1970.
+    pub created: u64,
+    /// Capacity then, in bytes.
+    pub capacity: u64,
+    /// Whether the head stands on it.
+    pub current: bool,
+    /// What a person had to say about it.
+    pub description: String,
+    /// Names of linked clones that stand on it.
+    pub clones: Vec<String>,
+}
+
+/// A snapshot whose record is committed, before its point in time.
+struct Prepared<'a> {
+    disk: &'a Disk,
+    line: Arc<Line>,
+    before: Record,
+    image: Arc<Image>,
+    node: u32,
+    _operation: Operation<'a>,
+}
+
+/// Takes a snapshot of each disk, all at one point in time: no disk has a write that began after the point of another.
+/// `between` is called at that point, while nobody writes; what it fails with is what this fails with, and nothing has
+/// happened then.
+pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+    let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
+    // One order for everybody, so that two groups never wait for each other.
+    order.sort_by_key(|(disk, _)| disk.uuid());
+    let mut prepared = Vec::with_capacity(order.len());
+    for (disk, new) in order {
+        match disk.prepare(new) {
+            Ok(one) => prepared.push(one),
+            Err(error) => {
+                take_back(prepared);
+                return Err(error);
+            }
+        }
+    }
+    let (keys, outcome) = take_point(&prepared, between);
+    let mut outcome = outcome;
+    let mut keys = keys.into_iter();
+    let mut left = Vec::new();
+    for one in prepared {
+        match keys.next() {
+            Some(key) => {
+                let done = one.line.chain.flush();
+                one.finish(key);
+                outcome = outcome.and(done);
+            }
+            None => left.push(one),
+        }
+    }
+    take_back(left);
+    outcome
+}
+
+/// Freezes all disks, and pushes their new tops. Gives the levels of those that are past the point: all or none, but
+/// for a disk that failed in between.
+fn take_point(
+    prepared: &[Prepared<'_>],
+    between: &mut dyn FnMut() -> Result<()>,
+) -> (Vec<chain::LevelKey>, Result<()>) {
+    let mut keys = Vec::with_capacity(prepared.len());
+    let mut push = || {
+        let frozen = prepared.iter().map(|one| one.line.chain.freeze()).collect::<Result<Vec<_>>>()?;
+        between()?;
+        for (one, chain) in prepared.iter().zip(frozen) {
+            keys.push(chain.push(Arc::clone(one.image.layer()))?.0);
+        }
+        Ok(())
+    };
+    let outcome = push();
+    (keys, outcome)
+}
+
+fn take_back(prepared: Vec<Prepared<'_>>) {
+    for one in prepared {
+        if let Err(error) = one.take_back() {
+            tracing::warn!(%error, "a snapshot could not be taken back; the next opening does it");
+        }
+    }
+}
+
+impl Disk {
+    /// Takes a snapshot of the head. Says how long writers had to wait.
+    pub fn snapshot(&self, new: &NewSnapshot) -> Result<Duration> {
+        let prepared = self.prepare(new)?;
+        match prepared.line.chain.push(Arc::clone(prepared.image.layer())) {
+            Ok((key, pause)) => {
+                prepared.finish(key);
+                Ok(pause)
+            }
+            Err(error) => {
+                // A flush that failed after the point stops the chain; the record is right as it is.
+                if prepared.line.chain.keys().len() == prepared.line.levels().len()
+                    && let Err(second) = prepared.take_back()
+                {
+                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// The snapshots, oldest first.
+    pub fn snapshots(&self) -> Vec<Snapshot> {
+        let record = self.record();
+        let current = record.current().map(|snapshot| snapshot.uid);
+        let clones: Vec<_> = self.live_clones(&record).collect();
+        let shown = record.snapshots.iter().map(|snapshot| Snapshot {
+            name: snapshot.name.clone(),
+            uid: snapshot.uid,
+            parent: record.snapshot_before(snapshot).map(|before| before.name.clone()),
+            created: snapshot.created / 1_000_000,
+            capacity: snapshot.capacity,
+            current: Some(snapshot.uid) == current,
+            description: snapshot.description.clone(),
+            clones: clones.iter().filter(|clone| clone.node == snapshot.node).map(|clone| clone.name.clone()).collect(),
+        });
+        shown.collect()
+    }
+
+    /// Everything of a snapshot that does not need the point in time.
+    fn prepare(&self, new: &NewSnapshot) -> Result<Prepared<'_>> {
+        check_name("snapshot", &new.name)?;
+        let operation = self.begin("a snapshot")?;
+        let before = self.record();
+        self.check_writable(&before, "snapshot")?;
+        if before.snapshots.iter().any(|snapshot| snapshot.name == new.name) {
+            let text = format!("disk '{}' has a snapshot '{}' already", before.name, new.name);
+            return Err(Error::new(ErrorKind::Exists, text));
+        }
+        if before.snapshots.len() >= SNAPSHOTS_MAX {
+            let text = format!("disk '{}' has {SNAPSHOTS_MAX} snapshots, which is the limit", before.name);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let line = self.head_line()?;
+        let levels = line.levels().len();
+        if levels >= before.tunables.levels_max {
+            let text = format!(
+                "disk '{}' has {levels} levels, and its limit is {}: delete snapshots, consolidate, or raise the limit",
+                before.name, before.tunables.levels_max
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let folder = match &new.folder {
+            None => None,
+            Some(path) => {
+                let text = || Error::new(ErrorKind::Invalid, format!("'{}' is no path in text", path.display()));
+                let real = path.canonicalize();
+                let real = real.map_err(|error| Error::io(format!("looking for '{}'", path.display()), error))?;
+                let home = self.home.path().is_some_and(|home| home == real);
+                if home { None } else { Some(real.to_str().ok_or_else(text)?.to_owned()) }
+            }
+        };
+        let format = new.delta.unwrap_or(before.delta);
+        let top = line.expect(before.head)?;
+        top.image.renew_content()?;
+        let capacity = line.chain.capacity();
+        let (image, node) =
+            self.make_delta(&before, before.head, Some(&top.image), folder, format, capacity, "snapshot")?;
+        let mut after = self.record();
+        let id = node.id;
+        after.pending = None;
+        after.head = id;
+        after.nodes.push(node);
+        after.last_uid = after.last_uid.saturating_add(1);
+        after.snapshots.push(SnapshotRecord {
+            name: new.name.clone(),
+            uid: after.last_uid,
+            node: before.head,
+            created: now_micros(),
+            capacity,
+            description: new.description.clone(),
+        });
+        let prepared = Prepared { disk: self, line, before, image: Arc::new(image), node: id, _operation: operation };
+        match self.commit(after) {
+            Ok(()) => Ok(prepared),
+            Err(error) => {
+                // The record still announces the files, or nobody knows: see `settle`.
+                if let Err(second) = prepared.take_back() {
+                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. Who commits it puts it
+    /// among the nodes.
+    #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
+    pub(crate) fn make_delta(
+        &self,
+        record: &Record,
+        parent: u32,
+        open: Option<&Image>,
+        folder: Option<String>,
+        format: DeltaFormat,
+        capacity: u64,
+        operation: &str,
+    ) -> Result<(Image, Node)> {
+        let (name, made) = self.name_delta(record, folder.as_deref(), format)?;
+        let mut announced = record.clone();
+        let fate = record.pending.as_ref().and_then(|pending| pending.fate);
+        announced.pending = Some(Pending { made, fate, ..Pending::new(operation) });
+        self.commit(announced)?;
+        let node = Node {
+            id: record.next_id(),
+            parent: Some(parent),
+            folder,
+            descriptor: name,
+            format: None,
+            standing: Standing::Made,
+        };
+        match self.make_announced(record, parent, open, &node, format, capacity) {
+            Ok(image) => Ok((image, node)),
+            Err(error) => {
+                if fate.is_none()
+                    && let Err(second) = self.finish_pending()
+                {
+                    tracing::warn!(%second, "what was made of an image stays until the next opening");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn make_announced(
+        &self,
+        record: &Record,
+        parent: u32,
+        open: Option<&Image>,
+        node: &Node,
+        format: DeltaFormat,
+        capacity: u64,
+    ) -> Result<Image> {
+        let folder = self.folder(record, node.folder.as_deref())?;
+        let below = self.place(record, record.node(parent)?)?;
+        let descriptor = match open.and_then(Image::descriptor) {
+            Some(descriptor) => Some(descriptor),
+            None => crate::images::load_descriptor(&below)?,
+        };
+        // What has no descriptor has no identity that anybody could compare.
+        let descriptor = descriptor.unwrap_or_else(|| {
+            let mut none = Descriptor::base(CreateType::Other("custom".to_owned()), Vec::new());
+            none.content = ContentId::INITIAL;
+            none
+        });
+        let hint = parent_hint(&folder, &below);
+        let image = NewImage::new(&node.descriptor, capacity, format.kind()).above(NewParent { descriptor, hint });
+        let random = &mut || (self.options.random)();
+        create(&folder, &image, random, &mut |_, _| std::ops::ControlFlow::Continue(()))?;
+        let options = OpenOptions { writable: true, ..self.open_options() };
+        Image::open(Place { folder, name: node.descriptor.clone() }, &options)
+    }
+}
+
+impl Prepared<'_> {
+    /// The writes go to the delta now: the old head is only read from here on.
+    fn finish(&self, key: chain::LevelKey) {
+        self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
+        if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
+            // Everything in it is durable, and it is read as it is open now.
+            tracing::warn!(%error, "the image below a snapshot could not be closed");
+        }
+        self.disk.write_list();
+    }
+
+    /// Nothing was pushed: the record is put back, and the delta removed.
+    fn take_back(self) -> Result<()> {
+        let mut record = self.before.clone();
+        let delta = self.disk.record().nodes.into_iter().find(|node| node.id == self.node);
+        match delta {
+            None => {}
+            Some(node) => {
+                let made = self.disk.files(&record, &node);
+                record.pending = Some(Pending { made, ..Pending::new("snapshot") });
+                self.disk.commit(record)?;
+            }
+        }
+        drop(self.image);
+        self.disk.finish_pending()
+    }
+}
+
+impl Disk {
+    /// Closes the writable opening of a level below the top, and opens it for reading.
+    pub(crate) fn set_reading(&self, line: &Line, node: u32) -> Result<()> {
+        let old = line.expect(node)?;
+        if !old.image.layer().writable() {
+            return Ok(());
+        }
+        old.image.layer().close()?;
+        let image = Arc::new(self.open_image(&self.record(), node, false)?);
+        line.exchange(node, image)
+    }
+}

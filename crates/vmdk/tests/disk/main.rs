@@ -1,0 +1,11 @@
+//! Disks in VMware's formats, from outside: histories against a model, power cuts, folders of other makers.
+
+#![allow(clippy::unwrap_used)]
+
+mod adopting;
+mod crashes;
+mod histories;
+mod operations;
+#[path = "../../../chain/tests/chain/random.rs"]
+mod random;
+mod world;

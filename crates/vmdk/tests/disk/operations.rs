@@ -1,0 +1,543 @@
+//! What each operation promises, and refuses.
+
+use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, read, scratch};
+use backend::simulated::SimulatedDisk;
+use layer::descriptor::Adapter;
+use layer::image::{Folder, ImageKind};
+use parking_lot::Mutex;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use vmdk::{DeltaFormat, Direction, Disk, Error, ErrorKind, NewDisk, NewSnapshot, Tuning, snapshot_group};
+
+const MIB: u64 = 1 << 20;
+
+fn new(name: &str, capacity: u64, kind: ImageKind, delta: DeltaFormat) -> NewDisk {
+    NewDisk { name: name.to_owned(), capacity, kind, delta: Some(delta), adapter: Adapter::LsiLogic }
+}
+
+fn make(folder: &Path, delta: DeltaFormat) -> Arc<Disk> {
+    Disk::create(local(folder), &new("vm", 4 * MIB, ImageKind::Thin, delta), &options(1), &()).unwrap()
+}
+
+fn snapshot(disk: &Disk, name: &str) {
+    disk.snapshot(&NewSnapshot::named(name)).unwrap();
+}
+
+fn write(disk: &Disk, at: u64, byte: u8, length: usize) {
+    disk.chain().unwrap().write(at, &vec![byte; length]).unwrap();
+}
+
+fn byte(disk: &Disk, at: u64) -> u8 {
+    let mut out = [0];
+    disk.chain().unwrap().read(at, &mut out).unwrap();
+    out[0]
+}
+
+fn names(disk: &Disk) -> Vec<String> {
+    disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect()
+}
+
+fn files(folder: &Path) -> Vec<String> {
+    let mut names: Vec<String> =
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+fn kind<T>(outcome: Result<T, Error>) -> (ErrorKind, String) {
+    let error = outcome.err().unwrap();
+    (error.kind(), error.to_string())
+}
+
+#[test]
+fn files_are_called_as_on_an_esxi_host() {
+    for (delta, extent) in [(DELTAS[0], "delta"), (DELTAS[1], "sesparse"), (DELTAS[2], "vsan")] {
+        let folder = scratch();
+        let disk = make(folder.path(), delta);
+        snapshot(&disk, "first");
+        disk.snapshot(&NewSnapshot { description: "two\nlines".to_owned(), ..NewSnapshot::named("second") }).unwrap();
+        let wanted = [
+            "lamina.disk".to_owned(),
+            "lamina.lock".to_owned(),
+            format!("vm-000001-{extent}.vmdk"),
+            "vm-000001.vmdk".to_owned(),
+            format!("vm-000002-{extent}.vmdk"),
+            "vm-000002.vmdk".to_owned(),
+            "vm-flat.vmdk".to_owned(),
+            "vm.vmdk".to_owned(),
+            "vm.vmsd".to_owned(),
+        ];
+        assert_eq!(files(folder.path()), wanted);
+        let text = std::fs::read_to_string(folder.path().join("vm.vmsd")).unwrap();
+        let without_time: Vec<&str> = text.lines().filter(|line| !line.contains("createTime")).collect();
+        let wanted = [
+            ".encoding = \"UTF-8\"",
+            "snapshot.lastUID = \"2\"",
+            "snapshot.current = \"2\"",
+            "snapshot0.uid = \"1\"",
+            "snapshot0.filename = \"vm-Snapshot1.vmsn\"",
+            "snapshot0.displayName = \"first\"",
+            "snapshot0.numDisks = \"1\"",
+            "snapshot0.disk0.fileName = \"vm.vmdk\"",
+            "snapshot0.disk0.node = \"scsi0:0\"",
+            "snapshot.numSnapshots = \"2\"",
+            "snapshot1.uid = \"2\"",
+            "snapshot1.filename = \"vm-Snapshot2.vmsn\"",
+            "snapshot1.parent = \"1\"",
+            "snapshot1.displayName = \"second\"",
+            "snapshot1.description = \"two|0Alines\"",
+            "snapshot1.numDisks = \"1\"",
+            "snapshot1.disk0.fileName = \"vm-000001.vmdk\"",
+            "snapshot1.disk0.node = \"scsi0:0\"",
+        ];
+        assert_eq!(without_time, wanted);
+        // The lowest free number is taken again.
+        disk.delete_snapshot("second", Some(Direction::Up), &()).unwrap();
+        snapshot(&disk, "third");
+        assert!(files(folder.path()).contains(&"vm-000001.vmdk".to_owned()));
+        disk.delete().unwrap();
+        assert_eq!(files(folder.path()), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn an_image_with_several_children_is_held_until_one_is_left() {
+    for delta in DELTAS {
+        let folder = scratch();
+        let disk = make(folder.path(), delta);
+        write(&disk, 0, 1, 4096);
+        snapshot(&disk, "root");
+        write(&disk, 4096, 2, 4096);
+        snapshot(&disk, "left");
+        disk.revert("root").unwrap();
+        assert_eq!((byte(&disk, 0), byte(&disk, 4096)), (1, 0));
+        write(&disk, 8192, 3, 4096);
+        snapshot(&disk, "right");
+        disk.delete_snapshot("root", None, &()).unwrap();
+        assert_eq!(names(&disk), ["left", "right"]);
+        assert_eq!(disk.record().nodes.len(), 4);
+        // Nothing stands on it, so it goes, and what was held is merged.
+        disk.delete_snapshot("left", None, &()).unwrap();
+        assert_eq!(disk.record().nodes.len(), 2);
+        assert_eq!((byte(&disk, 0), byte(&disk, 4096), byte(&disk, 8192)), (1, 0, 3));
+        assert_eq!(leaked(&disk), Vec::<String>::new());
+        disk.delete_snapshot("right", None, &()).unwrap();
+        assert_eq!(files(folder.path()), ["lamina.disk", "lamina.lock", "vm-flat.vmdk", "vm.vmdk", "vm.vmsd"]);
+    }
+}
+
+#[test]
+fn side_branches_are_merged_while_the_head_is_elsewhere() {
+    for (direction, delta) in [Direction::Up, Direction::Down].into_iter().zip([DELTAS[0], DELTAS[1]]) {
+        let folder = scratch();
+        let disk = make(folder.path(), delta);
+        snapshot(&disk, "root");
+        write(&disk, 0, 1, 4096);
+        snapshot(&disk, "a");
+        write(&disk, 4096, 2, 4096);
+        snapshot(&disk, "b");
+        write(&disk, 8192, 3, 4096);
+        snapshot(&disk, "c");
+        disk.revert("root").unwrap();
+        write(&disk, 0, 9, 512);
+        disk.delete_snapshot("b", Some(direction), &()).unwrap();
+        disk.delete_snapshot("a", Some(direction), &()).unwrap();
+        assert_eq!(names(&disk), ["root", "c"]);
+        let chain = disk.snapshot_chain("c").unwrap();
+        let found = read(&chain);
+        assert_eq!((found[0], found[4096], found[8192], found[12288]), (1, 2, 3, 0));
+        assert_eq!(byte(&disk, 0), 9);
+        assert_eq!(leaked(&disk), Vec::<String>::new());
+        // While it is open it stays, and so does what is below.
+        let refused = kind(disk.delete_snapshot("c", None, &()));
+        assert_eq!(refused.0, ErrorKind::Busy);
+        drop(chain);
+        disk.delete_snapshot("c", None, &()).unwrap();
+    }
+}
+
+#[test]
+fn refusals_say_why() {
+    let folder = scratch();
+    let disk = make(folder.path(), DELTAS[0]);
+    assert_eq!(kind(Disk::open(local(folder.path()), &options(2))).0, ErrorKind::Busy);
+    for name in ["", "a/b", "a\"b", "-x", "a@b", "a\nb"] {
+        assert_eq!(kind(disk.snapshot(&NewSnapshot::named(name))).0, ErrorKind::Invalid, "{name}");
+    }
+    snapshot(&disk, "one");
+    assert_eq!(kind(disk.snapshot(&NewSnapshot::named("one"))).0, ErrorKind::Exists);
+    assert_eq!(kind(disk.revert("two")).0, ErrorKind::NotFound);
+    assert_eq!(kind(disk.delete_snapshot("two", None, &())).0, ErrorKind::NotFound);
+    disk.tune(&Tuning { levels_max: Some(3), ..Tuning::default() }).unwrap();
+    snapshot(&disk, "two");
+    let refused = kind(disk.snapshot(&NewSnapshot::named("three")));
+    assert!(
+        refused.0 == ErrorKind::Invalid && refused.1.contains("3 levels") && refused.1.contains("limit is 3"),
+        "{refused:?}"
+    );
+    assert!(kind(disk.tune(&Tuning { levels_max: Some(0), ..Tuning::default() })).1.contains("levels"));
+    assert_eq!(kind(disk.wipe(&())).0, ErrorKind::Unsupported);
+    disk.tune(&Tuning { levels_max: Some(32), ..Tuning::default() }).unwrap();
+    snapshot(&disk, "three");
+    assert_eq!(disk.info().unwrap().levels, 4);
+    disk.close().unwrap();
+    assert_eq!(kind(disk.snapshot(&NewSnapshot::named("late"))).0, ErrorKind::Stopped);
+    assert_eq!(
+        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &())).0,
+        ErrorKind::Busy
+    );
+    drop(disk);
+    assert_eq!(
+        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &())).0,
+        ErrorKind::Exists
+    );
+}
+
+#[test]
+fn tunables_and_names_stay() {
+    let folder = scratch();
+    let disk = make(folder.path(), DELTAS[2]);
+    let tuning = Tuning {
+        metadata_entries: Some(1000),
+        prefetch: Some(MIB),
+        prefetch_extents: Some(7),
+        read_cache: Some(MIB),
+        levels_max: Some(40),
+    };
+    disk.tune(&tuning).unwrap();
+    assert_eq!(disk.chain().unwrap().tunables().entries, 1000);
+    disk.rename("other").unwrap();
+    disk.set_overlay(Some("{\"x\":1}".to_owned())).unwrap();
+    let uuid = disk.uuid();
+    disk.close().unwrap();
+    drop(disk);
+    let disk = Disk::open(local(folder.path()), &options(3)).unwrap();
+    assert_eq!((disk.name().as_str(), disk.uuid()), ("other", uuid));
+    assert_eq!(disk.record().overlay.as_deref(), Some("{\"x\":1}"));
+    let tunables = disk.chain().unwrap().tunables();
+    assert_eq!((tunables.entries, tunables.prefetch_bytes, tunables.prefetch_extents), (1000, MIB, 7));
+    assert_eq!(disk.statistics().data.memory_max, MIB);
+    assert_eq!(disk.info().unwrap().levels_max, 40);
+    // New files go by the old name.
+    snapshot(&disk, "s");
+    assert!(files(folder.path()).contains(&"vm-000001-vsan.vmdk".to_owned()));
+}
+
+#[test]
+fn clones_pin_what_they_stand_on() {
+    let (here, there) = (scratch(), scratch());
+    let disk = make(here.path(), DELTAS[1]);
+    write(&disk, 0, 1, 8192);
+    snapshot(&disk, "below");
+    write(&disk, 4096, 2, 4096);
+    snapshot(&disk, "gold");
+    write(&disk, 0, 3, 512);
+    let clone = disk.linked_clone("gold", local(there.path()), "child", &options(5)).unwrap();
+    assert_eq!((byte(&clone, 0), byte(&clone, 4096)), (1, 2));
+    write(&clone, 0, 7, 4096);
+    snapshot(&clone, "own");
+    assert_eq!(clone.origin().unwrap().snapshot, "gold");
+    assert_eq!(disk.snapshots()[1].clones, ["child"]);
+    let refused = kind(disk.delete_snapshot("gold", None, &()));
+    assert!(refused.0 == ErrorKind::Busy && refused.1.contains("child"), "{refused:?}");
+    // What is only below keeps its place and loses its name.
+    disk.delete_snapshot("below", None, &()).unwrap();
+    assert_eq!(disk.record().nodes.len(), 3);
+    assert_eq!(kind(disk.consolidate(&())).0, ErrorKind::Busy);
+    assert_eq!(kind(Arc::clone(&disk).delete()).0, ErrorKind::Busy);
+    clone.close().unwrap();
+    drop(clone);
+    let clone = Disk::open(local(there.path()), &options(6)).unwrap();
+    assert_eq!((byte(&clone, 0), byte(&clone, 4096)), (7, 2));
+    clone.consolidate(&()).unwrap();
+    assert_eq!((byte(&clone, 0), byte(&clone, 4096), clone.info().unwrap().levels), (7, 2, 3));
+    clone.delete().unwrap();
+    assert_eq!(files(there.path()), Vec::<String>::new());
+    assert_eq!((disk.clones().len(), disk.snapshots()[0].clones.len()), (0, 0));
+    disk.delete_snapshot("gold", None, &()).unwrap();
+    disk.consolidate(&()).unwrap();
+    assert_eq!((byte(&disk, 0), byte(&disk, 4096), disk.info().unwrap().levels), (3, 2, 1));
+}
+
+#[test]
+fn several_disks_stop_at_one_point() {
+    let (one, two) = (scratch(), scratch());
+    let disks = [make(one.path(), DELTAS[0]), make(two.path(), DELTAS[1])];
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            let chains = [disks[0].chain().unwrap(), disks[1].chain().unwrap()];
+            let mut number = 0u64;
+            while !stop.load(Ordering::Relaxed) {
+                number += 1;
+                for chain in &chains {
+                    chain.write(0, &number.to_le_bytes()).unwrap();
+                }
+            }
+        });
+        for round in 0..10 {
+            let mut between = 0;
+            let of: Vec<_> =
+                disks.iter().map(|disk| (Arc::clone(disk), NewSnapshot::named(format!("s{round}")))).collect();
+            snapshot_group(&of, &mut || {
+                between += 1;
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(between, 1);
+        }
+        stop.store(true, Ordering::Relaxed);
+        writer.join().unwrap();
+    });
+    for round in 0..10 {
+        let number = |disk: &Arc<Disk>| {
+            let mut bytes = [0; 8];
+            disk.snapshot_chain(&format!("s{round}")).unwrap().read(0, &mut bytes).unwrap();
+            u64::from_le_bytes(bytes)
+        };
+        let (first, second) = (number(&disks[0]), number(&disks[1]));
+        assert!(first == second || first == second + 1, "{first} and {second}");
+    }
+    // What fails at the point leaves nothing on any of them.
+    let of: Vec<_> = disks.iter().map(|disk| (Arc::clone(disk), NewSnapshot::named("no"))).collect();
+    let refused = snapshot_group(&of, &mut || Err(Error::new(ErrorKind::Interrupted, "not now")));
+    assert_eq!(kind(refused).0, ErrorKind::Interrupted);
+    for disk in &disks {
+        assert_eq!(names(disk).len(), 10);
+        assert_eq!(leaked(disk), Vec::<String>::new());
+        write(disk, 0, 1, 512);
+        assert_eq!(disk.info().unwrap().levels, 11);
+    }
+    let taken = [(Arc::clone(&disks[0]), NewSnapshot::named("yes")), (Arc::clone(&disks[1]), NewSnapshot::named("s1"))];
+    assert_eq!(kind(snapshot_group(&taken, &mut || Ok(()))).0, ErrorKind::Exists);
+    assert_eq!((names(&disks[0]).len(), leaked(&disks[0])), (10, Vec::new()));
+}
+
+#[test]
+fn consolidation_ends_under_continuous_writes() {
+    for delta in DELTAS {
+        let folder = scratch();
+        let capacity = 32 * MIB;
+        let disk =
+            Disk::create(local(folder.path()), &new("vm", capacity, ImageKind::Thin, delta), &options(1), &()).unwrap();
+        let guest = Mutex::new(Guest { random: Random::new(9), content: vec![0; capacity as usize] });
+        let chain = disk.chain().unwrap();
+        for round in 0..6 {
+            for _ in 0..100 {
+                guest.lock().act(&chain);
+            }
+            snapshot(&disk, &format!("s{round}"));
+        }
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    guest.lock().act(&chain);
+                }
+            });
+            let outcome = disk.consolidate(&());
+            stop.store(true, Ordering::Relaxed);
+            writer.join().unwrap();
+            outcome.unwrap();
+        });
+        assert!(read(&chain) == guest.lock().content);
+        assert_eq!((disk.info().unwrap().levels, names(&disk).len()), (1, 0));
+        assert_eq!(leaked(&disk), Vec::<String>::new());
+        disk.close().unwrap();
+        drop(disk);
+        let disk = Disk::open(local(folder.path()), &options(2)).unwrap();
+        assert!(read(&disk.chain().unwrap()) == guest.lock().content);
+    }
+}
+
+#[test]
+fn an_interrupted_merge_can_be_gone_on_with() {
+    for (delta, direction) in [(DELTAS[0], Direction::Up), (DELTAS[1], Direction::Down), (DELTAS[2], Direction::Down)] {
+        let folder = scratch();
+        let disk = make(folder.path(), delta);
+        write(&disk, 0, 1, 2 << 20);
+        snapshot(&disk, "a");
+        write(&disk, 0, 2, 1 << 20);
+        snapshot(&disk, "b");
+        write(&disk, 0, 3, 4096);
+        let guest = Mutex::new(Guest { random: Random::new(1), content: read(&disk.chain().unwrap()) });
+        let busy = Busy { guest: &guest, chain: disk.chain().unwrap(), patience: Mutex::new(3) };
+        assert_eq!(kind(disk.delete_snapshot("b", Some(direction), &busy)).0, ErrorKind::Interrupted);
+        assert_eq!(names(&disk).len(), if direction == Direction::Up { 2 } else { 1 });
+        disk.close().unwrap();
+        drop((busy, disk));
+        let disk = Disk::open(local(folder.path()), &options(2)).unwrap();
+        assert!(read(&disk.chain().unwrap()) == guest.lock().content);
+        if direction == Direction::Up {
+            disk.delete_snapshot("b", None, &()).unwrap();
+        }
+        disk.delete_snapshot("a", None, &()).unwrap();
+        assert_eq!(disk.info().unwrap().levels, 1);
+        assert!(read(&disk.chain().unwrap()) == guest.lock().content);
+        assert_eq!(leaked(&disk), Vec::<String>::new());
+    }
+}
+
+#[test]
+fn flat_bases_take_and_give_back_their_space_below_snapshots() {
+    let folder = scratch();
+    let disk = make(folder.path(), DELTAS[0]);
+    write(&disk, 0, 1, 4096);
+    write(&disk, MIB, 0, 4096);
+    let counters = disk.info().unwrap().counters.unwrap();
+    assert_eq!((counters.blocks, counters.nb), (4, 2));
+    snapshot(&disk, "s");
+    disk.inflate(&()).unwrap();
+    let info = disk.info().unwrap();
+    assert_eq!((info.counters.unwrap().nb, info.counters.unwrap().tbz, info.kind.as_str()), (4, 0, "eagerzeroedthick"));
+    disk.punch_zeros(&()).unwrap();
+    let info = disk.info().unwrap();
+    assert_eq!((info.counters.unwrap().nb, info.kind.as_str()), (1, "thin"));
+    assert_eq!(byte(&disk, 0), 1);
+    disk.close().unwrap();
+    drop(disk);
+    assert_eq!(byte(&Disk::open(local(folder.path()), &options(1)).unwrap(), 0), 1);
+}
+
+#[test]
+fn dead_grains_are_given_back_at_every_level() {
+    for (delta, extent) in [(DELTAS[0], "delta"), (DELTAS[1], "sesparse")] {
+        let folder = scratch();
+        let disk = make(folder.path(), delta);
+        let mut random = Random::new(1);
+        let mut content = vec![0; 4 << 20];
+        random.fill(&mut content);
+        for level in 1..=2u64 {
+            snapshot(&disk, &format!("s{level}"));
+            for at in (0..4 << 20).step_by(65536) {
+                disk.chain().unwrap().write(at as u64, &content[at..at + 65536]).unwrap();
+            }
+            for at in (0..4 << 20).step_by(8192) {
+                content[at..at + 4096].fill(0);
+                disk.chain().unwrap().zero(at as u64, 4096, false).unwrap();
+            }
+            disk.chain().unwrap().flush().unwrap();
+        }
+        let length =
+            |number: u32| std::fs::metadata(folder.path().join(format!("vm-{number:06}-{extent}.vmdk"))).unwrap().len();
+        let before = (length(1), length(2));
+        if delta == DeltaFormat::SeSparse {
+            disk.wipe(&()).unwrap();
+        }
+        let freed = disk.shrink(&()).unwrap();
+        if delta == DeltaFormat::SeSparse {
+            assert!(freed.returned >= 4 << 20, "{freed:?}");
+            assert!(length(1) + (3 << 19) < before.0 && length(2) + (3 << 19) < before.1);
+        }
+        assert!(read(&disk.chain().unwrap()) == content);
+        let checked = disk.check(true, &()).unwrap();
+        assert_eq!((checked.problems.len(), checked.images), (0, 3));
+    }
+}
+
+#[test]
+fn deltas_go_to_other_folders_and_formats() {
+    let (here, there) = (scratch(), scratch());
+    let disk = make(here.path(), DELTAS[0]);
+    write(&disk, 0, 1, 512);
+    let elsewhere =
+        NewSnapshot { folder: Some(there.path().to_owned()), delta: Some(DELTAS[2]), ..NewSnapshot::named("s") };
+    disk.snapshot(&elsewhere).unwrap();
+    write(&disk, 512, 2, 512);
+    snapshot(&disk, "t");
+    write(&disk, 1024, 3, 512);
+    assert_eq!(files(there.path()), ["vm-000001-vsan.vmdk", "vm-000001.vmdk"]);
+    disk.close().unwrap();
+    drop(disk);
+    let disk = Disk::open(local(here.path()), &options(1)).unwrap();
+    assert_eq!((byte(&disk, 0), byte(&disk, 512), byte(&disk, 1024)), (1, 2, 3));
+    disk.delete_snapshot("s", Some(Direction::Down), &()).unwrap();
+    assert_eq!(files(there.path()), Vec::<String>::new());
+    disk.delete_snapshot("t", Some(Direction::Down), &()).unwrap();
+    assert_eq!((byte(&disk, 0), byte(&disk, 512), byte(&disk, 1024)), (1, 2, 3));
+}
+
+#[test]
+fn large_disks_get_sesparse() {
+    let folder = scratch();
+    let new = NewDisk { delta: None, ..new("vm", 3 << 40, ImageKind::Thin, DELTAS[0]) };
+    let disk = Disk::create(local(folder.path()), &new, &options(1), &()).unwrap();
+    snapshot(&disk, "s");
+    write(&disk, (3 << 40) - 4096, 5, 4096);
+    assert_eq!(disk.info().unwrap().formats[0], "sesparse");
+    assert_eq!(byte(&disk, (3 << 40) - 1), 5);
+}
+
+#[test]
+fn damaged_records_are_refused() {
+    let folder = scratch();
+    drop(make(folder.path(), DELTAS[0]));
+    let path = folder.path().join("lamina.disk");
+    let good = std::fs::read(&path).unwrap();
+    assert!(good.starts_with(b"lamina disk 1 crc32c="));
+    let mut random = Random::new(1);
+    for _ in 0..300 {
+        let mut bad = good.clone();
+        let at = random.below(bad.len() as u64) as usize;
+        bad[at] ^= 1 << random.below(8);
+        std::fs::write(&path, &bad).unwrap();
+        let refused = kind(Disk::open(local(folder.path()), &options(1)));
+        assert!(matches!(refused.0, ErrorKind::Corrupt | ErrorKind::Unsupported), "{refused:?}");
+    }
+    for bad in [&b""[..], b"lamina disk 2 crc32c=00000000\n{}", b"\0\0\0\0", &good[..good.len() / 2]] {
+        std::fs::write(&path, bad).unwrap();
+        let refused = kind(Disk::open(local(folder.path()), &options(1)));
+        assert!(matches!(refused.0, ErrorKind::Corrupt | ErrorKind::Unsupported), "{refused:?}");
+    }
+    std::fs::write(&path, &good).unwrap();
+    Disk::open(local(folder.path()), &options(1)).unwrap().chain().unwrap();
+}
+
+/// Any single failure of the medium: the operation fails or is done, the disk goes on or says that it has to be opened
+/// again, and then everything is there.
+#[test]
+fn single_failures_leave_the_disk_whole() {
+    for (which, count) in [(0u64, 40u64), (1, 60), (2, 80), (3, 60)] {
+        for number in 0..count {
+            let machine = SimulatedDisk::new(number, Default::default());
+            let home = || Folder::plain(machine.directory());
+            let disk = Disk::create(
+                home(),
+                &new("vm", 256 << 10, ImageKind::Thin, DELTAS[number as usize % 3]),
+                &options(1),
+                &(),
+            )
+            .unwrap();
+            write(&disk, 0, 1, 8192);
+            snapshot(&disk, "a");
+            write(&disk, 4096, 2, 8192);
+            snapshot(&disk, "b");
+            write(&disk, 65536, 3, 8192);
+            disk.chain().unwrap().flush().unwrap();
+            let chain = disk.chain().unwrap();
+            let content = read(&chain);
+            let snapshot_b = read(&disk.snapshot_chain("b").unwrap());
+            machine.fail_operation(machine.operations() + number);
+            let outcome = match which {
+                0 => disk.snapshot(&NewSnapshot::named("c")).map(drop),
+                1 => disk.delete_snapshot("b", Some(Direction::Up), &()),
+                2 => disk.delete_snapshot("a", Some(Direction::Down), &()),
+                _ => disk.consolidate(&()),
+            };
+            let what = format!("operation {which}, failure {number}: {outcome:?}");
+            assert!(read(&chain) == content, "{what}");
+            drop((chain, disk));
+            // Where the failure did not come, it is forgotten with the machine.
+            let machine = machine.crash();
+            let disk = Disk::open(Folder::plain(machine.directory()), &options(2)).unwrap();
+            assert!(read(&disk.chain().unwrap()) == content, "{what}");
+            if names(&disk).contains(&"b".to_owned()) {
+                assert!(read(&disk.snapshot_chain("b").unwrap()) == snapshot_b, "{what}");
+            }
+            assert_eq!(leaked(&disk), Vec::<String>::new(), "{what}");
+            disk.consolidate(&()).unwrap();
+            assert!(read(&disk.chain().unwrap()) == content, "{what}");
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! A line of the control protocol, from either side: it is decoded or refused, and what is decoded crosses unchanged.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
+
+// The program is no library: its messages are taken as they stand there.
+#[allow(dead_code, unused_imports)]
+#[path = "../../crates/lamina/src/control/message/mod.rs"]
+mod message;
+
+fuzz_target!(|data: &[u8]| {
+    if let Ok(message) = decode::<FromClient>(data) {
+        let line = encode(&message, REQUEST_LINE_MAX).expect("it came in a line of that length");
+        assert_eq!(decode::<FromClient>(&line).expect("it was encoded"), message);
+        if let FromClient::Request(request) = message {
+            let _ = request.takes_long();
+        }
+    }
+    if let Ok(message) = decode::<FromServer>(data)
+        && let Ok(line) = encode(&message, REPLY_LINE_MAX)
+    {
+        let again = decode::<FromServer>(&line).expect("it was encoded");
+        // Numbers with a fraction may be written otherwise; the second time they are as they were.
+        assert_eq!(encode(&again, REPLY_LINE_MAX).expect("it was encoded"), line);
+    }
+});

@@ -1,0 +1,35 @@
+//! The record of a migration, with the right checksum or as it comes: what can be read is written, and read the same.
+
+#![no_main]
+
+use backend::IoMode;
+use intent::Intents;
+use lamina_fuzz::layers::quiet_disk;
+use libfuzzer_sys::fuzz_target;
+
+// What migrations remember is nobody else's business: it is taken as it stands there.
+#[allow(dead_code)]
+#[path = "../../crates/disk/src/migrate/intent.rs"]
+mod intent;
+
+const NAME: &str = "migration-0f0e0d0c-0b0a-4908-8706-050403020100";
+
+fuzz_target!(|data: &[u8]| {
+    let disk = quiet_disk();
+    let directory = disk.directory();
+    let file = directory.create(NAME, IoMode::Buffered).expect("a new disk takes files");
+    let bytes = match data.split_first() {
+        Some((flags, body)) if flags & 1 == 0 => {
+            [format!("lamina migration 1 crc32c={:08x}\n", store::checksum(body)).as_bytes(), body].concat()
+        }
+        Some((_, rest)) => rest.to_vec(),
+        None => Vec::new(),
+    };
+    file.write_at(&[&bytes], 0, false).expect("a new disk takes bytes");
+    let intents = Intents::new(directory);
+    let Ok(found) = intents.all() else { return };
+    for intent in &found {
+        intents.put(intent).expect("it was read");
+    }
+    assert_eq!(intents.all().expect("it was written"), found);
+});

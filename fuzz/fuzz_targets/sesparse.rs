@@ -1,0 +1,34 @@
+//! A SEsparse image with damage, its journal dirty or not: read, replayed, written, wiped, shrunk, checked, repaired.
+
+#![no_main]
+
+use lamina_fuzz::files::Sectors;
+use lamina_fuzz::layers::{Format, exercise};
+use lamina_fuzz::{Input, images};
+use layer::sesparse::{DirtyJournal, Maintenance, Options, Pace, SeSparse};
+use libfuzzer_sys::fuzz_target;
+use std::sync::OnceLock;
+
+fuzz_target!(|data: &[u8]| {
+    static BASES: OnceLock<Vec<Sectors>> = OnceLock::new();
+    let mut input = Input(data);
+    let flags = input.u8();
+    let journal = if flags & 1 == 0 { DirtyJournal::Replay } else { DirtyJournal::Refuse };
+    let punch = (flags & 2 == 0).then_some(1 << 20);
+    let file = Sectors::read(&mut input, BASES.get_or_init(images::sesparse));
+    let plan = || Maintenance::at(Pace::FULL);
+    let format = Format {
+        open: &|file, write| SeSparse::open(file, "image", Options { write, journal, cache: 1 << 20, punch }),
+        // What nobody owns may be given to somebody, or to two.
+        sound: &|layer: &SeSparse| layer.check(false, plan()).is_ok_and(|report| report.is_clean()),
+        maintain: &|layer, what| match what % 4 {
+            0 => drop(layer.wipe(what & 4 == 0, plan())),
+            1 => drop(layer.shrink(plan())),
+            2 => drop(layer.check(true, plan())),
+            _ => drop(layer.check(false, plan())),
+        },
+        strict: false,
+        parent: true,
+    };
+    exercise(&file, &mut input, &format);
+});

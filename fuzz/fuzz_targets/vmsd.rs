@@ -1,0 +1,13 @@
+//! VMware's list of snapshots: what can be read can be written, and reads the same again.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use vmdk::vmsd::{DISKS_MAX, SNAPSHOTS_MAX, Vmsd};
+
+fuzz_target!(|data: &[u8]| {
+    let Ok(list) = Vmsd::parse(data) else { return };
+    assert!(list.snapshots.len() <= SNAPSHOTS_MAX);
+    assert!(list.snapshots.iter().all(|snapshot| snapshot.disks.len() <= DISKS_MAX));
+    assert_eq!(Vmsd::parse(&list.to_bytes()).expect("it was written"), list);
+});

@@ -1,0 +1,201 @@
+//! Files of an input: bytes that the input spells out, or an image that it damages.
+//!
+//! An image of a few hundred bytes of metadata may be megabytes long, nearly all of them zeros, and what matters lies
+//! in a few sectors of it. So a file is kept as the sectors that are not zeros, and damage is aimed at those.
+
+use crate::Input;
+use backend::{Directory, File, IoMode};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// Bytes of a sector.
+pub const SECTOR: usize = 512;
+
+/// No file of an input is longer than this, whatever it says: 4 TiB.
+const LENGTH_MAX: u64 = 4 << 40;
+
+/// A file: its length, and the sectors of it that are not zeros.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Sectors {
+    /// Length in bytes.
+    pub length: u64,
+    sectors: BTreeMap<u64, [u8; SECTOR]>,
+}
+
+impl Sectors {
+    /// What an input says a file is: one of `bases`, or what is spelled out; then damaged.
+    pub fn read(input: &mut Input<'_>, bases: &[Self]) -> Self {
+        let mut file = match usize::from(input.u8()) % (bases.len() + 1) {
+            0 => Self::spelled(input),
+            number => bases[number - 1].clone(),
+        };
+        for _ in 0..input.u8() % 16 {
+            file.damage(input);
+        }
+        file
+    }
+
+    /// The length, then pieces: the number of the sector where one begins, its length, its bytes.
+    fn spelled(input: &mut Input<'_>) -> Self {
+        let mut file = Self { length: input.word(6).min(LENGTH_MAX), ..Self::default() };
+        for _ in 0..input.u8() {
+            let sector = input.word(4);
+            let length = input.word(2) as usize;
+            file.put(sector * SECTOR as u64, input.bytes(length));
+        }
+        file
+    }
+
+    /// The input that [`Sectors::read`] makes this file of, undamaged.
+    ///
+    /// # Panics
+    /// When it is in too many pieces.
+    pub fn spell(&self) -> Vec<u8> {
+        let mut pieces: Vec<(u64, Vec<u8>)> = Vec::new();
+        for (sector, bytes) in &self.sectors {
+            match pieces.last_mut() {
+                Some((start, piece))
+                    if *start + (piece.len() / SECTOR) as u64 == *sector && piece.len() < (1 << 16) - SECTOR =>
+                {
+                    piece.extend(bytes)
+                }
+                _ => pieces.push((*sector, bytes.to_vec())),
+            }
+        }
+        let mut out = vec![0];
+        out.extend(&self.length.to_le_bytes()[..6]);
+        out.push(u8::try_from(pieces.len()).expect("a seed of few pieces"));
+        for (sector, mut piece) in pieces {
+            // What follows the last byte of a piece is zeros anyway.
+            piece.truncate(piece.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1));
+            out.extend(&sector.to_le_bytes()[..4]);
+            out.extend(&piece.len().to_le_bytes()[..2]);
+            out.extend(piece);
+        }
+        out
+    }
+
+    /// What a file holds.
+    ///
+    /// # Panics
+    /// When it cannot be read.
+    pub fn of(file: &dyn File) -> Self {
+        let length = file.len().expect("a file that was made");
+        let mut out = Self { length, ..Self::default() };
+        let mut at = 0;
+        while let Some(range) = file.next_allocated(at).expect("a file that was made") {
+            let mut bytes = vec![0; (range.end.min(range.start + (1 << 20)) - range.start) as usize];
+            file.read_at(&mut bytes, range.start).expect("a file that was made");
+            out.put(range.start, &bytes);
+            at = range.start + bytes.len() as u64;
+        }
+        out
+    }
+
+    /// A file of these bytes.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        let mut out = Self { length: bytes.len() as u64, ..Self::default() };
+        out.put(0, bytes);
+        out
+    }
+
+    /// Puts bytes at `offset`, as far as the length goes.
+    fn put(&mut self, mut offset: u64, mut bytes: &[u8]) {
+        bytes = &bytes[..bytes.len().min(self.length.saturating_sub(offset) as usize)];
+        while !bytes.is_empty() {
+            let (sector, within) = (offset / SECTOR as u64, (offset % SECTOR as u64) as usize);
+            let (now, later) = bytes.split_at(bytes.len().min(SECTOR - within));
+            let target = self.sectors.entry(sector).or_insert([0; SECTOR]);
+            target[within..within + now.len()].copy_from_slice(now);
+            if target.iter().all(|byte| *byte == 0) {
+                self.sectors.remove(&sector);
+            }
+            offset += now.len() as u64;
+            bytes = later;
+        }
+    }
+
+    fn get(&self, offset: u64, out: &mut [u8]) {
+        for (at, byte) in (offset..).zip(out) {
+            let sector = self.sectors.get(&(at / SECTOR as u64));
+            *byte = sector.map_or(0, |sector| sector[(at % SECTOR as u64) as usize]);
+        }
+    }
+
+    /// The offset of a sector that is not zeros.
+    fn pick(&self, input: &mut Input<'_>) -> u64 {
+        let number = input.word(2) as usize % self.sectors.len().max(1);
+        self.sectors.keys().nth(number).map_or(0, |sector| sector * SECTOR as u64)
+    }
+
+    fn damage(&mut self, input: &mut Input<'_>) {
+        let kind = input.u8();
+        let base = self.pick(input);
+        let mut word = [0; 8];
+        match kind % 9 {
+            0 => self.put(base + u64::from(input.u8()) * 8 % 512, &input.word(8).to_le_bytes()),
+            1 => self.put(base + u64::from(input.u8()) * 4 % 512, &input.word(4).to_le_bytes()[..4]),
+            2 => {
+                // Near what it was: limits are where mistakes are.
+                let at = base + u64::from(input.u8()) * 4 % 512;
+                self.get(at, &mut word);
+                let change = i64::from(input.u8() as i8);
+                self.put(at, &u64::from_le_bytes(word).wrapping_add_signed(change).to_le_bytes());
+            }
+            3 => self.put(base, &[0; SECTOR]),
+            4 => {
+                // A sector in the place of another.
+                let mut sector = [0; SECTOR];
+                self.get(self.pick(input), &mut sector);
+                self.put(base, &sector);
+            }
+            5 => {
+                self.length = match kind / 9 % 3 {
+                    0 => base + u64::from(input.u8()),
+                    1 => self.length.saturating_add_signed(i64::from(input.word(4) as i32)),
+                    _ => input.word(6),
+                }
+                .min(LENGTH_MAX);
+                let end = self.length.div_ceil(SECTOR as u64);
+                self.sectors.retain(|sector, _| *sector < end);
+            }
+            6 => {
+                let length = usize::from(input.u8());
+                self.put(base + u64::from(input.u8()) % 512, input.bytes(length));
+            }
+            7 => {
+                // One word repeated, as tables of one kind of entry have it.
+                let at = base + u64::from(input.u8()) * 8 % 512;
+                let value = input.word(8);
+                let step = u64::from(input.u8());
+                for number in 0..u64::from(input.u8()) {
+                    self.put(at + number * 8, &value.wrapping_add(number.wrapping_mul(step)).to_le_bytes());
+                }
+            }
+            _ => {
+                // A field takes the value of another.
+                self.get(self.pick(input) + u64::from(input.u8()) * 4 % 512, &mut word);
+                self.put(base + u64::from(input.u8()) * 4 % 512, &word[..if kind & 64 == 0 { 8 } else { 4 }]);
+            }
+        }
+    }
+
+    /// The sectors that are not zeros, to be changed.
+    pub fn sectors_mut(&mut self) -> &mut BTreeMap<u64, [u8; SECTOR]> {
+        &mut self.sectors
+    }
+
+    /// Makes the file in a folder.
+    ///
+    /// # Panics
+    /// When the folder has it already.
+    pub fn write(&self, directory: &Arc<dyn Directory>, name: &str) -> Arc<dyn File> {
+        let file = directory.create(name, IoMode::Buffered).expect("a new name");
+        file.set_len(self.length).expect("a new disk takes bytes");
+        let whole = |sector: u64| self.length.saturating_sub(sector * SECTOR as u64).min(SECTOR as u64) as usize;
+        for (sector, bytes) in &self.sectors {
+            file.write_at(&[&bytes[..whole(*sector)]], sector * SECTOR as u64, false).expect("a new disk takes bytes");
+        }
+        file
+    }
+}
