@@ -12,6 +12,8 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+/// How the names of the disks' snapshots of an image begin; its name follows.
+pub const PREFIX: &str = "instant-";
 /// The file in a machine's folder that names the image it was frozen to.
 const FROZEN: &str = "frozen";
 /// How long QEMU may take to end.
@@ -100,7 +102,7 @@ fn take(
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
     let names: Vec<(String, String)> =
-        definition.disks.iter().map(|disk| (disk.name.clone(), format!("instant-{id}"))).collect();
+        definition.disks.iter().map(|disk| (disk.name.clone(), format!("{PREFIX}{id}"))).collect();
     disks.snapshot(&names)?;
     let snapshots = Instant::now();
     state::save(monitor, features, &file)?;

@@ -14,7 +14,7 @@
 //! 2. The link to the successor's folder ([`Change::take_over`]) is made before the successor's guest executes: there is
 //!    never a moment at which the process that counts is not the one that may change the disks.
 
-use super::freeze::Taken;
+use super::freeze::{PREFIX, Taken};
 use super::image::{Images, Record, Snapshot};
 use super::{pages, state};
 use crate::disks::Disks;
@@ -129,7 +129,7 @@ fn hand_over(
 ) -> Result<(Taken, Duration)> {
     let definition = change.machine().definition()?;
     let names: Vec<(String, String)> =
-        definition.disks.iter().map(|disk| (disk.name.clone(), format!("instant-{id}"))).collect();
+        definition.disks.iter().map(|disk| (disk.name.clone(), format!("{PREFIX}{id}"))).collect();
     let begun = Instant::now();
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
