@@ -8,9 +8,9 @@
 //!    for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
 
 use backend::{Error, ErrorKind, IoContext, Result};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use std::io::{self, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -332,13 +332,8 @@ mod tests {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let mut line = [0; 1024];
-            let got = recvmsg(
-                &stream,
-                &mut [io::IoSliceMut::new(&mut line)],
-                &mut control,
-                RecvFlags::empty(),
-            )
-            .unwrap();
+            let got =
+                recvmsg(&stream, &mut [io::IoSliceMut::new(&mut line)], &mut control, RecvFlags::empty()).unwrap();
             assert!(line[..got.bytes].ends_with(b"\n"));
             stream.write_all(b"{\"return\": {}}\n").unwrap();
             let mut files = control.drain().flat_map(|message| match message {

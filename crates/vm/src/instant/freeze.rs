@@ -14,6 +14,8 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How the names of the disks' snapshots of an image begin; its name follows.
+pub const PREFIX: &str = "instant-";
 /// The file in a machine's folder that names the image it was frozen to.
 const FROZEN: &str = "frozen";
 /// How long QEMU may take to end.

@@ -88,7 +88,8 @@ impl Images {
     /// The images in `folder`, with memory in `memory`; both are made if they are missing.
     pub fn open(folder: impl Into<PathBuf>, memory: impl Into<PathBuf>) -> Result<Self> {
         // QEMU is told paths, and has a working folder of its own time.
-        let absolute = |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
+        let absolute =
+            |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
         let (folder, memory) = (absolute(folder.into())?, absolute(memory.into())?);
         for folder in [&folder, &memory] {
             fs::create_dir_all(folder).during(|| format!("making '{}'", folder.display()))?;
@@ -143,8 +144,9 @@ impl Images {
         let folder = self.folder.join(&id);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let snapshots = machine.disks.iter();
-        let snapshots =
-            snapshots.map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("instant-{id}") }).collect();
+        let snapshots = snapshots
+            .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
+            .collect();
         let memory = self.memory.join(format!("image-{id}"));
         let record = Record { version: VERSION, created, memory, snapshots, machine };
         let text = toml::to_string(&record)

@@ -34,10 +34,9 @@ impl Mapping {
     /// The same in pieces for several threads.
     fn stripes(&self) -> impl Iterator<Item = Self> + use<'_> {
         let Range { start, end } = self.addresses;
-        (start..end).step_by(STRIPE as usize).map(move |at| Self {
-            addresses: at..end.min(at + STRIPE),
-            offset: self.offset + (at - start),
-        })
+        (start..end)
+            .step_by(STRIPE as usize)
+            .map(move |at| Self { addresses: at..end.min(at + STRIPE), offset: self.offset + (at - start) })
     }
 }
 
@@ -126,9 +125,7 @@ impl Work<'_> {
         let mut at = addresses.start;
         while at < addresses.end {
             let piece = &mut piece[..(addresses.end - at).min(PIECE as u64) as usize];
-            self.memory
-                .read_exact_at(piece, at)
-                .during(|| format!("reading the memory of process {}", self.pid))?;
+            self.memory.read_exact_at(piece, at).during(|| format!("reading the memory of process {}", self.pid))?;
             self.to.write_all_at(piece, offset + (at - addresses.start)).during(|| "keeping memory".into())?;
             at += piece.len() as u64;
         }
