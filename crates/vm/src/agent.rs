@@ -57,7 +57,7 @@ impl Agent {
                 Ok(_) => {}
                 // What is left of others' answers may be cut in the middle.
                 Err(error) if error.kind() == ErrorKind::Invalid && Instant::now() < deadline => {}
-                Err(error) if Instant::now() < deadline && error.kind() == ErrorKind::Invalid => return Err(error),
+                // Silent, gone, or no agent at all.
                 Err(_) => return Ok(None),
             }
         }

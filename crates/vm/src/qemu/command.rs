@@ -112,6 +112,10 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", definition.cpus.to_string());
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
+    // So that a state begins with its devices, whichever way it was saved (see `instant::state`).
+    add("-global", "migration.send-configuration=off".into());
+    // A guest whose kernel has a driver for it learns from it that it is a copy, and mixes its random numbers anew.
+    add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
     add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
@@ -206,6 +210,7 @@ mod tests {
             memory_from_readonly_file: false,
             migrate_to_file: false,
             ignore_shared: true,
+            save_devices: true,
         }
     }
 

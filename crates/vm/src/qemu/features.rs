@@ -49,6 +49,8 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
+    /// The state of devices can be saved without any memory (`xen-save-devices-state`, of every guest).
+    pub save_devices: bool,
 }
 
 /// A QEMU without a machine, asked and ended.
@@ -96,6 +98,7 @@ impl Features {
             memory_from_readonly_file: schema.has_member("object-add", "rom"),
             migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
             ignore_shared,
+            save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
 }
@@ -146,6 +149,10 @@ impl Schema {
         self.all().find(|one| one["name"] == *name)
     }
 
+    fn has_command(&self, name: &str) -> bool {
+        self.named(&json!(name)).is_some_and(|one| one["meta-type"] == "command")
+    }
+
     /// Whether the arguments of a command, in whatever variant, have a member.
     fn has_member(&self, command: &str, member: &str) -> bool {
         let Some(arguments) = self.named(&json!(command)).and_then(|one| self.named(&one["arg-type"])) else {
@@ -174,7 +181,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
         assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");
-        assert!(features.ignore_shared, "{features:?}");
+        assert!(features.ignore_shared && features.save_devices, "{features:?}");
         assert_eq!(features.accelerator == Accelerator::Kvm, features.why_not_kvm.is_none());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
