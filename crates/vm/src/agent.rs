@@ -78,6 +78,11 @@ impl Agent {
         Ok(Frozen { agent: Some(self), count })
     }
 
+    /// Thaws whatever somebody has frozen; how many file systems.
+    pub fn thaw(&mut self) -> Result<u64> {
+        Ok(self.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0))
+    }
+
     /// Runs a program in the guest to its end.
     pub fn execute(&mut self, program: &str, arguments: &[&str], input: &[u8], patience: Duration) -> Result<Ended> {
         if input.len() > DATA_MAX {

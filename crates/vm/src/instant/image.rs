@@ -61,6 +61,12 @@ pub struct Snapshot {
     pub snapshot: String,
 }
 
+impl From<&Snapshot> for crate::machines::Snapshot {
+    fn from(one: &Snapshot) -> Self {
+        Self { disk: one.disk.clone(), name: one.snapshot.clone() }
+    }
+}
+
 /// An image.
 #[derive(Clone, Debug)]
 pub struct Image {

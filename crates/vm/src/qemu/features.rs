@@ -2,6 +2,7 @@
 
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +12,8 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What executes the guest's instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Accelerator {
     /// The processor, by Linux's KVM.
     Kvm,
@@ -30,7 +32,8 @@ impl Accelerator {
 }
 
 /// A QEMU and its abilities.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Features {
     /// The program.
     pub program: PathBuf,
