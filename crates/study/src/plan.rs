@@ -51,13 +51,17 @@ pub enum Study {
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
     Migrate,
+    /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB (machines' bar 1)
+    VmLinked,
+    /// Full clones of machines against cp, off and running (machines' bar 5)
+    VmFull,
     /// All of them
     All,
 }
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 13] = [
+    pub const EACH: [Study; 15] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -71,6 +75,8 @@ impl Study {
         Study::ReclaimSesparse,
         Study::Consolidate,
         Study::Migrate,
+        Study::VmLinked,
+        Study::VmFull,
     ];
 
     /// Name of the subcommand.
@@ -89,6 +95,8 @@ impl Study {
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
+            Study::VmLinked => "vm-linked",
+            Study::VmFull => "vm-full",
             Study::All => "all",
         }
     }
