@@ -404,13 +404,8 @@ impl Change {
             Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
         };
         self.sweep()?;
-        if let Some(process) = self.machine.process()? {
-            if crate::instant::freeze::frozen(&self.machine)?.is_some() {
-                // What it would change is an image's by now.
-                process.kill()?;
-                process.wait(END_PATIENCE)?;
-                self.sweep()?;
-            } else if hold.resume {
+        if self.machine.process()?.is_some() {
+            if hold.resume {
                 self.machine.monitor()?.execute("cont", json!({}))?;
             }
             if hold.thaw

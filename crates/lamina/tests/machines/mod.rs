@@ -58,7 +58,7 @@ impl Room {
 
     /// What the console said.
     pub fn console(&self, name: &str) -> String {
-        self.run(&format!("vm console {name} --log")).stdout
+        self.run(&format!("vm console {name} --said")).stdout
     }
 
     pub fn until_says(&self, name: &str, words: &str) {
