@@ -285,7 +285,7 @@ fn the_console_of_a_machine() {
     let fleet = Fleet::new();
     fleet.make("web", "64M");
     fleet.run("console web").fails(2, "does not run");
-    assert_eq!(fleet.run("console web --log").ok(), "");
+    assert_eq!(fleet.run("console web --said").ok(), "");
     fleet.run("start web").ok();
     // No terminal, no input: it ends when nothing is said any more.
     fleet.run("console web --quiet 0").ok();

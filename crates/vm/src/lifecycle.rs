@@ -167,5 +167,7 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Lets it go on.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
+    // A start from an image that was killed half-way is carried on: the disks move on from here.
+    remove_if_there(&change.machine().folder().join("frozen"))?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }
