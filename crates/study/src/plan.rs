@@ -55,13 +55,15 @@ pub enum Study {
     VmLinked,
     /// Full clones of machines against cp, off and running (machines' bar 5)
     VmFull,
+    /// Instant clones of frozen and running guests, and their parents' speed (machines' bars 2, 3 and 6)
+    VmInstant,
     /// All of them
     All,
 }
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 15] = [
+    pub const EACH: [Study; 16] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -77,6 +79,7 @@ impl Study {
         Study::Migrate,
         Study::VmLinked,
         Study::VmFull,
+        Study::VmInstant,
     ];
 
     /// Name of the subcommand.
@@ -97,6 +100,7 @@ impl Study {
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",
             Study::VmFull => "vm-full",
+            Study::VmInstant => "vm-instant",
             Study::All => "all",
         }
     }
