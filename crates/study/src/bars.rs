@@ -15,6 +15,9 @@ mod slices;
 pub mod snapshots;
 pub mod speed;
 pub mod thin;
+pub mod vm_full;
+pub mod vm_instant;
+pub mod vm_linked;
 pub mod wide;
 
 use crate::error::{Error, Result};
@@ -68,6 +71,9 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
+        Study::VmLinked => vm_linked::measure(setting),
+        Study::VmFull => vm_full::measure(setting),
+        Study::VmInstant => vm_instant::measure(setting),
         Study::All => Ok(Outcome::default()),
     }
 }

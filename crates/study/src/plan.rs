@@ -51,13 +51,19 @@ pub enum Study {
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
     Migrate,
+    /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB (machines' bar 1)
+    VmLinked,
+    /// Full clones of machines against cp, off and running (machines' bar 5)
+    VmFull,
+    /// Instant clones of frozen and running guests, and their parents' speed (machines' bars 2, 3 and 6)
+    VmInstant,
     /// All of them
     All,
 }
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 13] = [
+    pub const EACH: [Study; 16] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -71,6 +77,9 @@ impl Study {
         Study::ReclaimSesparse,
         Study::Consolidate,
         Study::Migrate,
+        Study::VmLinked,
+        Study::VmFull,
+        Study::VmInstant,
     ];
 
     /// Name of the subcommand.
@@ -89,6 +98,9 @@ impl Study {
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
+            Study::VmLinked => "vm-linked",
+            Study::VmFull => "vm-full",
+            Study::VmInstant => "vm-instant",
             Study::All => "all",
         }
     }

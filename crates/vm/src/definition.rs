@@ -1,0 +1,394 @@
+//! What a virtual machine is: the file `machine.toml`, for people to read and to write.
+//!
+//! ```toml
+//! name = "web"
+//! uuid = "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11"
+//! cpus = 1
+//! memory = "256M"
+//!
+//! [boot]                      # without it the firmware boots the first disk
+//! kernel = "/srv/guest/vmlinuz"
+//! initrd = "/srv/guest/initrd"
+//! append = "console=ttyS0"
+//!
+//! [[disk]]
+//! name = "web"                # a disk of the datastore
+//! slot = 8                    # its place on the PCI bus: the same for the life of the machine
+//!
+//! [[network]]
+//! mac = "52:54:00:12:34:56"
+//! link = "user"
+//! slot = 16
+//! ```
+//!
+//! 1. [`Definition::parse`] is total: any text gives a definition that holds together, or an error that names the line
+//!    or key.
+//! 2. Every device has its slot from the moment it is added. Saved states and instant clones fit only a machine whose
+//!    devices lie where they lay, so nothing is placed by counting.
+//! 3. A definition is replaced whole or not at all.
+
+use crate::identity::{Mac, Uuid};
+use backend::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+/// Longest text read as a definition, in bytes.
+pub const TEXT_MAX: usize = 1 << 20;
+/// Longest name of a machine: it becomes a folder and a host name.
+pub const NAME_MAX: usize = 63;
+/// Most virtual CPUs.
+pub const CPUS_MAX: u32 = 255;
+/// Least memory, in bytes.
+pub const MEMORY_MIN: u64 = 16 << 20;
+/// Most memory, in bytes.
+pub const MEMORY_MAX: u64 = 4 << 40;
+/// Slots for disks: a bus of 32 slots, of which the lower ones belong to the chipset and to what every machine has.
+pub const DISK_SLOTS: std::ops::Range<u8> = 8..16;
+/// Slots for network cards.
+pub const NETWORK_SLOTS: std::ops::Range<u8> = 16..20;
+
+/// A machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Definition {
+    /// Its name, which is also its folder's and what its guest is told to be called.
+    pub name: String,
+    /// Its identity, as the guest's firmware tables show it.
+    pub uuid: Uuid,
+    /// Virtual CPUs.
+    pub cpus: u32,
+    /// Memory in bytes; written as `256M`.
+    #[serde(with = "memory")]
+    pub memory: u64,
+    /// What it boots; without it the firmware looks for a boot loader on the first disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub boot: Option<Boot>,
+    /// What it was cloned from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
+    /// Its disks.
+    #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<Disk>,
+    /// Its network cards.
+    #[serde(default, rename = "network", skip_serializing_if = "Vec::is_empty")]
+    pub networks: Vec<Network>,
+}
+
+/// A kernel that is loaded without a boot loader.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Boot {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial RAM disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initrd: Option<PathBuf>,
+    /// The kernel's command line.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub append: String,
+}
+
+/// How a machine was cloned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// With disks of its own.
+    Full,
+    /// With disks that are deltas on a snapshot of the parent's.
+    Linked,
+    /// With the parent's disks and memory shared copy-on-write, running.
+    Instant,
+}
+
+impl Way {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Linked => "linked",
+            Self::Instant => "instant",
+        }
+    }
+}
+
+/// What a machine was cloned from. A note: nothing depends on whether that machine is still there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// The machine.
+    pub machine: String,
+    /// Its snapshot, if it was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// How.
+    pub way: Way,
+}
+
+/// A disk of the datastore in a machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// The disk.
+    pub name: String,
+    /// Its place on the bus, one of [`DISK_SLOTS`].
+    pub slot: u8,
+}
+
+/// What a network card is plugged into.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Link {
+    /// QEMU's own network: out, not in.
+    User,
+    /// Nothing.
+    None,
+    /// A bridge of the host, by name.
+    Bridge(String),
+}
+
+/// A network card.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Network {
+    /// Its address.
+    pub mac: Mac,
+    /// What it is plugged into.
+    pub link: Link,
+    /// Its place on the bus, one of [`NETWORK_SLOTS`].
+    pub slot: u8,
+}
+
+impl Definition {
+    /// A machine without devices, with an identity of its own.
+    pub fn new(name: &str, cpus: u32, memory: u64) -> Result<Self> {
+        let definition = Self {
+            name: name.to_owned(),
+            uuid: Uuid::new()?,
+            cpus,
+            memory,
+            boot: None,
+            origin: None,
+            disks: Vec::new(),
+            networks: Vec::new(),
+        };
+        definition.check()?;
+        Ok(definition)
+    }
+
+    /// A clone of it: the same devices at the same places, an identity of its own.
+    pub fn heir(&self, name: &str, origin: Origin) -> Result<Self> {
+        let disks = self.disks.iter().enumerate();
+        let mut networks = Vec::with_capacity(self.networks.len());
+        for network in &self.networks {
+            networks.push(Network { mac: Mac::new()?, ..network.clone() });
+        }
+        let heir = Self {
+            name: name.to_owned(),
+            uuid: Uuid::new()?,
+            origin: Some(origin),
+            disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
+            networks,
+            ..self.clone()
+        };
+        heir.check()?;
+        Ok(heir)
+    }
+
+    /// The names of its disks.
+    pub fn disk_names(&self) -> Vec<String> {
+        self.disks.iter().map(|disk| disk.name.clone()).collect()
+    }
+
+    /// Reads a definition; errors call it `origin`.
+    pub fn parse(text: &str, origin: &str) -> Result<Self> {
+        let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("'{origin}': {what}"));
+        if text.len() > TEXT_MAX {
+            return Err(invalid(format!("{} bytes are too many for the definition of a machine", text.len())));
+        }
+        let definition: Self = toml::from_str(text).map_err(|e| invalid(e.to_string()))?;
+        definition.check().map_err(|error| error.context(format!("'{origin}'")))?;
+        Ok(definition)
+    }
+
+    /// The text of the definition.
+    pub fn to_text(&self) -> Result<String> {
+        toml::to_string(self)
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("machine '{}' cannot be written: {e}", self.name)))
+    }
+
+    /// Whether it holds together.
+    pub fn check(&self) -> Result<()> {
+        let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));
+        check_name(&self.name)?;
+        if self.cpus == 0 || self.cpus > CPUS_MAX {
+            return invalid(format!("a machine has 1 to {CPUS_MAX} CPUs, not {}", self.cpus));
+        }
+        let whole = self.memory.is_multiple_of(1 << 20);
+        if !(MEMORY_MIN..=MEMORY_MAX).contains(&self.memory) || !whole {
+            return invalid(format!("{} bytes of memory: whole MiB from 16 MiB to 4 TiB", self.memory));
+        }
+        let mut slots = BTreeSet::new();
+        let mut disks = BTreeSet::new();
+        for disk in &self.disks {
+            if !DISK_SLOTS.contains(&disk.slot) || !slots.insert(disk.slot) {
+                return invalid(format!("disk '{}': slot {} is taken or not one for disks", disk.name, disk.slot));
+            }
+            if !disks.insert(&disk.name) {
+                return invalid(format!("disk '{}' is there twice", disk.name));
+            }
+        }
+        for network in &self.networks {
+            if !NETWORK_SLOTS.contains(&network.slot) || !slots.insert(network.slot) {
+                return invalid(format!("network {}: slot {} is taken or not one for it", network.mac, network.slot));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a disk in the lowest free slot.
+    pub fn add_disk(&mut self, name: &str) -> Result<()> {
+        let taken = |slot: u8| self.disks.iter().any(|disk| disk.slot == slot);
+        let slot = free_slot(DISK_SLOTS, &taken).ok_or_else(|| {
+            let text =
+                format!("machine '{}' has {} disks already, which is all it can have", self.name, self.disks.len());
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        self.disks.push(Disk { name: name.to_owned(), slot });
+        Ok(())
+    }
+
+    /// Adds a network card in the lowest free slot.
+    pub fn add_network(&mut self, mac: Mac, link: Link) -> Result<()> {
+        let taken = |slot: u8| self.networks.iter().any(|network| network.slot == slot);
+        let slot = free_slot(NETWORK_SLOTS, &taken).ok_or_else(|| {
+            let text = format!("machine '{}' has all the network cards it can have", self.name);
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        self.networks.push(Network { mac, link, slot });
+        Ok(())
+    }
+}
+
+/// What the disks that are made for a machine are called.
+pub fn disk_name(machine: &str, index: usize) -> String {
+    match index {
+        0 => machine.to_owned(),
+        _ => format!("{machine}-{}", index + 1),
+    }
+}
+
+fn free_slot(mut slots: std::ops::Range<u8>, taken: &dyn Fn(u8) -> bool) -> Option<u8> {
+    slots.find(|slot| !taken(*slot))
+}
+
+/// Whether a machine may bear that name: what a host may be called (RFC 1123), without dots.
+pub fn check_name(name: &str) -> Result<()> {
+    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-');
+    if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with('-') || name.ends_with('-') {
+        let name = name.escape_debug();
+        let text = format!("'{name}' cannot name a machine: letters, digits and inner hyphens, {NAME_MAX} at the most");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
+}
+
+/// Memory sizes as people write them.
+mod memory {
+    use serde::de::{Error, Unexpected};
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    const UNITS: [(char, u32); 3] = [('T', 40), ('G', 30), ('M', 20)];
+
+    pub fn serialize<S: Serializer>(bytes: &u64, serializer: S) -> Result<S::Ok, S::Error> {
+        let unit = UNITS.iter().find(|(_, shift)| *bytes != 0 && bytes.is_multiple_of(1 << shift));
+        match unit {
+            Some((letter, shift)) => serializer.serialize_str(&format!("{}{letter}", bytes >> shift)),
+            None => serializer.serialize_str(&bytes.to_string()),
+        }
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let wrong = || D::Error::invalid_value(Unexpected::Str(&text), &"a size such as \"256M\" or \"2G\"");
+        let (digits, shift) = match text.chars().last().and_then(|last| UNITS.iter().find(|(unit, _)| *unit == last)) {
+            Some((unit, shift)) => (text.strip_suffix(*unit).ok_or_else(wrong)?, *shift),
+            None => (text.as_str(), 0),
+        };
+        if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
+            return Err(wrong());
+        }
+        let number: u64 = digits.parse().map_err(|_| wrong())?;
+        number.checked_mul(1 << shift).ok_or_else(wrong)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn machine() -> Definition {
+        let mut machine = Definition {
+            name: "web".into(),
+            uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
+            cpus: 2,
+            memory: 256 << 20,
+            origin: Some(Origin { machine: "base".into(), snapshot: None, way: Way::Linked }),
+            boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
+            disks: Vec::new(),
+            networks: Vec::new(),
+        };
+        machine.add_disk("web").unwrap();
+        machine.add_disk("data").unwrap();
+        machine.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
+        machine.add_network("52:54:00:12:34:57".parse().unwrap(), Link::Bridge("br0".into())).unwrap();
+        machine
+    }
+
+    #[test]
+    fn what_is_written_reads_the_same() {
+        let machine = machine();
+        let text = machine.to_text().unwrap();
+        assert!(text.contains("memory = \"256M\""), "{text}");
+        assert_eq!(Definition::parse(&text, "web").unwrap(), machine);
+    }
+
+    #[test]
+    fn what_does_not_hold_together_is_refused() {
+        let good = machine().to_text().unwrap();
+        for (from, to) in [
+            ("cpus = 2", "cpus = 0"),
+            ("cpus = 2", "cpus = 256"),
+            ("cpus = 2", "cpu = 2"),
+            ("256M", "256K"),
+            ("256M", "+256M"),
+            ("256M", "15M"),
+            ("256M", "99999999T"),
+            ("slot = 9", "slot = 8"),
+            ("slot = 9", "slot = 16"),
+            ("slot = 17", "slot = 9"),
+            ("name = \"data\"", "name = \"web\""),
+            ("name = \"web\"", "name = \"../web\""),
+            ("52:54:00:12:34:56", "52:54:00:12:34"),
+        ] {
+            let text = good.replacen(from, to, 1);
+            assert_ne!(text, good, "{from}");
+            let error = Definition::parse(&text, "web").unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Invalid, "{to}");
+        }
+    }
+
+    #[test]
+    fn a_machine_has_only_so_many_slots() {
+        let mut machine = machine();
+        for number in 2..DISK_SLOTS.len() {
+            machine.add_disk(&format!("d{number}")).unwrap();
+        }
+        assert_eq!(machine.add_disk("one-more").unwrap_err().kind(), ErrorKind::Invalid);
+        machine.disks.remove(3);
+        machine.add_disk("again").unwrap();
+        machine.check().unwrap();
+        assert_eq!(machine.disks.last().unwrap().slot, DISK_SLOTS.start + 3);
+    }
+}

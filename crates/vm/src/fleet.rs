@@ -1,0 +1,97 @@
+//! Many machines at once: whole ones only, and a word about each that could not be made.
+
+use backend::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+
+/// What became of each: its name, and why not.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// Those that were made, in the order of their names.
+    pub made: Vec<String>,
+    /// Those that were not.
+    pub failed: Vec<(String, Error)>,
+}
+
+/// Watches the work.
+pub trait Watch: Sync {
+    /// So many of all are done.
+    fn update(&self, done: usize, total: usize);
+    /// So many bytes of all are copied.
+    fn bytes(&self, _done: u64, _total: u64) {}
+    /// True once no more are wanted: those that are begun are finished or taken away by whoever makes them.
+    fn cancelled(&self) -> bool;
+}
+
+/// Calls `work` for each name, `parallel` at a time.
+pub fn each(
+    names: &[String],
+    parallel: usize,
+    watch: &dyn Watch,
+    work: &(dyn Fn(&str) -> Result<()> + Sync),
+) -> Outcome {
+    let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
+    let results: Mutex<Vec<(usize, Result<()>)>> = Mutex::new(Vec::with_capacity(names.len()));
+    thread::scope(|scope| {
+        for _ in 0..parallel.clamp(1, names.len().max(1)) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(name) = names.get(index) else { break };
+                    let result = match watch.cancelled() {
+                        true => Err(Error::new(ErrorKind::Interrupted, "stopped before it was begun")),
+                        false => work(name),
+                    };
+                    results.lock().push((index, result));
+                    watch.update(done.fetch_add(1, Ordering::Relaxed) + 1, names.len());
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner();
+    results.sort_by_key(|(index, _)| *index);
+    let mut outcome = Outcome::default();
+    for (index, result) in results {
+        match result {
+            Ok(()) => outcome.made.push(names[index].clone()),
+            Err(error) => outcome.failed.push((names[index].clone(), error)),
+        }
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicBool;
+
+    struct Stop(AtomicBool);
+
+    impl Watch for Stop {
+        fn update(&self, done: usize, _: usize) {
+            self.0.fetch_or(done >= 50, Ordering::Relaxed);
+        }
+        fn cancelled(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+    }
+
+    #[test]
+    fn each_is_made_once_failed_or_not_begun() {
+        let names: Vec<String> = (0..100).map(|number| format!("vm-{number:03}")).collect();
+        let seen = Mutex::new(Vec::new());
+        let outcome = each(&names, 4, &Stop(AtomicBool::new(false)), &|name| {
+            seen.lock().push(name.to_owned());
+            match name.ends_with('7') {
+                true => Err(Error::new(ErrorKind::Io, "no")),
+                false => Ok(()),
+            }
+        });
+        assert_eq!(outcome.made.len() + outcome.failed.len(), 100);
+        let begun = outcome.failed.iter().filter(|(_, error)| error.kind() != ErrorKind::Interrupted).count();
+        assert_eq!(begun + outcome.made.len(), seen.lock().len());
+        assert!((50..60).contains(&seen.lock().len()), "{}", seen.lock().len());
+        assert!(outcome.made.iter().all(|name| !name.ends_with('7')));
+    }
+}

@@ -1,0 +1,55 @@
+//! A machine from an image.
+
+use super::image::Image;
+use super::state;
+use crate::definition::{Definition, Origin, Way};
+use crate::disks::Disks;
+use crate::machine::{Change, MemoryRecord, Start, Successor};
+use crate::machines::Machines;
+use crate::qemu::command::Memory;
+use crate::qemu::features::Features;
+use backend::Result;
+use serde_json::json;
+
+/// The definition of a child: the parent's devices at their places, and an identity of its own.
+pub fn definition(image: &Image, name: &str) -> Result<Definition> {
+    let parent = &image.record.machine;
+    parent.heir(name, Origin { machine: parent.name.clone(), snapshot: None, way: Way::Instant })
+}
+
+/// Makes the disks of children, all of them at once.
+pub fn make_disks(disks: &dyn Disks, image: &Image, children: &[Definition]) -> Result<()> {
+    for (index, snapshot) in image.record.snapshots.iter().enumerate() {
+        let names: Vec<String> = children.iter().map(|child| child.disks[index].name.clone()).collect();
+        disks.clone_linked(&snapshot.disk, &snapshot.snapshot, &names)?;
+    }
+    Ok(())
+}
+
+/// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.
+pub fn set_up(change: &Change, machines: &Machines, image: &Image, features: &Features) -> Result<Successor> {
+    let nbd = machines.disks().server()?;
+    let mut successor = change.set_up(Start {
+        features,
+        nbd: &nbd,
+        memory: Memory::CopyOnWrite(image.record.memory.clone()),
+        record: MemoryRecord::Image(image.id.clone()),
+        incoming: true,
+    })?;
+    let outcome = load(&mut successor, image, features);
+    if let Err(error) = outcome {
+        let _ = successor.process.kill();
+        return Err(error);
+    }
+    Ok(successor)
+}
+
+fn load(successor: &mut Successor, image: &Image, features: &Features) -> Result<()> {
+    state::prepare(&mut successor.monitor, features)?;
+    state::load(&mut successor.monitor, features, &image.state())?;
+    for index in 0..image.record.machine.networks.len() {
+        // Its guest has the parent's address until it has been told its own.
+        successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": false }))?;
+    }
+    Ok(())
+}

@@ -1,0 +1,229 @@
+//! The pages that a process has changed in a file it maps copy-on-write.
+//!
+//! A child's memory is its image's file, and its own copies of the pages it wrote. `/proc/PID/pagemap` tells which: a
+//! page that is there or in swap, and does not belong to a file, is a copy (Linux, Documentation/admin-guide/mm/pagemap).
+//! Reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
+
+use backend::{Error, ErrorKind, IoContext, Result};
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
+
+/// Bytes of memory that one thread looks through before it takes the next.
+const STRIPE: u64 = 16 << 20;
+/// Bytes of memory moved at a time: what the processor's second cache holds twice.
+const PIECE: usize = 256 << 10;
+/// Most threads that copy.
+const WORKERS_MAX: usize = 4;
+
+const PRESENT: u64 = 1 << 63;
+const SWAPPED: u64 = 1 << 62;
+const OF_A_FILE: u64 = 1 << 61;
+
+/// Where a process has a file mapped.
+struct Mapping {
+    addresses: Range<u64>,
+    /// Byte of the file at the beginning.
+    offset: u64,
+}
+
+impl Mapping {
+    /// The same in pieces for several threads.
+    fn stripes(&self) -> impl Iterator<Item = Self> + use<'_> {
+        let Range { start, end } = self.addresses;
+        (start..end)
+            .step_by(STRIPE as usize)
+            .map(move |at| Self { addresses: at..end.min(at + STRIPE), offset: self.offset + (at - start) })
+    }
+}
+
+fn mappings(pid: i32, file: &Path) -> Result<Vec<Mapping>> {
+    let path = format!("/proc/{pid}/maps");
+    let text = std::fs::read_to_string(&path).during(|| format!("reading '{path}'"))?;
+    let name = file.display().to_string();
+    // "55d0c0000000-55d0d0000000 rw-p 00000000 00:1a 1234    /dev/shm/..."
+    let parse = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let (from, to) = fields.next()?.split_once('-')?;
+        let offset = fields.nth(1)?;
+        let number = |text: &str| u64::from_str_radix(text, 16).ok();
+        Some(Mapping { addresses: number(from)?..number(to)?, offset: number(offset)? })
+    };
+    Ok(text.lines().filter(|line| line.ends_with(&format!(" {name}"))).filter_map(parse).collect())
+}
+
+/// Copies the pages that process `pid` has changed in its mapping of `file` to the same places of `to`; how many bytes.
+/// What the process changes meanwhile may be missing or torn: the copy is right when it stands still.
+pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
+    let mappings = mappings(pid, file)?;
+    if mappings.is_empty() {
+        let text = format!("process {pid} does not map '{}'", file.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let open = |name: &str| {
+        let path = format!("/proc/{pid}/{name}");
+        File::open(&path).during(|| format!("opening '{path}' (another user's process, or kernel.yama.ptrace_scope)"))
+    };
+    let work = Work { pid, map: open("pagemap")?, memory: open("mem")?, to };
+    let stripes: Vec<Mapping> = mappings.iter().flat_map(Mapping::stripes).collect();
+    let (next, copied) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let workers = thread::available_parallelism().map_or(1, |count| count.get().clamp(1, WORKERS_MAX));
+    let run = || -> Result<()> {
+        let mut buffers = Buffers { entries: vec![0; (STRIPE / page_size() * 8) as usize], piece: vec![0; PIECE] };
+        while let Some(stripe) = stripes.get(next.fetch_add(1, Ordering::Relaxed)) {
+            copied.fetch_add(work.copy(stripe, &mut buffers)?, Ordering::Relaxed);
+        }
+        Ok(())
+    };
+    let died = || Error::new(ErrorKind::Io, "a thread that copies memory has died");
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..workers).map(|_| scope.spawn(run)).collect();
+        let mine = run();
+        others.into_iter().try_for_each(|other| other.join().unwrap_or_else(|_| Err(died())))?;
+        mine
+    })?;
+    Ok(copied.into_inner())
+}
+
+struct Work<'a> {
+    pid: i32,
+    map: File,
+    memory: File,
+    to: &'a File,
+}
+
+struct Buffers {
+    entries: Vec<u8>,
+    piece: Vec<u8>,
+}
+
+impl Work<'_> {
+    /// Copies what has changed in a stripe.
+    fn copy(&self, stripe: &Mapping, buffers: &mut Buffers) -> Result<u64> {
+        let Range { start, end } = stripe.addresses;
+        let page = page_size();
+        let count = ((end - start) / page) as usize;
+        let entries = &mut buffers.entries[..count * 8];
+        let asking = || format!("asking for the pages of process {}", self.pid);
+        self.map.read_exact_at(entries, start / page * 8).during(asking)?;
+        let mut copied = 0;
+        let mut index = 0;
+        while index < count {
+            let run = entries[index * 8..].chunks_exact(8).take_while(|entry| is_copy(entry)).count();
+            let from = start + index as u64 * page;
+            self.copy_run(from..from + run as u64 * page, stripe.offset + (from - start), &mut buffers.piece)?;
+            copied += run as u64 * page;
+            index += run.max(1);
+        }
+        Ok(copied)
+    }
+
+    fn copy_run(&self, addresses: Range<u64>, offset: u64, piece: &mut [u8]) -> Result<()> {
+        let mut at = addresses.start;
+        while at < addresses.end {
+            let piece = &mut piece[..(addresses.end - at).min(PIECE as u64) as usize];
+            self.memory.read_exact_at(piece, at).during(|| format!("reading the memory of process {}", self.pid))?;
+            self.to.write_all_at(piece, offset + (at - addresses.start)).during(|| "keeping memory".into())?;
+            at += piece.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// Whether an entry of the page map is that of a page which is the process's own.
+fn is_copy(entry: &[u8]) -> bool {
+    let entry = entry.iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte));
+    entry & (PRESENT | SWAPPED) != 0 && entry & OF_A_FILE == 0
+}
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
+
+/// Makes a copy of a memory file, its holes left out.
+pub fn copy_file(from: &Path, to: &Path) -> Result<File> {
+    use rustix::fs::{SeekFrom, seek};
+    let what = || format!("copying '{}' to '{}'", from.display(), to.display());
+    let source = File::open(from).during(what)?;
+    let target = File::create_new(to).during(what)?;
+    let length = source.metadata().during(what)?.len();
+    target.set_len(length).during(what)?;
+    let mut piece = vec![0; PIECE];
+    let mut at = 0;
+    while at < length {
+        let data = match seek(&source, SeekFrom::Data(at)) {
+            Ok(data) => data,
+            // Nothing but a hole up to the end.
+            Err(rustix::io::Errno::NXIO) => break,
+            Err(e) => return Err(Error::io(what(), e.into())),
+        };
+        let end = seek(&source, SeekFrom::Hole(data)).map_err(|e| Error::io(what(), e.into()))?;
+        at = data;
+        while at < end {
+            let piece = &mut piece[..(end - at).min(PIECE as u64) as usize];
+            source.read_exact_at(piece, at).during(what)?;
+            target.write_all_at(piece, at).during(what)?;
+            at += piece.len() as u64;
+        }
+    }
+    Ok(target)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::process::{Command, Stdio};
+
+    /// A process that maps a file copy-on-write, changes two of its pages, and waits.
+    const WRITER: &str = "import mmap,sys\n\
+        f=open(sys.argv[1],'rb')\n\
+        m=mmap.mmap(f.fileno(),0,flags=mmap.MAP_PRIVATE,prot=mmap.PROT_READ|mmap.PROT_WRITE)\n\
+        x=m[8192]\n\
+        m[4096:4100]=b'abcd'\n\
+        m[40960]=7\n\
+        print('ready',flush=True)\n\
+        sys.stdin.read()\n";
+
+    #[test]
+    fn what_a_process_changed_and_nothing_else() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let (file, copy) = (folder.path().join("memory"), folder.path().join("copy"));
+        let original: Vec<u8> = (0..16 * 4096u32).map(|at| (at / 4096) as u8).collect();
+        std::fs::write(&file, &original).unwrap();
+        let mut child = Command::new("python3")
+            .args(["-c", WRITER, file.to_str().unwrap()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+        let target = copy_file(&file, &copy).unwrap();
+        assert_eq!(copy_changed(child.id() as i32, &file, &target).unwrap(), 8192);
+        let mut expected = original.clone();
+        expected[4096..4100].copy_from_slice(b"abcd");
+        expected[40960] = 7;
+        assert!(std::fs::read(&copy).unwrap() == expected);
+        assert!(std::fs::read(&file).unwrap() == original);
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn holes_stay_holes() {
+        use std::os::unix::fs::MetadataExt;
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        let (file, copy) = (folder.path().join("memory"), folder.path().join("copy"));
+        let source = File::create(&file).unwrap();
+        source.set_len(64 << 20).unwrap();
+        source.write_all_at(&[9; 4096], 32 << 20).unwrap();
+        copy_file(&file, &copy).unwrap();
+        let made = std::fs::metadata(&copy).unwrap();
+        assert_eq!(made.len(), 64 << 20);
+        assert!(made.blocks() * 512 < 1 << 20);
+    }
+}

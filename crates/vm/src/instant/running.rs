@@ -1,0 +1,104 @@
+//! Children of a parent that goes on running.
+//!
+//! An image never changes, and a running guest changes its memory: so the guest goes on in another process, its
+//! successor, that maps the image copy-on-write like any child. The successor is set up before the guest has to stand
+//! still, so that what the guest notices is: stop, then snapshots and device state at the same time, then that state
+//! into the successor.
+//!
+//! ```text
+//! memory of its own     the file itself becomes the image's: no memory moves
+//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is put
+//!                       in; while it stands still, that is done once more, over pages that are there already. What is
+//!                       changed is what the guest wrote since its last clone: the next one counts from this one
+//! ```
+//!
+//! 1. Until the successor's guest executes the old process can go on as if nothing had been: an error resumes it.
+//! 2. The image's record is there, and the link to the successor's folder ([`Change::take_over`]) is made, before the
+//!    successor's guest executes: there is never a moment at which the process that counts is not the one that may
+//!    change the disks, or has memory that nobody knows.
+
+use super::freeze::{Memories, Taken, at_once};
+use super::image::{Image, Images};
+use super::state;
+use crate::disks::Disks;
+use crate::machine::{Change, MemoryRecord, Start, Successor};
+use crate::qemu::command::Memory;
+use crate::qemu::features::Features;
+use crate::qmp::Client;
+use backend::Result;
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// How long the old process may take to end.
+const END_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Takes an image of a running machine, which goes on. Gives the image, and how long the guest stood still.
+pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Features) -> Result<(Taken, Duration)> {
+    let machine = change.machine();
+    let process = machine.running()?;
+    let nbd = disks.server()?;
+    let mut monitor = machine.monitor()?;
+    state::prepare(&mut monitor, features)?;
+    let image = images.begin(machine.definition()?)?;
+    let outcome = Memories::prepare(machine.memory()?, images, &image, process.pid()).and_then(|memory| {
+        let mut successor = change.set_up(Start {
+            features,
+            nbd: &nbd,
+            memory: Memory::CopyOnWrite(image.record.memory.clone()),
+            record: MemoryRecord::Image(image.id.clone()),
+            incoming: true,
+        })?;
+        let outcome = state::prepare(&mut successor.monitor, features).and_then(|()| {
+            Handover { change, images, disks, features, image: &image, memory }.run(&mut monitor, &mut successor)
+        });
+        if outcome.is_err() {
+            let _ = successor.process.kill();
+            let _ = successor.process.wait(END_PATIENCE);
+        }
+        outcome
+    });
+    let done = match outcome {
+        Ok(done) => done,
+        Err(error) => {
+            // Whatever was reached, the old process is the machine; resuming a guest that runs does nothing.
+            monitor.execute("cont", json!({}))?;
+            images.abandon(&image, disks);
+            change.sweep()?;
+            return Err(error);
+        }
+    };
+    let quit = monitor.send(&json!({ "execute": "quit" }));
+    if quit.is_err() || !process.wait(END_PATIENCE)? {
+        process.kill()?;
+        process.wait(END_PATIENCE)?;
+    }
+    images.settle(&image)?;
+    change.sweep()?;
+    Ok(done)
+}
+
+struct Handover<'a> {
+    change: &'a Change,
+    images: &'a Images,
+    disks: &'a dyn Disks,
+    features: &'a Features,
+    image: &'a Image,
+    memory: Memories,
+}
+
+impl Handover<'_> {
+    fn run(self, old: &mut Client, successor: &mut Successor) -> Result<(Taken, Duration)> {
+        let Self { change, images, disks, features, image, memory } = self;
+        let file = image.state();
+        let begun = Instant::now();
+        old.execute("stop", json!({}))?;
+        let stopped = Instant::now();
+        let (snapshots, save) = at_once(disks, image, || memory.save(old, features, &file))?;
+        state::load(&mut successor.monitor, features, &file)?;
+        images.finish(image, features)?;
+        change.take_over(successor)?;
+        successor.monitor.execute("cont", json!({}))?;
+        let stun = begun.elapsed();
+        Ok((Taken { image: image.clone(), stop: stopped - begun, snapshots, save }, stun))
+    }
+}

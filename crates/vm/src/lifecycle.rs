@@ -1,0 +1,184 @@
+//! Starting and stopping machines.
+
+use crate::disks::Disks;
+use crate::instant::image::Images;
+use crate::instant::{child, freeze};
+use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
+use crate::machines::Machines;
+use crate::qemu::command::Memory;
+use crate::qemu::features::Features;
+use backend::{Error, ErrorKind, Result};
+use serde_json::json;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long disks may take to be free of whoever used them last.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
+/// How long the guest's agent may take to answer before the power button is pressed instead.
+const AGENT_PATIENCE: Duration = Duration::from_secs(2);
+/// How often they are looked at.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How long QEMU itself may take to end once it is told to.
+const QUIT_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How a machine is to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stop {
+    /// The guest is asked to power itself off, and has that long.
+    Ask(Duration),
+    /// At once, as if the plug were pulled; what the guest had not flushed is lost.
+    Now,
+}
+
+/// Starts a machine; a frozen one goes on where it stopped. With `paused`, its guest does not execute yet.
+pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
+    let machine = change.machine();
+    if machine.process()?.is_some() {
+        return Err(Error::new(ErrorKind::Exists, format!("machine '{}' runs already", machine.name())));
+    }
+    change.sweep()?;
+    let nbd = machines.disks().server()?;
+    wait_for_disks(machine, &**machines.disks())?;
+    if let Some(id) = freeze::frozen(machine)? {
+        let image = images.get(&id).map_err(|error| {
+            error.context(format_args!(
+                "machine '{}' cannot go on where it was frozen; 'lamina vm stop --force' gives that moment up, and its \
+                 disks stay as they were then",
+                machine.name()
+            ))
+        })?;
+        let mut successor = child::set_up(change, machines, &image, features)?;
+        let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+        change.take_over(&successor)?;
+        // From here on its disks may move on: nobody may start it from the image again.
+        remove_if_there(&machine.folder().join("frozen"))?;
+        // It is itself, not a copy of itself: its network is as it was.
+        for index in 0..image.record.machine.networks.len() {
+            successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
+        }
+        return go(&mut successor, paused);
+    }
+    let file = images.new_memory()?;
+    let start = Start {
+        features,
+        nbd: &nbd,
+        memory: Memory::Shared(file.clone()),
+        record: MemoryRecord::Own(file.clone()),
+        incoming: false,
+    };
+    // Killed from here on, it is off or it executes, but not something between the two.
+    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
+    let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
+    match begun {
+        Ok(mut successor) => go(&mut successor, paused),
+        Err(error) => {
+            remove_if_there(&file)?;
+            Err(error)
+        }
+    }
+}
+
+fn go(successor: &mut Successor, paused: bool) -> Result<()> {
+    match paused {
+        true => Ok(()),
+        false => successor.monitor.execute("cont", json!({})).map(drop),
+    }
+}
+
+/// Waits until the disks of a machine are used by nobody: two that write to one disk destroy what is on it.
+fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
+    let definition = machine.definition()?;
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    loop {
+        let all = disks.all()?;
+        let mut used = None;
+        for disk in &definition.disks {
+            match all.get(&disk.name) {
+                None => {
+                    let text = format!("machine '{}': its disk '{}' is not there", machine.name(), disk.name);
+                    return Err(Error::new(ErrorKind::NotFound, text));
+                }
+                Some(facts) if facts.clients > 0 => used = Some((&disk.name, facts.clients)),
+                Some(_) => {}
+            }
+        }
+        match used {
+            None => return Ok(()),
+            Some((disk, clients)) if Instant::now() >= deadline => {
+                let text = format!(
+                    "machine '{}': its disk '{disk}' is in use by {clients} other client(s); two that write to one disk \
+                     destroy what is on it",
+                    machine.name()
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            Some(_) => thread::sleep(RELEASE_INTERVAL),
+        }
+    }
+}
+
+/// Stops a machine.
+///
+/// # Errors
+/// `Busy` when its guest does not power itself off in time: it runs on, and nothing was done to it.
+pub fn stop(change: &Change, how: Stop) -> Result<()> {
+    let machine = change.machine();
+    if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
+        // What is given up is a moment that nobody can go on from any more, or nobody wants to.
+        remove_if_there(&machine.folder().join("frozen"))?;
+        return change.sweep();
+    }
+    let process = machine.running()?;
+    match how {
+        Stop::Now => {
+            // Told to quit it lets its own requests to the disks end; a guest's caches are lost either way. The
+            // connection stays until it has: QEMU forgets what it was told by somebody who has gone.
+            let mut monitor = machine.monitor();
+            let told = match &mut monitor {
+                Ok(monitor) => monitor.send(&json!({ "execute": "quit" })).is_ok(),
+                Err(_) => false,
+            };
+            if !told || !process.wait(QUIT_PATIENCE)? {
+                process.kill()?;
+                process.wait(QUIT_PATIENCE)?;
+            }
+        }
+        Stop::Ask(patience) => {
+            if machine.state()? == State::Paused {
+                let text =
+                    format!("the guest of machine '{}' is paused and cannot hear; resume it first", machine.name());
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            // Whoever was told stays connected until it is done.
+            let mut agent = machine.agent(AGENT_PATIENCE)?;
+            match &mut agent {
+                Some(agent) => agent.shut_down()?,
+                None => drop(machine.monitor()?.execute("system_powerdown", json!({}))?),
+            }
+            if !process.wait(patience)? {
+                let text = format!(
+                    "the guest of machine '{}' has not powered itself off within {patience:?}; it still runs; --force \
+                     pulls the plug",
+                    machine.name()
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+        }
+    }
+    change.sweep()
+}
+
+/// Holds the guest still.
+pub fn pause(change: &Change) -> Result<()> {
+    change.machine().running()?;
+    change.machine().monitor()?.execute("stop", json!({})).map(drop)
+}
+
+/// Lets it go on.
+pub fn resume(change: &Change) -> Result<()> {
+    change.machine().running()?;
+    // A start from an image that was killed half-way is carried on: the disks move on from here.
+    remove_if_there(&change.machine().folder().join("frozen"))?;
+    change.machine().monitor()?.execute("cont", json!({})).map(drop)
+}

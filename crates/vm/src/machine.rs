@@ -1,0 +1,457 @@
+//! One machine: its folder, its process, and what can be asked of it.
+//!
+//! ```text
+//! NAME/machine.toml   the definition
+//! NAME/run            link to the folder of the process that runs it: run.1, run.2, ..
+//! NAME/run.N/         pid file, sockets, logs, and `memory`, which says where the guest's memory is
+//! NAME/snapshots/     its snapshots
+//! NAME/held           while a command holds its guest still: what to undo if the command is killed
+//! ```
+//!
+//! 1. A machine runs when the process behind `run` lives; nothing else says so, and nothing has to be kept in step.
+//! 2. Exchanging the link is how one process takes over from another: at every instant there is one that counts.
+//! 3. One change of a machine at a time ([`Machine::change`]); looking at it waits for nobody.
+//! 4. A process that the link does not name never executes a guest: it is a successor that did not come to take over, or
+//!    a predecessor that stands still. Whoever changes the machine next ends it ([`Change::sweep`]).
+//! 5. A guest that a command holds still goes on, whoever is killed: with the next command at the latest.
+
+use crate::agent::Agent;
+use crate::definition::Definition;
+use crate::durable;
+use crate::qemu::command::{self, Memory, RunFolder};
+use crate::qemu::features::Features;
+use crate::qemu::process::{Process, Starting};
+use crate::qmp::Client;
+use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::fs;
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The definition's file.
+pub const DEFINITION: &str = "machine.toml";
+/// The link to the folder of the process.
+const RUN: &str = "run";
+/// How long the agent of a guest that was frozen may take to answer.
+const AGENT_PATIENCE: Duration = Duration::from_secs(5);
+/// Longest path of a Unix socket on Linux, in bytes.
+const SOCKET_PATH_MAX: usize = 107;
+/// How long QEMU may take from being started to answering.
+const START_PATIENCE: Duration = Duration::from_secs(60);
+/// How long a process that is ended may take.
+const END_PATIENCE: Duration = Duration::from_secs(20);
+/// How often a machine that somebody else changes is looked at.
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
+/// The file that says that a command holds the guest still.
+const HELD: &str = "held";
+/// How long its monitor may take to answer.
+const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long it may take where an answer now is worth more than one for sure.
+const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
+
+/// What a machine does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum State {
+    /// It has no process.
+    Stopped,
+    /// Its guest executes.
+    Running,
+    /// Its guest stands still.
+    Paused,
+    /// It has a process that waits for a state to be loaded, or failed.
+    Other,
+}
+
+/// A machine.
+#[derive(Clone, Debug)]
+pub struct Machine {
+    folder: PathBuf,
+}
+
+/// Where the memory of a process is, as its run folder says.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryRecord {
+    /// Nowhere else.
+    Private,
+    /// A file of this machine's own, removed with it.
+    Own(PathBuf),
+    /// The image of that name.
+    Image(String),
+}
+
+/// A machine with the right to change it.
+pub struct Change {
+    machine: Machine,
+    /// Held for as long as this lives.
+    _lock: fs::File,
+}
+
+/// How a process is started.
+pub struct Start<'a> {
+    /// The QEMU.
+    pub features: &'a Features,
+    /// The NBD server of its disks.
+    pub nbd: &'a Path,
+    /// Where its memory is.
+    pub memory: Memory,
+    /// The same, to be kept.
+    pub record: MemoryRecord,
+    /// It waits for a state.
+    pub incoming: bool,
+}
+
+/// A process that is set up and not yet the machine's.
+pub struct Successor {
+    /// Where its sockets are.
+    pub run: RunFolder,
+    /// Its monitor.
+    pub monitor: Client,
+    /// Itself.
+    pub process: Process,
+}
+
+impl Machine {
+    /// The machine in a folder, which exists.
+    pub fn at(folder: impl Into<PathBuf>) -> Self {
+        Self { folder: folder.into() }
+    }
+
+    /// Its folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Its definition.
+    pub fn definition(&self) -> Result<Definition> {
+        let path = self.folder.join(DEFINITION);
+        let length = fs::metadata(&path).during(|| format!("looking at '{}'", path.display()))?.len();
+        if length > crate::definition::TEXT_MAX as u64 {
+            return Err(Error::new(
+                ErrorKind::Invalid,
+                format!("'{}' is no definition: {length} bytes", path.display()),
+            ));
+        }
+        let text = fs::read_to_string(&path).during(|| format!("reading '{}'", path.display()))?;
+        Definition::parse(&text, &path.display().to_string())
+    }
+
+    /// The right to change it, which somebody else may have for a moment.
+    pub fn change_within(&self, patience: Duration) -> Result<Change> {
+        let deadline = Instant::now() + patience;
+        loop {
+            match self.change() {
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                    thread::sleep(LOCK_INTERVAL);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// The right to change it.
+    pub fn change(&self) -> Result<Change> {
+        let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
+        match lock.try_lock() {
+            Ok(()) => Ok(Change { machine: self.clone(), _lock: lock }),
+            Err(fs::TryLockError::WouldBlock) => {
+                let text = format!("machine '{}' is being changed by somebody else; try again", self.name());
+                Err(Error::new(ErrorKind::Busy, text))
+            }
+            Err(fs::TryLockError::Error(e)) => Err(Error::io(format!("locking machine '{}'", self.name()), e)),
+        }
+    }
+
+    /// Its name, as its folder has it.
+    pub fn name(&self) -> String {
+        self.folder.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+
+    /// Where the sockets of its process are, if it has one.
+    pub fn run(&self) -> RunFolder {
+        RunFolder(self.folder.join(RUN))
+    }
+
+    /// Its process.
+    pub fn process(&self) -> Result<Option<Process>> {
+        Process::find(&self.run().pid_file())
+    }
+
+    /// Its process, which it must have.
+    pub fn running(&self) -> Result<Process> {
+        let stopped = || Error::new(ErrorKind::Invalid, format!("machine '{}' does not run", self.name()));
+        self.process()?.ok_or_else(stopped)
+    }
+
+    /// Its monitor.
+    pub fn monitor(&self) -> Result<Client> {
+        self.monitor_within(MONITOR_PATIENCE)
+    }
+
+    fn monitor_within(&self, patience: Duration) -> Result<Client> {
+        Client::connect(&self.run().monitor(), patience)
+            .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
+    }
+
+    /// Its guest's agent; `None` when none answers in time.
+    pub fn agent(&self, patience: Duration) -> Result<Option<Agent>> {
+        self.running()?;
+        Agent::connect(&self.run().agent(), patience)
+            .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
+    }
+
+    /// What it does, as far as that can be told at once: `Other` while somebody else talks to its monitor.
+    pub fn glance(&self) -> Result<State> {
+        match self.process()? {
+            None => Ok(State::Stopped),
+            Some(_) => Ok(self.state_within(GLANCE_PATIENCE).unwrap_or(State::Other)),
+        }
+    }
+
+    /// What it does.
+    pub fn state(&self) -> Result<State> {
+        self.state_within(MONITOR_PATIENCE)
+    }
+
+    fn state_within(&self, patience: Duration) -> Result<State> {
+        if self.process()?.is_none() {
+            return Ok(State::Stopped);
+        }
+        let status =
+            match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
+                Ok(status) => status,
+                // It ended between the two questions.
+                Err(_) if self.process()?.is_none() => return Ok(State::Stopped),
+                Err(error) => return Err(error),
+            };
+        Ok(match status["status"].as_str() {
+            Some("running") => State::Running,
+            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => State::Paused,
+            _ => State::Other,
+        })
+    }
+
+    /// The folders of its processes, the ended ones too.
+    fn run_folders(&self) -> Result<Vec<PathBuf>> {
+        let listing = || format!("listing '{}'", self.folder.display());
+        let mut folders = Vec::new();
+        for entry in fs::read_dir(&self.folder).during(listing)? {
+            let entry = entry.during(listing)?;
+            let name = entry.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("run.")).unwrap_or("");
+            if !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()) {
+                folders.push(entry.path());
+            }
+        }
+        Ok(folders)
+    }
+
+    /// All its processes, those that do not count too.
+    pub fn processes(&self) -> Result<Vec<Process>> {
+        let mut all = Vec::new();
+        for folder in self.run_folders()? {
+            all.extend(Process::find(&RunFolder(folder).pid_file())?);
+        }
+        Ok(all)
+    }
+
+    /// Removes the memory files that were its processes' alone.
+    pub fn remove_own_memory(&self) -> Result<()> {
+        for folder in self.run_folders()? {
+            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
+                remove_if_there(&file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a command that held its guest still may have been killed.
+    pub fn is_held(&self) -> bool {
+        self.folder.join(HELD).exists()
+    }
+
+    /// Where the memory of its process is.
+    pub fn memory(&self) -> Result<MemoryRecord> {
+        read_record(&self.run().0)
+    }
+}
+
+fn read_record(run: &Path) -> Result<MemoryRecord> {
+    let path = run.join("memory");
+    let text = fs::read(&path).during(|| format!("reading '{}'", path.display()))?;
+    serde_json::from_slice(&text)
+        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{}' is not what it should be: {e}", path.display())))
+}
+
+impl Change {
+    /// The machine.
+    pub fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Writes its definition.
+    pub fn define(&self, definition: &Definition) -> Result<()> {
+        definition.check()?;
+        durable::write(&self.machine.folder.join(DEFINITION), definition.to_text()?.as_bytes())
+    }
+
+    /// Sets up a process for it beside the one it may have.
+    pub fn set_up(&self, start: Start<'_>) -> Result<Successor> {
+        let definition = self.machine.definition()?;
+        let folder = self.next_run_folder()?;
+        let result = self.set_up_in(&definition, RunFolder(folder.clone()), start);
+        result.inspect_err(|_| {
+            // The log stays for the user where there is one machine to look at: the error quotes it.
+            let _ = fs::remove_dir_all(&folder);
+        })
+    }
+
+    fn set_up_in(&self, definition: &Definition, run: RunFolder, start: Start<'_>) -> Result<Successor> {
+        let longest = run.console().as_os_str().len();
+        if longest > SOCKET_PATH_MAX {
+            let text = format!(
+                "the path of a socket, '{}', has {longest} bytes, and can have {SOCKET_PATH_MAX}: keep the datastore in a \
+                 folder with a shorter path",
+                run.console().display()
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let record = serde_json::to_vec(&start.record)
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("where memory is cannot be written: {e}")))?;
+        fs::write(run.0.join("memory"), record).during(|| format!("writing to '{}'", run.0.display()))?;
+        let machine =
+            command::Machine { definition, memory: start.memory, run: &run, nbd: start.nbd, incoming: start.incoming };
+        let arguments = command::arguments(&machine, start.features);
+        let starting = Starting::new(&start.features.program, &arguments, &run.errors())?;
+        let (process, monitor) = starting
+            .finish(&run, START_PATIENCE)
+            .map_err(|error| error.context(format_args!("machine '{}'", self.machine.name())))?;
+        Ok(Successor { run, monitor, process })
+    }
+
+    /// Makes a process the machine's.
+    pub fn take_over(&self, successor: &Successor) -> Result<()> {
+        let name = successor.run.0.file_name().unwrap_or_default();
+        let temporary = self.machine.folder.join("run.new");
+        let _ = fs::remove_file(&temporary);
+        symlink(name, &temporary)
+            .and_then(|()| fs::rename(&temporary, self.machine.folder.join(RUN)))
+            .during(|| format!("linking the process of machine '{}'", self.machine.name()))
+    }
+
+    /// A folder for the next process.
+    fn next_run_folder(&self) -> Result<PathBuf> {
+        let mut number = 1;
+        loop {
+            let folder = self.machine.folder.join(format!("run.{number}"));
+            match fs::create_dir(&folder) {
+                Ok(()) => return Ok(folder),
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => number += 1,
+                Err(e) => return Err(Error::io(format!("making '{}'", folder.display()), e)),
+            }
+        }
+    }
+
+    /// Ends processes that do not count, removes what ended ones have left, and the memory files that were theirs alone.
+    pub fn sweep(&self) -> Result<()> {
+        let current = fs::read_link(self.machine.folder.join(RUN)).ok();
+        for folder in self.machine.run_folders()? {
+            let counts = current.as_deref().map(Path::as_os_str) == folder.file_name();
+            if let Some(process) = Process::find(&RunFolder(folder.clone()).pid_file())? {
+                if counts {
+                    continue;
+                }
+                process.kill()?;
+                process.wait(END_PATIENCE)?;
+            }
+            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
+                remove_if_there(&file)?;
+            }
+            if counts {
+                // What the guest last said, and what QEMU complained about, stay to be looked at.
+                remove_if_there(&folder.join("memory"))?;
+                continue;
+            }
+            fs::remove_dir_all(&folder).during(|| format!("removing '{}'", folder.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Says that the guest is about to be held still, and goes on should this process be killed. Whether it executes is
+    /// for the caller to have looked at; ends when what this gives is dropped.
+    pub fn hold(&self, hold: Hold) -> Result<Holding> {
+        let path = self.machine.folder.join(HELD);
+        let text = serde_json::to_vec(&hold)
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
+        // Not to be durable: with the power, the guest is gone too.
+        fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
+        Ok(Holding { path })
+    }
+
+    /// Lets a guest go on whose command was killed. Whether there was one.
+    pub fn let_go_on(&self) -> Result<bool> {
+        let path = self.machine.folder.join(HELD);
+        let hold: Hold = match fs::read(&path) {
+            // Cut short by the kill: it was not held yet.
+            Ok(text) => serde_json::from_slice(&text).unwrap_or_default(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
+        };
+        if crate::instant::freeze::frozen(&self.machine)?.is_some() {
+            // It is an image now, and goes on from there: its process would go on beside it.
+            for process in self.machine.processes()? {
+                process.kill()?;
+                process.wait(END_PATIENCE)?;
+            }
+        }
+        self.sweep()?;
+        if self.machine.process()?.is_some() {
+            if hold.resume {
+                self.machine.monitor()?.execute("cont", json!({}))?;
+            }
+            if hold.thaw
+                && let Some(mut agent) = self.machine.agent(AGENT_PATIENCE)?
+            {
+                agent.thaw()?;
+            }
+        }
+        remove_if_there(&path)?;
+        Ok(true)
+    }
+}
+
+/// What is to be undone for a guest that is held still.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    /// It executed, and is to execute again.
+    pub resume: bool,
+    /// Its file systems are frozen by its agent.
+    pub thaw: bool,
+}
+
+/// While this lives, the guest may be held still.
+pub struct Holding {
+    path: PathBuf,
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        if let Err(error) = remove_if_there(&self.path) {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+/// Removes a file that may be gone already.
+pub(crate) fn remove_if_there(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(Error::io(format!("removing '{}'", path.display()), e)),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,236 @@
+//! All machines of a datastore: `DATASTORE/machines/NAME/`.
+//!
+//! ```text
+//! NAME/            a machine
+//! .new-ID/         machines that are being made: intent.toml, and NAME/ for each that has not come into being yet
+//! .old-ID/         one that is being deleted: the same
+//! .lock            held while folders of these two kinds are begun or looked for
+//! ```
+//!
+//! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
+//!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
+//! 2. `intent.toml` is durable before the first disk is made. So what somebody who was killed leaves half done is told by
+//!    such a folder: disks that it names go while their machine's folder is still in it ([`Machines::recover`]).
+//! 3. Such a folder is locked while somebody works on it, and then left alone.
+
+mod intent;
+mod making;
+
+pub use intent::{Intended, OwnDisk, Snapshot};
+pub use making::Making;
+
+use crate::definition::check_name;
+use crate::disks::Disks;
+use crate::durable;
+use crate::identity::Uuid;
+use crate::machine::{DEFINITION, Machine, State};
+use backend::{Error, ErrorKind, IoContext, Result};
+use intent::Intent;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What the folder of machines that are being made begins with.
+const NEW: &str = ".new-";
+/// What the folder of a machine that is being deleted begins with.
+const OLD: &str = ".old-";
+/// The lock under which such folders are begun and looked for.
+const LOCK: &str = ".lock";
+
+/// The machines of a datastore.
+pub struct Machines {
+    folder: PathBuf,
+    disks: Arc<dyn Disks>,
+}
+
+impl Machines {
+    /// The machines in `folder`, which is made if it is missing.
+    pub fn open(folder: impl Into<PathBuf>, disks: Arc<dyn Disks>) -> Result<Self> {
+        let folder = folder.into();
+        fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        Ok(Self { folder, disks })
+    }
+
+    /// Their folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The datastore's side.
+    pub fn disks(&self) -> &Arc<dyn Disks> {
+        &self.disks
+    }
+
+    /// Whether there is a machine of that name.
+    pub fn has(&self, name: &str) -> bool {
+        check_name(name).is_ok() && self.folder.join(name).exists()
+    }
+
+    /// A machine by its name.
+    pub fn get(&self, name: &str) -> Result<Machine> {
+        check_name(name)?;
+        let folder = self.folder.join(name);
+        match fs::metadata(folder.join(DEFINITION)) {
+            Ok(_) => Ok(Machine::at(folder)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {
+                let text = format!("there is no machine '{name}'; 'lamina vm list' shows what there is");
+                Err(Error::new(ErrorKind::NotFound, text))
+            }
+            Err(e) => Err(Error::io(format!("looking for machine '{name}'"), e)),
+        }
+    }
+
+    /// All machines, by name.
+    pub fn list(&self) -> Result<Vec<Machine>> {
+        let mut names: Vec<String> = self.folders()?.into_iter().filter(|name| check_name(name).is_ok()).collect();
+        names.sort();
+        Ok(names.into_iter().map(|name| Machine::at(self.folder.join(name))).collect())
+    }
+
+    /// Which machine has which disk. Machines whose definition cannot be read have none that is known.
+    pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
+        let mut users = BTreeMap::new();
+        for machine in self.list()? {
+            match machine.definition() {
+                Ok(definition) => users.extend(definition.disks.into_iter().map(|disk| (disk.name, machine.name()))),
+                Err(error) => tracing::warn!("{error}"),
+            }
+        }
+        Ok(users)
+    }
+
+    fn folders(&self) -> Result<Vec<String>> {
+        let listing = || format!("listing '{}'", self.folder.display());
+        let mut names = Vec::new();
+        for entry in fs::read_dir(&self.folder).during(listing)? {
+            names.extend(entry.during(listing)?.file_name().into_string());
+        }
+        Ok(names)
+    }
+
+    /// Held while a folder is begun or looked for: nobody meets one that is there and not yet locked.
+    fn lock(&self) -> Result<File> {
+        lock_file(&self.folder.join(LOCK)).and_then(|lock| {
+            lock.lock().during(|| format!("locking '{}'", self.folder.display()))?;
+            Ok(lock)
+        })
+    }
+
+    /// A folder for something that may not come to its end, with what goes then.
+    fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
+        // Short: sockets lie in it, and their paths may have only so many bytes.
+        let id: String = Uuid::new()?.to_string().chars().take(8).collect();
+        let folder = self.folder.join(format!("{prefix}{id}"));
+        let made = || format!("making '{}'", folder.display());
+        let lock = {
+            let _others = self.lock()?;
+            fs::create_dir(&folder).during(made)?;
+            let lock = File::open(&folder).during(made)?;
+            lock.try_lock().map_err(io::Error::from).during(made)?;
+            lock
+        };
+        for machine in intent.machines.iter().filter(|_| prefix == NEW) {
+            fs::create_dir(folder.join(&machine.name)).during(made)?;
+        }
+        intent.write(&folder)?;
+        durable::sync_folder(&self.folder)?;
+        Ok((folder, lock))
+    }
+
+    /// Deletes a machine that does not run, with those of its disks that are named, and then `snapshots`, unless clones
+    /// stand on them. With `promote`, clones of its disks get what they stand on.
+    ///
+    /// # Errors
+    /// `Busy`, with nothing done, while it runs, while its disks are used, or clones stand on them.
+    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+        let machine = self.get(name)?;
+        let change = machine.change()?;
+        let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
+        if machine.state()? != State::Stopped {
+            return busy(format!("machine '{name}' runs; stop it first"));
+        }
+        for disk in disks {
+            let snapshots = match self.disks.snapshots(disk) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                snapshots => snapshots?,
+            };
+            let clones: Vec<String> = snapshots.into_iter().flat_map(|snapshot| snapshot.clones).collect();
+            if !clones.is_empty() && !promote {
+                let names: Vec<&str> = clones.iter().map(String::as_str).take(5).collect();
+                return busy(format!(
+                    "clones stand on disk '{disk}' of machine '{name}': {}{}; delete them first, or give them what they \
+                     stand on with --promote",
+                    names.join(", "),
+                    if clones.len() > names.len() { ", .." } else { "" }
+                ));
+            }
+        }
+        change.sweep()?;
+        let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
+        let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
+        let (folder, _lock) = self.begin(OLD, &intent)?;
+        fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
+        durable::sync_folder(&folder)?;
+        durable::sync_folder(&self.folder)?;
+        making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
+    }
+
+    /// Takes away what was half made or half deleted when somebody was killed. How many such folders there were; one
+    /// that cannot be taken away now stays for the next time, and is told in the log.
+    pub fn recover(&self) -> Result<usize> {
+        let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
+        if !self.folders()?.iter().any(unfinished) {
+            return Ok(0);
+        }
+        let mut left = Vec::new();
+        {
+            let _others = self.lock()?;
+            for name in self.folders()?.into_iter().filter(unfinished) {
+                let folder = self.folder.join(&name);
+                let Ok(lock) = File::open(&folder) else { continue };
+                // Locked: somebody is at work in it.
+                if lock.try_lock().is_ok() {
+                    left.push((folder, name.starts_with(OLD), lock));
+                }
+            }
+        }
+        if left.is_empty() {
+            return Ok(0);
+        }
+        // What the killed one had asked for may still be under way.
+        self.disks.settle()?;
+        for (folder, deleting, _lock) in &left {
+            tracing::warn!(folder = %folder.display(), "taking away what was left when a command was interrupted");
+            let outcome = match Intent::read(folder) {
+                Ok(Some(intent)) => {
+                    let whose = match deleting {
+                        true => making::Whose::Named { promote: true },
+                        false => making::Whose::MadeSince(intent.begun),
+                    };
+                    making::take_away(folder, &intent, &*self.disks, whose)
+                }
+                Ok(None) => fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display())),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = outcome {
+                tracing::error!("'{}' stays until the next command: {error}", folder.display());
+            }
+        }
+        Ok(left.len())
+    }
+}
+
+/// Opens a file that is there to be locked.
+pub(crate) fn lock_file(path: &Path) -> Result<File> {
+    fs::OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .during(|| format!("opening '{}'", path.display()))
+}
+
+#[cfg(test)]
+mod tests;

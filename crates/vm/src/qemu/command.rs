@@ -1,0 +1,259 @@
+//! The command line of a machine.
+//!
+//! A saved state fits a machine whose devices have the same addresses; so every device has one that is said here or in
+//! the definition, and none is left to QEMU's counting:
+//!
+//! ```text
+//! pcie.0  4   serial ports for the guest agent        8..15   disks
+//!         5   random numbers                          16..19  network cards
+//! ```
+//!
+//! Commas end an option in QEMU's syntax and are doubled in values; disks are given as JSON, where they mean nothing.
+
+use super::features::Features;
+use crate::definition::{Definition, Link};
+use serde_json::json;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+/// Slot of the serial bus that carries the agent.
+const SERIAL_SLOT: u8 = 4;
+/// Slot of the source of random numbers.
+const RANDOM_SLOT: u8 = 5;
+/// Seconds after which a disk whose server went away fails the guest's requests; until then they wait for it to
+/// come back, as it does when the server is restarted.
+const RECONNECT_SECONDS: u32 = 300;
+
+/// Where a machine's memory is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// In memory of the process, gone with it.
+    Private,
+    /// In a file that shows what the guest writes: what a frozen parent leaves to its children.
+    Shared(PathBuf),
+    /// A file's content, changed for this process alone: a child's.
+    CopyOnWrite(PathBuf),
+}
+
+/// Where one machine's sockets and logs are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RunFolder(pub PathBuf);
+
+impl RunFolder {
+    /// QEMU's monitor.
+    pub fn monitor(&self) -> PathBuf {
+        self.0.join("qmp.sock")
+    }
+
+    /// The guest's console: what is written goes to its first serial port.
+    pub fn console(&self) -> PathBuf {
+        self.0.join("console.sock")
+    }
+
+    /// What the guest wrote to its console.
+    pub fn console_log(&self) -> PathBuf {
+        self.0.join("console.log")
+    }
+
+    /// The guest's agent.
+    pub fn agent(&self) -> PathBuf {
+        self.0.join("agent.sock")
+    }
+
+    /// The file that QEMU holds locked while it lives.
+    pub fn pid_file(&self) -> PathBuf {
+        self.0.join("pid")
+    }
+
+    /// What QEMU complained about.
+    pub fn errors(&self) -> PathBuf {
+        self.0.join("qemu.log")
+    }
+}
+
+/// Everything that decides the command line.
+pub struct Machine<'a> {
+    /// What the machine is.
+    pub definition: &'a Definition,
+    /// Where its memory is.
+    pub memory: Memory,
+    /// Where its sockets are.
+    pub run: &'a RunFolder,
+    /// The NBD server that has its disks.
+    pub nbd: &'a Path,
+    /// It waits for a state to be loaded.
+    pub incoming: bool,
+}
+
+/// Doubles the commas of a value.
+fn value(text: impl AsRef<Path>) -> String {
+    text.as_ref().display().to_string().replace(',', ",,")
+}
+
+/// The arguments, the program's name not among them.
+pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
+    let Machine { definition, run, .. } = machine;
+    let mut all: Vec<String> = Vec::new();
+    let mut add = |option: &str, argument: String| all.extend([option.to_owned(), argument]);
+    add("-name", format!("{0},process=lamina-{0}", definition.name));
+    add("-uuid", definition.uuid.to_string());
+    add("-machine", "q35,memory-backend=memory,vmport=off".into());
+    match features.accelerator {
+        super::features::Accelerator::Kvm => {
+            add("-accel", "kvm".into());
+            add("-cpu", "host".into());
+        }
+        super::features::Accelerator::Tcg => {
+            // The translation buffer is taken in full by each process: of a hundred clones, 32 MiB each is enough.
+            add("-accel", "tcg,tb-size=32".into());
+            add("-cpu", "max".into());
+        }
+    }
+    add("-smp", definition.cpus.to_string());
+    add("-m", format!("{}M", definition.memory >> 20));
+    add("-object", memory(machine, features));
+    // So that a state begins with its devices, whichever way it was saved (see `instant::state`).
+    add("-global", "migration.send-configuration=off".into());
+    // A guest whose kernel has a driver for it learns from it that it is a copy, and mixes its random numbers anew.
+    add("-device", "vmgenid,guid=auto".into());
+    add("-display", "none".into());
+    add("-pidfile", run.pid_file().display().to_string());
+    add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
+    add(
+        "-chardev",
+        format!(
+            "socket,id=console,path={},server=on,wait=off,logfile={},logappend=on",
+            value(run.console()),
+            value(run.console_log())
+        ),
+    );
+    add("-serial", "chardev:console".into());
+    add("-device", format!("virtio-serial-pci,id=serial,addr={SERIAL_SLOT:x}.0"));
+    add("-chardev", format!("socket,id=agent,path={},server=on,wait=off", value(run.agent())));
+    add("-device", "virtserialport,bus=serial.0,nr=1,chardev=agent,name=org.qemu.guest_agent.0".into());
+    add("-device", format!("virtio-rng-pci,id=random,addr={RANDOM_SLOT:x}.0"));
+    if let Some(boot) = &definition.boot {
+        add("-kernel", boot.kernel.display().to_string());
+        if let Some(initrd) = &boot.initrd {
+            add("-initrd", initrd.display().to_string());
+        }
+        if !boot.append.is_empty() {
+            add("-append", boot.append.clone());
+        }
+    }
+    for (index, disk) in definition.disks.iter().enumerate() {
+        let node = json!({
+            "driver": "nbd", "node-name": format!("disk{index}"), "export": disk.name, "discard": "unmap",
+            "reconnect-delay": RECONNECT_SECONDS, "server": { "type": "unix", "path": machine.nbd },
+        });
+        add("-blockdev", node.to_string());
+        let boots = if index == 0 && definition.boot.is_none() { ",bootindex=0" } else { "" };
+        add(
+            "-device",
+            format!("virtio-blk-pci,id=vd{index},drive=disk{index},addr={:x}.0,write-cache=on{boots}", disk.slot),
+        );
+    }
+    for (index, network) in definition.networks.iter().enumerate() {
+        let backend = match &network.link {
+            Link::User => format!("user,id=net{index}"),
+            Link::Bridge(bridge) => format!("bridge,id=net{index},br={}", value(bridge)),
+            // A hub with nobody else on it.
+            Link::None => format!("hubport,id=net{index},hubid={}", 1000 + index),
+        };
+        add("-netdev", backend);
+        add(
+            "-device",
+            format!(
+                "virtio-net-pci,id=nic{index},netdev=net{index},mac={},addr={:x}.0,romfile=",
+                network.mac, network.slot
+            ),
+        );
+    }
+    if machine.incoming {
+        add("-incoming", "defer".into());
+    }
+    // Its guest executes when it is told to: once this process is the one that counts.
+    all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
+    all.into_iter().map(OsString::from).collect()
+}
+
+fn memory(machine: &Machine<'_>, features: &Features) -> String {
+    let size = machine.definition.memory >> 20;
+    match &machine.memory {
+        Memory::Private => format!("memory-backend-ram,id=memory,size={size}M"),
+        Memory::Shared(file) => {
+            format!("memory-backend-file,id=memory,size={size}M,mem-path={},share=on", value(file))
+        }
+        Memory::CopyOnWrite(file) => {
+            let readonly = if features.memory_from_readonly_file { ",readonly=on,rom=off" } else { "" };
+            // No swap is set aside for it: most of a child is never written.
+            format!(
+                "memory-backend-file,id=memory,size={size}M,mem-path={},share=off,reserve=off{readonly}",
+                value(file)
+            )
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::qemu::features::Accelerator;
+
+    fn features(accelerator: Accelerator) -> Features {
+        Features {
+            program: "qemu-system-x86_64".into(),
+            version: "7.2.0".into(),
+            accelerator,
+            why_not_kvm: None,
+            memory_from_readonly_file: false,
+            migrate_to_file: false,
+            ignore_shared: true,
+            save_devices: true,
+        }
+    }
+
+    fn text(memory: Memory, features: &Features, incoming: bool) -> String {
+        let mut definition = Definition {
+            name: "web".into(),
+            uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
+            cpus: 1,
+            memory: 256 << 20,
+            boot: None,
+            origin: None,
+            disks: Vec::new(),
+            networks: Vec::new(),
+        };
+        definition.add_disk("web,a").unwrap();
+        definition.add_network("52:54:00:12:34:56".parse().unwrap(), Link::User).unwrap();
+        let run = RunFolder("/run/a,b".into());
+        let machine = Machine { definition: &definition, memory, run: &run, nbd: Path::new("/nbd"), incoming };
+        let all = arguments(&machine, features);
+        all.iter().map(|one| one.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn a_machine_and_its_child_differ_in_memory_alone() {
+        let features = features(Accelerator::Tcg);
+        let parent = text(Memory::Shared("/m".into()), &features, false);
+        let child = text(Memory::CopyOnWrite("/m".into()), &features, true);
+        let devices = |text: &str| {
+            let words: Vec<String> = text.split(' ').map(String::from).collect();
+            words.windows(2).filter(|pair| pair[0] == "-device").map(|pair| pair[1].clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(devices(&parent), devices(&child));
+        assert!(devices(&parent).iter().filter(|device| device.contains("pci")).all(|device| device.contains("addr=")));
+        assert!(parent.contains("share=on") && child.contains("share=off,reserve=off"));
+        assert!(child.ends_with("-incoming defer -S -nodefaults -no-user-config"));
+        let newer = Features { memory_from_readonly_file: true, ..features };
+        assert!(text(Memory::CopyOnWrite("/m".into()), &newer, true).contains("readonly=on,rom=off"));
+    }
+
+    #[test]
+    fn commas_in_names_are_part_of_names() {
+        let all = text(Memory::Private, &features(Accelerator::Kvm), false);
+        assert!(all.contains("/run/a,,b/qmp.sock") && all.contains("\"export\":\"web,a\""), "{all}");
+        assert!(all.contains("-accel kvm") && all.contains("bootindex=0"), "{all}");
+    }
+}

@@ -1,0 +1,196 @@
+//! What a QEMU offers, found by asking it: distributions patch, and versions say little.
+
+use crate::qmp::Client;
+use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// How long a QEMU without a machine may take to answer.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What executes the guest's instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// The processor, by Linux's KVM.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+impl Accelerator {
+    /// Its name, as `-accel` takes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+}
+
+/// A QEMU and its abilities.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Features {
+    /// The program.
+    pub program: PathBuf,
+    /// Its version, for people.
+    pub version: String,
+    /// What runs guests here.
+    pub accelerator: Accelerator,
+    /// Why it is not KVM, if it is not.
+    pub why_not_kvm: Option<String>,
+    /// Memory files can be mapped copy-on-write from a file open for reading (`readonly=on,rom=off`).
+    pub memory_from_readonly_file: bool,
+    /// Device state can go to a file directly (`file:`), not only through a command's pipe.
+    pub migrate_to_file: bool,
+    /// Memory in a shared file can be left out of a saved state.
+    pub ignore_shared: bool,
+    /// The state of devices can be saved without any memory (`xen-save-devices-state`, of every guest).
+    pub save_devices: bool,
+}
+
+/// A QEMU without a machine, asked and ended.
+struct Probe {
+    child: Child,
+    folder: PathBuf,
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        // It has no disks and no guest: nothing is lost by killing it.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+impl Features {
+    /// Asks `program`; `folder` is where a socket may be put for the moment.
+    pub fn detect(program: &Path, folder: &Path) -> Result<Self> {
+        let folder = folder.join(format!("probe-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        let socket = folder.join("qmp");
+        let child = Command::new(program)
+            .args(["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-qmp"])
+            .arg(format!("unix:{},server=on,wait=off", socket.display()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .map_err(|e| missing(program, e))?;
+        let _probe = Probe { child, folder };
+        let mut client = Client::connect(&socket, PATIENCE)?;
+        let version = client.execute("query-version", json!({}))?;
+        let schema = Schema(client.execute("query-qmp-schema", json!({}))?);
+        let capabilities = client.execute("query-migrate-capabilities", json!({}))?;
+        let ignore_shared =
+            capabilities.as_array().is_some_and(|all| all.iter().any(|one| one["capability"] == "x-ignore-shared"));
+        let why_not_kvm = why_not_kvm(&mut client)?;
+        Ok(Self {
+            program: program.into(),
+            version: version_text(&version),
+            accelerator: if why_not_kvm.is_none() { Accelerator::Kvm } else { Accelerator::Tcg },
+            why_not_kvm,
+            memory_from_readonly_file: schema.has_member("object-add", "rom"),
+            migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
+            ignore_shared,
+            save_devices: schema.has_command("xen-save-devices-state"),
+        })
+    }
+}
+
+fn missing(program: &Path, error: std::io::Error) -> Error {
+    match error.kind() {
+        std::io::ErrorKind::NotFound => Error::new(
+            ErrorKind::NotFound,
+            format!("there is no '{}'; Debian's package is qemu-system-x86", program.display()),
+        ),
+        _ => Error::io(format!("starting '{}'", program.display()), error),
+    }
+}
+
+fn version_text(version: &Value) -> String {
+    let number = |key: &str| version["qemu"][key].as_u64().unwrap_or(0);
+    let package = version["package"].as_str().unwrap_or("").trim().trim_matches(['(', ')']);
+    let numbers = format!("{}.{}.{}", number("major"), number("minor"), number("micro"));
+    if package.is_empty() { numbers } else { format!("{numbers} ({package})") }
+}
+
+/// Why guests cannot run on the processor itself, in words; `None` if they can as far as can be seen from outside.
+fn why_not_kvm(client: &mut Client) -> Result<Option<String>> {
+    let built_in = client.execute("query-kvm", json!({}))?["present"].as_bool().unwrap_or(false);
+    if !built_in {
+        return Ok(Some("this QEMU is built without KVM".into()));
+    }
+    if let Err(e) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        return Ok(Some(format!("/dev/kvm: {e}")));
+    }
+    // Where the processor shows no virtualization, what answers on /dev/kvm is an emulation of it that is slower than
+    // QEMU's own, where guests run at all.
+    let flags = std::fs::read_to_string("/proc/cpuinfo").during(|| "reading /proc/cpuinfo".into())?;
+    let flags = flags.lines().find(|line| line.starts_with("flags")).unwrap_or("");
+    let hardware = flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm");
+    Ok((!hardware && cfg!(target_arch = "x86_64")).then(|| "the processor shows neither vmx nor svm".into()))
+}
+
+/// What `query-qmp-schema` answers: every type under a number of its own.
+struct Schema(Value);
+
+impl Schema {
+    fn all(&self) -> impl Iterator<Item = &Value> {
+        self.0.as_array().into_iter().flatten()
+    }
+
+    fn named(&self, name: &Value) -> Option<&Value> {
+        self.all().find(|one| one["name"] == *name)
+    }
+
+    fn has_command(&self, name: &str) -> bool {
+        self.named(&json!(name)).is_some_and(|one| one["meta-type"] == "command")
+    }
+
+    /// Whether the arguments of a command, in whatever variant, have a member.
+    fn has_member(&self, command: &str, member: &str) -> bool {
+        let Some(arguments) = self.named(&json!(command)).and_then(|one| self.named(&one["arg-type"])) else {
+            return false;
+        };
+        let has = |kind: &Value| kind["members"].as_array().into_iter().flatten().any(|one| one["name"] == member);
+        let variants = arguments["variants"].as_array().into_iter().flatten();
+        has(arguments) || variants.filter_map(|variant| self.named(&variant["type"])).any(has)
+    }
+
+    /// Whether some enumeration of transports has a value.
+    fn has_variant(&self, value: &str) -> bool {
+        let enumerations = self.all().filter(|one| one["meta-type"] == "enum");
+        let values = |one: &Value| one["values"].as_array().cloned().unwrap_or_default();
+        enumerations.map(values).any(|values| values.contains(&json!("rdma")) && values.contains(&json!(value)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn of_the_qemu_that_is_installed() {
+        let folder = tempfile::tempdir().unwrap();
+        let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
+        assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");
+        assert!(features.ignore_shared && features.save_devices, "{features:?}");
+        assert_eq!(features.accelerator == Accelerator::Kvm, features.why_not_kvm.is_none());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_missing_program_is_told_with_its_package() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Features::detect(Path::new("/nowhere/qemu"), folder.path()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound);
+        assert!(error.to_string().contains("qemu-system-x86"), "{error}");
+    }
+}

@@ -1,0 +1,207 @@
+//! A running QEMU.
+//!
+//! 1. It is started in a process group of its own, with nothing of ours but what its command line names, so that
+//!    neither a signal to us nor our end reaches it.
+//! 2. It holds a lock on its pid file for as long as it lives (`-pidfile`), and the kernel says who holds a lock: so it
+//!    is found again by the file, whoever was killed when, and a number that went to another process means nothing.
+//! 3. Signals go through a descriptor of the process (pidfd), taken before the lock is looked at once more: never to
+//!    somebody who got its number meanwhile.
+
+use super::command::RunFolder;
+use crate::qmp::Client;
+use backend::{Error, ErrorKind, IoContext, Result};
+use rustix::process::{Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal};
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often a process that starts or ends is looked at.
+const POLL: Duration = Duration::from_millis(1);
+/// Most of a complaint that is told.
+const COMPLAINT_MAX: usize = 2000;
+
+/// A process that was found alive.
+#[derive(Debug)]
+pub struct Process {
+    pid: Pid,
+    file: PathBuf,
+    descriptor: OwnedFd,
+}
+
+/// A process that was started and may yet fail.
+pub struct Starting {
+    child: Child,
+    errors: PathBuf,
+}
+
+impl Starting {
+    /// Starts `program`. What it complains about goes to `errors`.
+    pub fn new(program: &Path, arguments: &[OsString], errors: &Path) -> Result<Self> {
+        let log = fs::File::create(errors).during(|| format!("making '{}'", errors.display()))?;
+        let mut command = Command::new(program);
+        command.args(arguments).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // Away from the signals of our terminal.
+        command.process_group(0);
+        let child = command.spawn().map_err(|e| Error::io(format!("starting '{}'", program.display()), e))?;
+        Ok(Self { child, errors: errors.into() })
+    }
+
+    /// Waits until it is set up and answers on its monitor, after which it goes its own way.
+    ///
+    /// # Errors
+    /// With its own words when it ends instead.
+    pub fn finish(mut self, run: &RunFolder, patience: Duration) -> Result<(Process, Client)> {
+        let deadline = Instant::now() + patience;
+        let answered = loop {
+            // It takes the lock first, then listens, then sets up the machine, then answers.
+            if let Some(process) = Process::find(&run.pid_file())?
+                && run.monitor().exists()
+            {
+                let connected = Client::connect(&run.monitor(), deadline.saturating_duration_since(Instant::now()));
+                match connected {
+                    Ok(client) => break Ok((process, client)),
+                    Err(error) if process.alive()? => break Err(error),
+                    Err(_) => {}
+                }
+            }
+            if let Some(status) = self.child.try_wait().during(|| "waiting for QEMU".into())? {
+                return Err(self.failed(&format!("ended ({status})")));
+            }
+            if Instant::now() >= deadline {
+                break Err(Error::new(ErrorKind::Io, "it is not ready in time"));
+            }
+            thread::sleep(POLL);
+        };
+        match answered {
+            Ok(ready) => {
+                let mut child = self.child;
+                // Whoever waits for the child keeps it from staying a zombie while we live.
+                let name = format!("qemu {}", child.id());
+                let waiter = thread::Builder::new().name(name).spawn(move || child.wait());
+                waiter.during(|| "starting a thread".into())?;
+                Ok(ready)
+            }
+            Err(error) => {
+                let _ = self.child.kill();
+                let _ = self.child.wait();
+                Err(self.failed(&error.to_string()))
+            }
+        }
+    }
+
+    fn failed(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Io, format!("QEMU did not start, {what}: {}", self.complaint()))
+    }
+
+    fn complaint(&self) -> String {
+        let text = fs::read_to_string(&self.errors).unwrap_or_default();
+        match text.trim() {
+            "" => format!("it said nothing in '{}'", self.errors.display()),
+            text => text.chars().take(COMPLAINT_MAX).collect(),
+        }
+    }
+}
+
+impl Process {
+    /// The process that holds a pid file.
+    pub fn find(pid_file: &Path) -> Result<Option<Self>> {
+        let Some(pid) = holder(pid_file)? else { return Ok(None) };
+        let descriptor = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(descriptor) => descriptor,
+            Err(rustix::io::Errno::SRCH) => return Ok(None),
+            Err(e) => return Err(Error::io(format!("looking for process {pid:?}"), e.into())),
+        };
+        let same = holder(pid_file)? == Some(pid);
+        Ok(same.then(|| Self { pid, file: pid_file.into(), descriptor }))
+    }
+
+    /// Its number.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// Whether it still runs.
+    pub fn alive(&self) -> Result<bool> {
+        Ok(holder(&self.file)? == Some(self.pid))
+    }
+
+    /// Ends it without asking the guest: as pulling the plug.
+    pub fn kill(&self) -> Result<()> {
+        match pidfd_send_signal(&self.descriptor, Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(e) => Err(Error::io(format!("ending process {}", self.pid()), e.into())),
+        }
+    }
+
+    /// Waits for its end; false when it still runs after `patience`.
+    pub fn wait(&self, patience: Duration) -> Result<bool> {
+        let deadline = Instant::now() + patience;
+        while self.alive()? {
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            thread::sleep(POLL);
+        }
+        Ok(true)
+    }
+}
+
+/// Who holds the lock on a file.
+fn holder(file: &Path) -> Result<Option<Pid>> {
+    let opened = match fs::OpenOptions::new().read(true).write(true).open(file) {
+        Ok(opened) => opened,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(e) => return Err(Error::io(format!("opening '{}'", file.display()), e)),
+    };
+    let lock = fcntl_getlk(&opened, &Flock::from(FlockType::WriteLock))
+        .map_err(|e| Error::io(format!("asking who holds '{}'", file.display()), e.into()))?;
+    Ok(lock.and_then(|lock| lock.pid))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn start(run: &RunFolder, machine: &str) -> Result<Process> {
+        let monitor = format!("unix:{},server=on,wait=off", run.monitor().display());
+        let pid = run.pid_file().display().to_string();
+        let arguments = ["-machine", machine, "-nodefaults", "-display", "none", "-pidfile", &pid, "-qmp", &monitor];
+        let arguments: Vec<OsString> = arguments.into_iter().map(OsString::from).collect();
+        let starting = Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors())?;
+        starting.finish(run, PATIENCE).map(|(process, _)| process)
+    }
+
+    #[test]
+    fn found_again_and_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFolder(folder.path().into());
+        assert!(Process::find(&run.pid_file()).unwrap().is_none());
+        let process = start(&run, "none").unwrap();
+        let again = Process::find(&run.pid_file()).unwrap().unwrap();
+        assert_eq!(again.pid(), process.pid());
+        assert!(!process.wait(Duration::from_millis(5)).unwrap());
+        again.kill().unwrap();
+        assert!(process.wait(PATIENCE).unwrap());
+        assert!(Process::find(&run.pid_file()).unwrap().is_none());
+        process.kill().unwrap();
+    }
+
+    #[test]
+    fn what_cannot_start_is_told_in_its_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFolder(folder.path().into());
+        let error = start(&run, "perpetuum-mobile").unwrap_err();
+        assert!(error.to_string().contains("unsupported machine type"), "{error}");
+        let nowhere = Starting::new(Path::new("/nowhere/qemu"), &[], &run.errors());
+        assert_eq!(nowhere.err().unwrap().kind(), ErrorKind::NotFound);
+    }
+}

@@ -1,0 +1,378 @@
+//! QMP: the protocol by which QEMU and its guest agent are asked, one JSON object per line
+//! (QEMU, docs/interop/qmp-spec). Blocking, one request at a time.
+//!
+//! 1. Every wait has an end: a peer that says nothing is an error after the client's patience, never a hang.
+//! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
+//! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
+//! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never taken
+//!    for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
+
+use backend::{Error, ErrorKind, IoContext, Result};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde_json::{Value, json};
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longest line taken from a peer: the schema of a QEMU has about a quarter of a MiB.
+const LINE_MAX: usize = 16 << 20;
+
+/// Events kept for whoever asks.
+const EVENTS_MAX: usize = 1024;
+
+/// How often a socket that is not there yet is tried again.
+const CONNECT_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Something that happened without being asked for.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Event {
+    /// Its name, such as `SHUTDOWN`.
+    pub name: String,
+    /// What QEMU says about it.
+    pub data: Value,
+}
+
+/// A connection.
+pub struct Client {
+    stream: UnixStream,
+    path: PathBuf,
+    unread: Vec<u8>,
+    events: VecDeque<Event>,
+    patience: Duration,
+    /// Number of the latest request.
+    number: u64,
+}
+
+impl Client {
+    /// Connects to QEMU's monitor, waiting until the socket is there, and agrees on the protocol.
+    pub fn connect(path: &Path, patience: Duration) -> Result<Self> {
+        let mut client = Self::connect_plain(path, patience)?;
+        client.greet()?;
+        Ok(client)
+    }
+
+    /// Connects to a peer without greeting: a guest agent.
+    pub fn connect_plain(path: &Path, patience: Duration) -> Result<Self> {
+        let deadline = Instant::now() + patience;
+        let stream = loop {
+            match UnixStream::connect(path) {
+                Ok(stream) => break stream,
+                Err(e) if not_yet(&e) && Instant::now() < deadline => thread::sleep(CONNECT_INTERVAL),
+                Err(e) => return Err(Error::io(format!("connecting to '{}'", path.display()), e)),
+            }
+        };
+        Self::over(stream, path, patience)
+    }
+
+    /// Talks over a connection that is there; errors call the peer `path`.
+    pub fn over(stream: UnixStream, path: &Path, patience: Duration) -> Result<Self> {
+        stream.set_write_timeout(Some(patience.max(CONNECT_INTERVAL))).during(|| "setting up a connection".into())?;
+        Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience, number: 0 })
+    }
+
+    /// Awaits the greeting of a monitor, and agrees on the protocol.
+    pub fn greet(&mut self) -> Result<()> {
+        let greeting = self.line(Instant::now() + self.patience)?;
+        if greeting.get("QMP").is_none() {
+            return Err(self.odd(&greeting));
+        }
+        self.execute("qmp_capabilities", json!({})).map(drop)
+    }
+
+    /// How long an answer may take from now on.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Asks, and waits for the answer.
+    ///
+    /// # Errors
+    /// `Unsupported` when the peer does not know the command, `Invalid` with the peer's words when it refuses, `Io` when
+    /// it is gone or silent.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        let request = self.request(command, arguments);
+        self.send(&request)?;
+        self.answer(command)
+    }
+
+    fn request(&mut self, command: &str, arguments: Value) -> Value {
+        self.number += 1;
+        json!({ "execute": command, "arguments": arguments, "id": self.number })
+    }
+
+    /// The answer to the latest request.
+    fn answer(&mut self, command: &str) -> Result<Value> {
+        let deadline = Instant::now() + self.patience;
+        loop {
+            let mut message = self.line(deadline).map_err(|error| error.context(format!("'{command}'")))?;
+            let is_answer = message.get("return").is_some() || message.get("error").is_some();
+            if is_answer && message.get("id").is_some_and(|id| *id != self.number) {
+                continue;
+            }
+            if let Some(answer) = message.get_mut("return") {
+                return Ok(answer.take());
+            }
+            if let Some(refusal) = message.get("error") {
+                let word = |key: &str| refusal.get(key).and_then(Value::as_str).unwrap_or("").to_owned();
+                let kind = match word("class").as_str() {
+                    "CommandNotFound" => ErrorKind::Unsupported,
+                    _ => ErrorKind::Invalid,
+                };
+                return Err(Error::new(kind, format!("QEMU refuses '{command}': {}", word("desc"))));
+            }
+            self.keep(message)?;
+        }
+    }
+
+    /// Sends without waiting for an answer: for what ends the peer.
+    pub fn send(&mut self, message: &Value) -> Result<()> {
+        let mut line = message.to_string().into_bytes();
+        line.push(b'\n');
+        self.stream.write_all(&line).map_err(|e| self.lost(e))
+    }
+
+    /// Gives an open file to QEMU, under a name that migrations take.
+    pub fn pass(&mut self, name: &str, file: &impl AsFd) -> Result<()> {
+        let request = self.request("getfd", json!({ "fdname": name }));
+        let line = format!("{request}\n");
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files: [BorrowedFd<'_>; 1] = [file.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&files));
+        let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
+            .map_err(|e| self.lost(e.into()))?;
+        // The file went with the first byte.
+        self.send_bytes(&line.as_bytes()[sent..])?;
+        self.answer("getfd").map(drop)
+    }
+
+    /// Sends bytes as they are: the guest agent's way of finding the beginning of a line.
+    pub fn send_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        self.stream.write_all(bytes).map_err(|e| self.lost(e))
+    }
+
+    /// The next event whose name is among `names`; earlier ones of other names stay. `None` when it does not come in
+    /// time.
+    pub fn wait_event(&mut self, names: &[&str], patience: Duration) -> Result<Option<Event>> {
+        let deadline = Instant::now() + patience;
+        loop {
+            if let Some(index) = self.events.iter().position(|event| names.contains(&event.name.as_str())) {
+                return Ok(self.events.remove(index));
+            }
+            match self.line_or_timeout(deadline)? {
+                Some(message) => self.keep(message)?,
+                None => return Ok(None),
+            }
+        }
+    }
+
+    fn keep(&mut self, message: Value) -> Result<()> {
+        let Some(name) = message.get("event").and_then(Value::as_str) else { return Err(self.odd(&message)) };
+        let event = Event { name: name.to_owned(), data: message.get("data").cloned().unwrap_or(Value::Null) };
+        if self.events.len() == EVENTS_MAX {
+            self.events.pop_front();
+        }
+        self.events.push_back(event);
+        Ok(())
+    }
+
+    /// The next message of the peer.
+    pub fn line(&mut self, deadline: Instant) -> Result<Value> {
+        self.line_or_timeout(deadline)?.ok_or_else(|| {
+            let text = format!("no answer from '{}' within {:?}", self.path.display(), self.patience);
+            Error::new(ErrorKind::Io, text)
+        })
+    }
+
+    fn line_or_timeout(&mut self, deadline: Instant) -> Result<Option<Value>> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.unread[searched..].iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.unread.drain(..=searched + end).collect();
+                // The guest agent begins an answer to guest-sync-delimited with a byte that is never part of text.
+                let text = line.strip_prefix(&[0xff]).unwrap_or(&line);
+                if text.trim_ascii().is_empty() {
+                    searched = 0;
+                    continue;
+                }
+                return match serde_json::from_slice(text) {
+                    Ok(message) => Ok(Some(message)),
+                    Err(e) => {
+                        let text = format!("'{}' sent what is no message: {e}", self.path.display());
+                        Err(Error::new(ErrorKind::Invalid, text))
+                    }
+                };
+            }
+            searched = self.unread.len();
+            if searched > LINE_MAX {
+                // Nothing that comes after it can be made sense of.
+                let text = format!("'{}' sent a line of more than {LINE_MAX} bytes", self.path.display());
+                return Err(Error::new(ErrorKind::Io, text));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(None);
+            }
+            self.stream.set_read_timeout(Some(left)).map_err(|e| self.lost(e))?;
+            let mut part = [0; 16 << 10];
+            match self.stream.read(&mut part) {
+                Ok(0) => return Err(self.lost(io::ErrorKind::UnexpectedEof.into())),
+                Ok(length) => self.unread.extend_from_slice(&part[..length]),
+                Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => return Ok(None),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(self.lost(e)),
+            }
+        }
+    }
+
+    fn lost(&self, error: io::Error) -> Error {
+        Error::io(format!("talking to '{}'", self.path.display()), error)
+    }
+
+    fn odd(&self, message: &Value) -> Error {
+        let mut text = message.to_string();
+        text.truncate(text.char_indices().nth(200).map_or(text.len(), |(index, _)| index));
+        Error::new(ErrorKind::Invalid, format!("'{}' said what was not expected: {text}", self.path.display()))
+    }
+}
+
+/// Whether a socket may yet come to be listened on.
+fn not_yet(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::os::unix::net::UnixListener;
+
+    /// A peer that greets and then answers each line with the next of `answers`.
+    fn peer(folder: &Path, answers: Vec<&'static str>) -> PathBuf {
+        let path = folder.join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.write_all(b"{\"QMP\": {\"version\": {}}}\r\n").unwrap();
+            let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+            for answer in std::iter::once("{\"return\": {}}\n").chain(answers) {
+                if lines.next().is_none() {
+                    return;
+                }
+                stream.write_all(answer.as_bytes()).unwrap();
+            }
+            // Silent from here on, and there until the client has gone.
+            while lines.next().is_some() {}
+        });
+        path
+    }
+
+    #[test]
+    fn answers_refusals_and_events() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = peer(
+            folder.path(),
+            vec![
+                "{\"event\": \"STOP\"}\n{\"return\": {\"status\": \"paused\"}}\n",
+                "{\"error\": {\"class\": \"CommandNotFound\", \"desc\": \"what?\"}}\n",
+                "{\"error\": {\"class\": \"GenericError\", \"desc\": \"no\"}}\n",
+            ],
+        );
+        let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
+        assert_eq!(client.execute("query-status", json!({})).unwrap(), json!({ "status": "paused" }));
+        assert_eq!(client.wait_event(&["STOP"], Duration::ZERO).unwrap().unwrap().name, "STOP");
+        assert_eq!(client.execute("nonsense", json!({})).unwrap_err().kind(), ErrorKind::Unsupported);
+        let refusal = client.execute("cont", json!({})).unwrap_err();
+        assert_eq!((refusal.kind(), refusal.to_string().contains("no")), (ErrorKind::Invalid, true));
+        client.set_patience(Duration::from_millis(20));
+        assert_eq!(client.execute("cont", json!({})).unwrap_err().kind(), ErrorKind::Io);
+    }
+
+    #[test]
+    fn an_answer_to_an_earlier_request_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        // The greeting's request is number 1.
+        let path = peer(
+            folder.path(),
+            vec![
+                "{\"return\": \"late\", \"id\": 1}\n{\"return\": \"mine\", \"id\": 2}\n",
+                "{\"error\": {\"class\": \"GenericError\", \"desc\": \"late\"}, \"id\": \"x\"}\n{\"return\": 3}\n",
+            ],
+        );
+        let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
+        assert_eq!(client.execute("a", json!({})).unwrap(), "mine");
+        assert_eq!(client.execute("b", json!({})).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_line_without_end_ends_the_connection() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let flood = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut sent = 0usize;
+            // Until the other side has had enough.
+            while let Ok(length) = stream.write(&[b'['; 64 << 10]) {
+                sent += length;
+            }
+            sent
+        });
+        let error = Client::connect(&path, Duration::from_secs(60)).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+        assert!(error.to_string().contains("a line of more than"), "{error}");
+        let sent = flood.join().unwrap();
+        assert!((LINE_MAX..LINE_MAX + (4 << 20)).contains(&sent), "{sent}");
+    }
+
+    #[test]
+    fn a_file_is_handed_over() {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let content = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut line = [0; 1024];
+            let got =
+                recvmsg(&stream, &mut [io::IoSliceMut::new(&mut line)], &mut control, RecvFlags::empty()).unwrap();
+            assert!(line[..got.bytes].ends_with(b"\n"));
+            stream.write_all(b"{\"return\": {}}\n").unwrap();
+            let mut files = control.drain().flat_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+                _ => Vec::new(),
+            });
+            let mut text = String::new();
+            std::fs::File::from(files.next().unwrap()).read_to_string(&mut text).unwrap();
+            text
+        });
+        let mut client = Client::connect_plain(&path, Duration::from_secs(10)).unwrap();
+        std::fs::write(folder.path().join("state"), "of devices").unwrap();
+        client.pass("state", &std::fs::File::open(folder.path().join("state")).unwrap()).unwrap();
+        assert_eq!(content.join().unwrap(), "of devices");
+    }
+
+    #[test]
+    fn what_is_no_message_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = peer(folder.path(), vec!["nonsense\n", "[1]\n"]);
+        let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
+        assert_eq!(client.execute("a", json!({})).unwrap_err().kind(), ErrorKind::Invalid);
+        assert_eq!(client.execute("b", json!({})).unwrap_err().kind(), ErrorKind::Invalid);
+    }
+
+    #[test]
+    fn a_peer_that_is_not_there_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = Client::connect(&folder.path().join("none"), Duration::from_millis(5)).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+    }
+}
