@@ -1,6 +1,8 @@
 //! Filling a disk that nobody uses yet, past the buffer: full clones, eager zeroing, imports.
 
 use super::Engine;
+use super::write::chunks;
+use super::writeback::UNMAP_MAX;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::{IoContext, Result};
@@ -8,7 +10,7 @@ use backend::BLOCK_SIZE;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// Writes a disk from its first block to its last, each block at most once.
+/// Writes a disk that nobody else writes, from as many threads as there are; of two writes to a block the later counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
@@ -72,6 +74,27 @@ impl<'a> BulkWriter<'a> {
             self.bound_pending()?;
         }
         Ok(())
+    }
+
+    /// Lets go of a range: it reads as zeros. For disks that begin as a clone; nothing of it may be buffered.
+    pub fn discard(&self, range: Range<u64>) -> Result<()> {
+        let engine = self.engine;
+        for part in chunks(range, UNMAP_MAX) {
+            engine.check_running()?;
+            engine.make_journal_room()?;
+            let operation = Operation::Unmap { disk: self.disk, logical: part.start, blocks: part.blocks };
+            let mut meta = engine.meta.lock();
+            engine.carry_out(&mut meta, operation, 0, None)?;
+            engine.update_headroom(&meta);
+            drop(meta);
+            self.bound_pending()?;
+        }
+        Ok(())
+    }
+
+    /// Makes everything durable that was written or let go of before.
+    pub fn commit(&self) -> Result<()> {
+        self.engine.commit_changes()
     }
 
     fn bound_pending(&self) -> Result<()> {
