@@ -47,6 +47,9 @@ pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 /// How long an earlier session may take to let go of what its successor wants.
 pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 
+/// How long data connections may take to leave after the sender has heard that all has come.
+pub const LEAVE_MAX: Duration = Duration::from_secs(5);
+
 /// What has arrived is recorded after that long.
 pub const SAVE_INTERVAL: Duration = Duration::from_secs(5);
 

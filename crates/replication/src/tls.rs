@@ -161,13 +161,14 @@ fn step<D>(
     out: &mut Out,
     take: &mut dyn FnMut(&[u8]),
     parts: Option<&[&[u8]]>,
-) -> io::Result<(usize, Step)> {
-    let mut discard = status.discard;
+    discard: &mut usize,
+) -> io::Result<Step> {
+    *discard += status.discard;
     let step = match status.state.map_err(invalid)? {
         ConnectionState::ReadTraffic(mut traffic) => {
             while let Some(record) = traffic.next_record() {
                 let record = record.map_err(invalid)?;
-                discard += record.discard;
+                *discard += record.discard;
                 take(record.payload);
             }
             Step::Again
@@ -213,7 +214,7 @@ fn step<D>(
         // There is no early data: nobody asks for it.
         _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to a state that nobody asked for")),
     };
-    Ok((discard, step))
+    Ok(step)
 }
 
 impl TlsStream {
@@ -259,34 +260,32 @@ impl TlsStream {
     }
 
     fn advance(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
-        let input = &mut self.incoming[self.start..self.end];
-        let done = match &mut self.session {
-            Session::Client(session) => step(session.process_tls_records(input), &mut self.out, take, parts),
-            Session::Server(session) => step(session.process_tls_records(input), &mut self.out, take, parts),
-        };
-        let (discard, step) = match done {
-            Ok(done) => done,
-            Err(error) => {
-                self.say_why();
-                return Err(error);
-            }
+        let done = self.advance_once(take, parts);
+        if done.is_err() {
+            self.say_why();
+        }
+        done
+    }
+
+    fn advance_once(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
+        let (input, out) = (&mut self.incoming[self.start..self.end], &mut self.out);
+        let mut discard = 0;
+        let step = match &mut self.session {
+            Session::Client(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
+            Session::Server(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
         };
         self.start += discard;
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
-        Ok(step)
+        step
     }
 
     /// Sends the alert that tells the peer what was wrong, if there is one.
     fn say_why(&mut self) {
         const STEPS: usize = 4;
         for _ in 0..STEPS {
-            let done = match &mut self.session {
-                Session::Client(session) => step(session.process_tls_records(&mut []), &mut self.out, &mut |_| (), None),
-                Session::Server(session) => step(session.process_tls_records(&mut []), &mut self.out, &mut |_| (), None),
-            };
-            if !matches!(done, Ok((_, Step::Again))) {
+            if !matches!(self.advance_once(&mut |_| (), None), Ok(Step::Again)) {
                 break;
             }
         }

@@ -240,8 +240,9 @@ impl Datastore {
         for disk in &new.disks {
             let Some(object) = self.native.visible(&disk.name) else { return Ok(None) };
             let point = self.native.snapshot_of_uuid(&parse(&disk.point.uuid)?);
-            let updated = disk.update && point.is_some_and(|point| point.disk == object.id && object.parent == point.id);
-            if object.uuid != parse(&disk.uuid)? && !updated {
+            let pointed = point.is_some_and(|point| point.disk == object.id && object.parent == point.id);
+            let made = object.uuid == parse(&disk.uuid)?;
+            if !(made || disk.update && disk.keep) || disk.keep && !pointed {
                 return Ok(None);
             }
             there.push(self.native.disk_info(object.id, false)?);

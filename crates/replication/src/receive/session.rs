@@ -6,8 +6,9 @@
 //! 3. The token that admits data connections is random and told on the control connection only.
 
 use super::{Attachments, taking};
-use crate::limits::{HANDSHAKE_TIMEOUT, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX};
-use crate::limits::WORKING_INTERVAL;
+use crate::limits::{
+    HANDSHAKE_TIMEOUT, LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL,
+};
 use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::stream::{ByteStream, Conversation};
 use disk::transfer::{Incoming, NewReception, Opened, Reception};
@@ -98,6 +99,14 @@ impl Session {
             streams.remove(place);
         }
         self.left.notify_all();
+    }
+
+    /// Waits until all data connections have left, which they do when all is sent; gives how many have not.
+    fn wait_left(&self) -> usize {
+        let deadline = Instant::now() + LEAVE_MAX;
+        let mut streams = self.streams.lock();
+        while !streams.is_empty() && !self.left.wait_until(&mut streams, deadline).timed_out() {}
+        streams.len()
     }
 
     /// Records what has arrived, from time to time, until `over` hangs up.
@@ -295,7 +304,7 @@ fn control<S: ByteStream>(sessions: &Sessions, session: &Session, line: &mut Con
 }
 
 fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Result<Vec<String>> {
-    let at_work = session.streams.lock().len();
+    let at_work = session.wait_left();
     if at_work > 0 {
         let text = format!("all is said to be sent, and {at_work} connections still send");
         return Err(Error::new(ErrorKind::Invalid, text));

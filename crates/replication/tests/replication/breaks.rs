@@ -1,6 +1,6 @@
 //! Lines that break, servers that stop: what has arrived stays, what is not whole is not to be seen.
 
-use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, scribble};
+use crate::site::{same, Keys, Line, Random, Site, furnished, options, remote, remote_at, scribble};
 use disk::transfer::SEGMENT;
 use disk::{ErrorKind, NoProgress, Progress};
 use replication::send;
@@ -24,7 +24,7 @@ fn a_line_that_breaks_at_any_byte_only_costs_time() {
         let shipment = here.shipment(&[("web", "monday", "web")]);
         let sent = send(&shipment, &remote_at(line.port), &options(&keys, 3), &NoProgress).unwrap();
         assert!(line.cuts.load(Ordering::SeqCst) > 0 && sent.reconnects > 0, "seed {seed}: {sent:?}");
-        assert!(there.content("web") == here.content("web@monday"), "seed {seed}");
+        same(&there.content("web"), &here.content("web@monday"));
 
         scribble(&*device, &mut random, 30, 400_000);
         device.discard(random.below(4 * SEGMENT), SEGMENT, false).unwrap();
@@ -35,8 +35,8 @@ fn a_line_that_breaks_at_any_byte_only_costs_time() {
         (shipment.incremental, shipment.update) = (true, true);
         let sent = send(&shipment, &remote_at(line.port), &options(&keys, 3), &NoProgress).unwrap();
         assert_eq!(sent.incremental, 1);
-        assert!(there.content("web") == here.content("web@tuesday"), "seed {seed}");
-        assert!(there.content("web@monday") == here.content("web@monday"), "seed {seed}");
+        same(&there.content("web"), &here.content("web@tuesday"));
+        same(&there.content("web@monday"), &here.content("web@monday"));
         assert!(there.datastore.receptions().unwrap().is_empty());
         there.check();
     }
@@ -102,7 +102,7 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     shipment.disks[0].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap();
     assert_eq!((sent.resumed, sent.data), (kept[0].bytes, total - kept[0].bytes));
-    assert!(there.content("web") == here.content("web@monday"));
+    same(&there.content("web"), &here.content("web@monday"));
     there.check();
 }
 

@@ -1,6 +1,6 @@
 //! What is sent is what arrives, and nothing is sent that need not be.
 
-use crate::site::{Keys, Random, Site, furnished, options, remote, scribble, write};
+use crate::site::{same, Keys, Random, Site, furnished, options, remote, scribble, write};
 use disk::transfer::SEGMENT;
 use disk::{ErrorKind, NoProgress, Point, Provisioning};
 use replication::send;
@@ -26,8 +26,8 @@ fn a_full_clone_moves_what_is_allocated_and_nothing_else() {
         assert!(sent.wire > sent.data && sent.wire < sent.data + sent.data / 20 + (64 << 10), "{sent:?}");
         assert_eq!((sent.incremental, sent.reconnects, sent.resumed), (0, 0, 0));
         assert_eq!(sent.disks, [name.clone()]);
-        assert!(there.content(&name) == here.content("web@monday"), "{streams} streams");
-        assert!(there.content(&format!("{name}@monday")) == here.content("web@monday"));
+        same(&there.content(&name), &here.content("web@monday"));
+        same(&there.content(&format!("{name}@monday")), &here.content("web@monday"));
         let info = there.datastore.disk(&name).unwrap();
         assert_eq!(info.uuid, shipment.disks[0].uuid);
         assert_eq!(info.parent_snapshot.as_deref(), Some("monday"));
@@ -63,19 +63,19 @@ fn a_second_clone_moves_only_what_has_changed() {
     shipment.incremental = true;
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 4), &NoProgress).unwrap();
     assert_eq!((sent.data, sent.incremental), (changed, 1));
-    assert!(there.content("second") == here.content("web@tuesday"));
-    assert!(there.content("first") == here.content("web@monday"));
+    same(&there.content("second"), &here.content("web@tuesday"));
+    same(&there.content("first"), &here.content("web@monday"));
     // Independent: what it began as can go.
     assert_eq!(there.datastore.disk("second").unwrap().origin, None);
     there.datastore.delete_disk("first", false).unwrap();
-    assert!(there.content("second") == here.content("web@tuesday"));
+    same(&there.content("second"), &here.content("web@tuesday"));
 
     // The same point again: nothing moves at all.
     let mut shipment = here.shipment(&[("web", "tuesday", "third")]);
     shipment.incremental = true;
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 4), &NoProgress).unwrap();
     assert_eq!(sent.data, 0);
-    assert!(there.content("third") == here.content("web@tuesday"));
+    same(&there.content("third"), &here.content("web@tuesday"));
     there.check();
 }
 
@@ -100,9 +100,9 @@ fn a_disk_is_brought_up_to_date_where_it_stands() {
         (shipment.incremental, shipment.update) = (true, true);
         let sent = send(&shipment, &remote(&receiver), &options(&keys, 4), &NoProgress).unwrap();
         assert!(sent.data < 2 << 20, "{sent:?}");
-        assert!(there.content("web") == here.content(&format!("web@{day}")), "{day}");
-        assert!(there.content(&format!("web@{day}")) == here.content(&format!("web@{day}")), "{day}");
-        assert!(there.content("web@monday") == here.content("web@monday"));
+        same(&there.content("web"), &here.content(&format!("web@{day}")));
+        same(&there.content(&format!("web@{day}")), &here.content(&format!("web@{day}")));
+        same(&there.content("web@monday"), &here.content("web@monday"));
         let info = there.datastore.disk("web").unwrap();
         assert_eq!((info.parent_snapshot.as_deref(), info.capacity), (Some(day), size));
         assert_eq!(info.uuid, uuid);
@@ -148,7 +148,7 @@ fn thick_disks_arrive_thick_and_several_disks_arrive_together() {
     let sent = send(&shipment, &remote(&receiver), &options(&keys, 3), &NoProgress).unwrap();
     assert_eq!(sent.disks, ["a", "b", "c"]);
     for (from, to) in [("thin", "a"), ("lazy", "b"), ("eager", "c")] {
-        assert!(here.content(from) == there.content(to), "{from}");
+        same(&here.content(from), &there.content(to));
         let (a, b) = (here.datastore.disk(from).unwrap(), there.datastore.disk(to).unwrap());
         assert_eq!(a.provisioning, b.provisioning);
         assert_eq!(a.blocks_allocated, b.blocks_allocated, "{from}");

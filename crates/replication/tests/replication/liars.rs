@@ -1,6 +1,6 @@
 //! Peers that lie, on either side: a clear end, and nothing of anybody's lost.
 
-use crate::site::{Keys, Random, Site, furnished, options, remote_at};
+use crate::site::{same, Keys, Random, Site, furnished, options, remote_at};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
 use disk::{ErrorKind, NoProgress, Provisioning};
 use replication::frame::{Head, Kind};
@@ -229,6 +229,6 @@ fn a_receiver_that_lies_is_found_out() {
         let error = send(&shipment, &remote_at(port), &options(&keys, 2), &NoProgress).unwrap_err();
         assert!(matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid), "{lie}: {error}");
     }
-    assert!(here.content("web") == here.content("web@monday"));
+    same(&here.content("web"), &here.content("web@monday"));
     here.check();
 }

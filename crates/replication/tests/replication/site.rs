@@ -227,7 +227,6 @@ pub fn remote_at(port: u16) -> Remote {
 pub struct Line {
     pub port: u16,
     pub cuts: Arc<AtomicUsize>,
-    left: Arc<AtomicI64>,
 }
 
 impl Line {
@@ -280,11 +279,16 @@ impl Line {
                 }
             }
         });
-        Self { port: here, cuts, left }
+        Self { port: here, cuts }
     }
+}
 
-    /// Bytes that still pass before the next cut.
-    pub fn left(&self) -> i64 {
-        self.left.load(Ordering::SeqCst)
+/// Two contents are the same.
+#[track_caller]
+pub fn same(a: &[u8], b: &[u8]) {
+    assert_eq!(a.len(), b.len());
+    if let Some(at) = a.iter().zip(b).position(|(a, b)| a != b) {
+        let differing = a.iter().zip(b).filter(|(a, b)| a != b).count();
+        panic!("{differing} of {} bytes differ, the first at {at}: {} and {}", a.len(), a[at], b[at]);
     }
 }
