@@ -1,6 +1,6 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A face, not a place for storage logic: every verb becomes a [`control::Request`], is carried out by
+//! A face, not a place for storage logic: but for machines ([`machines`]), every verb becomes a [`control::Request`], is carried out by
 //! [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the datastore), and the
 //! reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests), [`session`] (to the
 //! owner, or as the owner), [`control`] (requests, their dispatch, the socket), [`output`], and [`serve`].
@@ -12,6 +12,7 @@ mod control;
 mod exit;
 mod follow;
 mod generate;
+mod machines;
 mod output;
 mod serve;
 mod session;
@@ -91,6 +92,7 @@ fn run(cli: Cli) -> Result<End, End> {
             serve::run(&path, &arguments, form)?;
             Ok(End::Code(0))
         }
+        (Command::Vm(arguments), _) => machines::run(&datastore(cli.datastore)?, arguments, form),
         (Command::Completion { shell }, _) => {
             generate::completion(shell, &mut io::stdout())?;
             Ok(End::Code(0))

@@ -57,7 +57,7 @@ impl Agent {
                 Ok(_) => {}
                 // What is left of others' answers may be cut in the middle.
                 Err(error) if error.kind() == ErrorKind::Invalid && Instant::now() < deadline => {}
-                Err(error) if Instant::now() < deadline && error.kind() == ErrorKind::Invalid => return Err(error),
+                // Silent, gone, or no agent at all.
                 Err(_) => return Ok(None),
             }
         }
@@ -71,6 +71,11 @@ impl Agent {
         let count = self.client.execute("guest-fsfreeze-freeze", json!({}))?.as_u64().unwrap_or(0);
         self.client.set_patience(PATIENCE);
         Ok(Frozen { agent: Some(self), count })
+    }
+
+    /// Thaws whatever somebody has frozen; how many file systems.
+    pub fn thaw(&mut self) -> Result<u64> {
+        Ok(self.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0))
     }
 
     /// Runs a program in the guest to its end.

@@ -64,6 +64,9 @@ pub struct Definition {
     /// What it boots; without it the firmware looks for a boot loader on the first disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub boot: Option<Boot>,
+    /// What it was cloned from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<Origin>,
     /// Its disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
@@ -84,6 +87,42 @@ pub struct Boot {
     /// The kernel's command line.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub append: String,
+}
+
+/// How a machine was cloned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// With disks of its own.
+    Full,
+    /// With disks that are deltas on a snapshot of the parent's.
+    Linked,
+    /// With the parent's disks and memory shared copy-on-write, running.
+    Instant,
+}
+
+impl Way {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Full => "full",
+            Self::Linked => "linked",
+            Self::Instant => "instant",
+        }
+    }
+}
+
+/// What a machine was cloned from. A note: nothing depends on whether that machine is still there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Origin {
+    /// The machine.
+    pub machine: String,
+    /// Its snapshot, if it was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<String>,
+    /// How.
+    pub way: Way,
 }
 
 /// A disk of the datastore in a machine.
@@ -121,6 +160,46 @@ pub struct Network {
 }
 
 impl Definition {
+    /// A machine without devices, with an identity of its own.
+    pub fn new(name: &str, cpus: u32, memory: u64) -> Result<Self> {
+        let definition = Self {
+            name: name.to_owned(),
+            uuid: Uuid::new()?,
+            cpus,
+            memory,
+            boot: None,
+            origin: None,
+            disks: Vec::new(),
+            networks: Vec::new(),
+        };
+        definition.check()?;
+        Ok(definition)
+    }
+
+    /// A clone of it: the same devices at the same places, an identity of its own.
+    pub fn heir(&self, name: &str, origin: Origin) -> Result<Self> {
+        let disks = self.disks.iter().enumerate();
+        let mut networks = Vec::with_capacity(self.networks.len());
+        for network in &self.networks {
+            networks.push(Network { mac: Mac::new()?, ..network.clone() });
+        }
+        let heir = Self {
+            name: name.to_owned(),
+            uuid: Uuid::new()?,
+            origin: Some(origin),
+            disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
+            networks,
+            ..self.clone()
+        };
+        heir.check()?;
+        Ok(heir)
+    }
+
+    /// The names of its disks.
+    pub fn disk_names(&self) -> Vec<String> {
+        self.disks.iter().map(|disk| disk.name.clone()).collect()
+    }
+
     /// Reads a definition; errors call it `origin`.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
         let invalid = |what: String| Error::new(ErrorKind::Invalid, format!("'{origin}': {what}"));
@@ -191,6 +270,14 @@ impl Definition {
     }
 }
 
+/// What the disks that are made for a machine are called.
+pub fn disk_name(machine: &str, index: usize) -> String {
+    match index {
+        0 => machine.to_owned(),
+        _ => format!("{machine}-{}", index + 1),
+    }
+}
+
 fn free_slot(mut slots: std::ops::Range<u8>, taken: &dyn Fn(u8) -> bool) -> Option<u8> {
     slots.find(|slot| !taken(*slot))
 }
@@ -247,6 +334,7 @@ mod tests {
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 2,
             memory: 256 << 20,
+            origin: Some(Origin { machine: "base".into(), snapshot: None, way: Way::Linked }),
             boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
             disks: Vec::new(),
             networks: Vec::new(),

@@ -18,6 +18,8 @@ pub struct Outcome {
 pub trait Watch: Sync {
     /// So many of all are done.
     fn update(&self, done: usize, total: usize);
+    /// So many bytes of all are copied.
+    fn bytes(&self, _done: u64, _total: u64) {}
     /// True once no more are wanted: those that are begun are finished or taken away by whoever makes them.
     fn cancelled(&self) -> bool;
 }

@@ -7,6 +7,16 @@
 //! qmp          the protocol to QEMU and to the guest agent
 //! agent        the agent inside the guest
 //! qemu         the QEMU found here: features, command lines, processes
+//! machine      one machine: its folder, its process
+//! machines     all of them: made whole or not at all
+//! lifecycle    starting and stopping
+//! quiet        the disks of a machine at one point, its guest frozen around it
+//! snapshots    a machine's snapshots
+//! instant      memory images, and machines that go on from them
+//! personality  what makes a copy of a running guest somebody else
+//! clone        clones of every kind, one or many
+//! fleet        many at once
+//! host         what commands work with: all of this, locks, recovery
 //! ```
 //!
 //! What holds:
@@ -18,10 +28,12 @@
 #![forbid(unsafe_code)]
 
 pub mod agent;
+pub mod clone;
 pub mod definition;
 pub mod disks;
 mod durable;
 pub mod fleet;
+pub mod host;
 pub mod identity;
 pub mod instant;
 pub mod lifecycle;
@@ -30,5 +42,7 @@ pub mod machines;
 pub mod personality;
 pub mod qemu;
 pub mod qmp;
+pub mod quiet;
+pub mod snapshots;
 
 pub use backend::{Error, ErrorKind, Result};

@@ -1,14 +1,21 @@
 //! Starting and stopping machines.
 
+use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
-use crate::machine::{Change, MemoryRecord, Start, State, remove_if_there};
+use crate::machine::{Change, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use backend::{Error, ErrorKind, Result};
 use serde_json::json;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long disks may take to be free of whoever used them last.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
+/// How often they are looked at.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
 /// How long QEMU itself may take to end once it is told to.
 const QUIT_PATIENCE: Duration = Duration::from_secs(20);
@@ -22,27 +29,26 @@ pub enum Stop {
     Now,
 }
 
-/// Starts a machine; a frozen one goes on where it stopped.
-pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features) -> Result<()> {
+/// Starts a machine; a frozen one goes on where it stopped. With `paused`, its guest does not execute yet.
+pub fn start(change: &Change, machines: &Machines, images: &Images, features: &Features, paused: bool) -> Result<()> {
     let machine = change.machine();
     if machine.process()?.is_some() {
         return Err(Error::new(ErrorKind::Exists, format!("machine '{}' runs already", machine.name())));
     }
     change.sweep()?;
     let nbd = machines.disks().server()?;
-    for disk in machine.definition()?.disks {
-        machines.disks().capacity(&disk.name).map_err(|e| e.context(format_args!("machine '{}'", machine.name())))?;
-    }
+    wait_for_disks(machine, &**machines.disks())?;
     if let Some(id) = freeze::frozen(machine)? {
         let image = images.get(&id)?;
         let mut successor = child::set_up(change, machines, &image, features)?;
         change.take_over(&successor)?;
-        successor.monitor.execute("cont", json!({}))?;
+        // From here on its disks may move on: nobody may start it from the image again.
+        remove_if_there(&machine.folder().join("frozen"))?;
         // It is itself, not a copy of itself: its network is as it was.
         for index in 0..image.record.machine.networks.len() {
             successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
         }
-        return remove_if_there(&machine.folder().join("frozen"));
+        return go(&mut successor, paused);
     }
     let file = images.new_memory()?;
     let start = Start {
@@ -52,11 +58,51 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         record: MemoryRecord::Own(file.clone()),
         incoming: false,
     };
-    match change.set_up(start) {
-        Ok(successor) => change.take_over(&successor),
+    let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
+    match begun {
+        Ok(mut successor) => go(&mut successor, paused),
         Err(error) => {
             remove_if_there(&file)?;
             Err(error)
+        }
+    }
+}
+
+fn go(successor: &mut Successor, paused: bool) -> Result<()> {
+    match paused {
+        true => Ok(()),
+        false => successor.monitor.execute("cont", json!({})).map(drop),
+    }
+}
+
+/// Waits until the disks of a machine are used by nobody: two that write to one disk destroy what is on it.
+fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
+    let definition = machine.definition()?;
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    loop {
+        let all = disks.all()?;
+        let mut used = None;
+        for disk in &definition.disks {
+            match all.get(&disk.name) {
+                None => {
+                    let text = format!("machine '{}': its disk '{}' is not there", machine.name(), disk.name);
+                    return Err(Error::new(ErrorKind::NotFound, text));
+                }
+                Some(facts) if facts.clients > 0 => used = Some((&disk.name, facts.clients)),
+                Some(_) => {}
+            }
+        }
+        match used {
+            None => return Ok(()),
+            Some((disk, clients)) if Instant::now() >= deadline => {
+                let text = format!(
+                    "machine '{}': its disk '{disk}' is in use by {clients} other client(s); two that write to one disk \
+                     destroy what is on it",
+                    machine.name()
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            Some(_) => thread::sleep(RELEASE_INTERVAL),
         }
     }
 }

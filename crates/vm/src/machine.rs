@@ -4,11 +4,16 @@
 //! NAME/machine.toml   the definition
 //! NAME/run            link to the folder of the process that runs it: run.1, run.2, ..
 //! NAME/run.N/         pid file, sockets, logs, and `memory`, which says where the guest's memory is
+//! NAME/snapshots/     its snapshots
+//! NAME/held           while a command holds its guest still: what to undo if the command is killed
 //! ```
 //!
 //! 1. A machine runs when the process behind `run` lives; nothing else says so, and nothing has to be kept in step.
 //! 2. Exchanging the link is how one process takes over from another: at every instant there is one that counts.
 //! 3. One change of a machine at a time ([`Machine::change`]); looking at it waits for nobody.
+//! 4. A process that the link does not name never executes a guest: it is a successor that did not come to take over, or
+//!    a predecessor that stands still. Whoever changes the machine next ends it ([`Change::sweep`]).
+//! 5. A guest that a command holds still goes on, whoever is killed: with the next command at the latest.
 
 use crate::agent::Agent;
 use crate::definition::Definition;
@@ -24,18 +29,30 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// The definition's file.
 pub const DEFINITION: &str = "machine.toml";
 /// The link to the folder of the process.
 const RUN: &str = "run";
+/// How long the agent of a guest that was frozen may take to answer.
+const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 /// Longest path of a Unix socket on Linux, in bytes.
 const SOCKET_PATH_MAX: usize = 107;
 /// How long QEMU may take from being started to answering.
 const START_PATIENCE: Duration = Duration::from_secs(60);
+/// How long a process that is ended may take.
+const END_PATIENCE: Duration = Duration::from_secs(20);
+/// How often a machine that somebody else changes is looked at.
+const LOCK_INTERVAL: Duration = Duration::from_millis(5);
+/// The file that says that a command holds the guest still.
+const HELD: &str = "held";
 /// How long its monitor may take to answer.
 const MONITOR_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long it may take where an answer now is worth more than one for sure.
+const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 
 /// What a machine does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -125,6 +142,19 @@ impl Machine {
         Definition::parse(&text, &path.display().to_string())
     }
 
+    /// The right to change it, which somebody else may have for a moment.
+    pub fn change_within(&self, patience: Duration) -> Result<Change> {
+        let deadline = Instant::now() + patience;
+        loop {
+            match self.change() {
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                    thread::sleep(LOCK_INTERVAL);
+                }
+                outcome => return outcome,
+            }
+        }
+    }
+
     /// The right to change it.
     pub fn change(&self) -> Result<Change> {
         let lock = fs::File::open(&self.folder).during(|| format!("opening '{}'", self.folder.display()))?;
@@ -161,7 +191,11 @@ impl Machine {
 
     /// Its monitor.
     pub fn monitor(&self) -> Result<Client> {
-        Client::connect(&self.run().monitor(), MONITOR_PATIENCE)
+        self.monitor_within(MONITOR_PATIENCE)
+    }
+
+    fn monitor_within(&self, patience: Duration) -> Result<Client> {
+        Client::connect(&self.run().monitor(), patience)
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
@@ -172,22 +206,74 @@ impl Machine {
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
+    /// What it does, as far as that can be told at once: `Other` while somebody else talks to its monitor.
+    pub fn glance(&self) -> Result<State> {
+        match self.process()? {
+            None => Ok(State::Stopped),
+            Some(_) => Ok(self.state_within(GLANCE_PATIENCE).unwrap_or(State::Other)),
+        }
+    }
+
     /// What it does.
     pub fn state(&self) -> Result<State> {
+        self.state_within(MONITOR_PATIENCE)
+    }
+
+    fn state_within(&self, patience: Duration) -> Result<State> {
         if self.process()?.is_none() {
             return Ok(State::Stopped);
         }
-        let status = match self.monitor().and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
-            Ok(status) => status,
-            // It ended between the two questions.
-            Err(_) if self.process()?.is_none() => return Ok(State::Stopped),
-            Err(error) => return Err(error),
-        };
+        let status =
+            match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
+                Ok(status) => status,
+                // It ended between the two questions.
+                Err(_) if self.process()?.is_none() => return Ok(State::Stopped),
+                Err(error) => return Err(error),
+            };
         Ok(match status["status"].as_str() {
             Some("running") => State::Running,
-            Some("paused" | "suspended") => State::Paused,
+            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => State::Paused,
             _ => State::Other,
         })
+    }
+
+    /// The folders of its processes, the ended ones too.
+    fn run_folders(&self) -> Result<Vec<PathBuf>> {
+        let listing = || format!("listing '{}'", self.folder.display());
+        let mut folders = Vec::new();
+        for entry in fs::read_dir(&self.folder).during(listing)? {
+            let entry = entry.during(listing)?;
+            let name = entry.file_name();
+            let number = name.to_str().and_then(|name| name.strip_prefix("run.")).unwrap_or("");
+            if !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()) {
+                folders.push(entry.path());
+            }
+        }
+        Ok(folders)
+    }
+
+    /// All its processes, those that do not count too.
+    pub fn processes(&self) -> Result<Vec<Process>> {
+        let mut all = Vec::new();
+        for folder in self.run_folders()? {
+            all.extend(Process::find(&RunFolder(folder).pid_file())?);
+        }
+        Ok(all)
+    }
+
+    /// Removes the memory files that were its processes' alone.
+    pub fn remove_own_memory(&self) -> Result<()> {
+        for folder in self.run_folders()? {
+            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
+                remove_if_there(&file)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a command that held its guest still may have been killed.
+    pub fn is_held(&self) -> bool {
+        self.folder.join(HELD).exists()
     }
 
     /// Where the memory of its process is.
@@ -272,28 +358,86 @@ impl Change {
         }
     }
 
-    /// Removes the folders of processes that ended, and the memory files that were theirs alone.
+    /// Ends processes that do not count, removes what ended ones have left, and the memory files that were theirs alone.
     pub fn sweep(&self) -> Result<()> {
-        let folder = &self.machine.folder;
-        let current = fs::read_link(folder.join(RUN)).ok();
-        for entry in fs::read_dir(folder).during(|| format!("listing '{}'", folder.display()))? {
-            let entry = entry.during(|| format!("listing '{}'", folder.display()))?;
-            let name = entry.file_name();
-            let numbered = name.to_str().and_then(|name| name.strip_prefix("run.")).is_some_and(|rest| rest != "new");
-            if !numbered || Process::find(&entry.path().join("pid"))?.is_some() {
-                continue;
+        let current = fs::read_link(self.machine.folder.join(RUN)).ok();
+        for folder in self.machine.run_folders()? {
+            let counts = current.as_deref().map(Path::as_os_str) == folder.file_name();
+            if let Some(process) = Process::find(&RunFolder(folder.clone()).pid_file())? {
+                if counts {
+                    continue;
+                }
+                process.kill()?;
+                process.wait(END_PATIENCE)?;
             }
-            if let Ok(MemoryRecord::Own(file)) = read_record(&entry.path()) {
+            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
                 remove_if_there(&file)?;
             }
-            if current.as_deref() == Some(Path::new(&name)) {
+            if counts {
                 // What the guest last said, and what QEMU complained about, stay to be looked at.
-                remove_if_there(&entry.path().join("memory"))?;
+                remove_if_there(&folder.join("memory"))?;
                 continue;
             }
-            fs::remove_dir_all(entry.path()).during(|| format!("removing '{}'", entry.path().display()))?;
+            fs::remove_dir_all(&folder).during(|| format!("removing '{}'", folder.display()))?;
         }
         Ok(())
+    }
+
+    /// Says that the guest is about to be held still, and goes on should this process be killed. Whether it executes is
+    /// for the caller to have looked at; ends when what this gives is dropped.
+    pub fn hold(&self, hold: Hold) -> Result<Holding> {
+        let path = self.machine.folder.join(HELD);
+        let text = serde_json::to_vec(&hold)
+            .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
+        // Not to be durable: with the power, the guest is gone too.
+        fs::write(&path, text).during(|| format!("writing '{}'", path.display()))?;
+        Ok(Holding { path })
+    }
+
+    /// Lets a guest go on whose command was killed. Whether there was one.
+    pub fn let_go_on(&self) -> Result<bool> {
+        let path = self.machine.folder.join(HELD);
+        let hold: Hold = match fs::read(&path) {
+            // Cut short by the kill: it was not held yet.
+            Ok(text) => serde_json::from_slice(&text).unwrap_or_default(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
+        };
+        self.sweep()?;
+        if self.machine.process()?.is_some() {
+            if hold.resume {
+                self.machine.monitor()?.execute("cont", json!({}))?;
+            }
+            if hold.thaw
+                && let Some(mut agent) = self.machine.agent(AGENT_PATIENCE)?
+            {
+                agent.thaw()?;
+            }
+        }
+        remove_if_there(&path)?;
+        Ok(true)
+    }
+}
+
+/// What is to be undone for a guest that is held still.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hold {
+    /// It executed, and is to execute again.
+    pub resume: bool,
+    /// Its file systems are frozen by its agent.
+    pub thaw: bool,
+}
+
+/// While this lives, the guest may be held still.
+pub struct Holding {
+    path: PathBuf,
+}
+
+impl Drop for Holding {
+    fn drop(&mut self) {
+        if let Err(error) = remove_if_there(&self.path) {
+            tracing::warn!("{error}");
+        }
     }
 }
 

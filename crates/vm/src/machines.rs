@@ -1,41 +1,48 @@
 //! All machines of a datastore: `DATASTORE/machines/NAME/`.
 //!
-//! 1. A machine is there when its folder has its name. It is made in a folder of another name (`.new-NAME`) whose
-//!    definition, durable first, says which disks it was to have; renaming that folder is the one moment at which it
-//!    comes into being.
-//! 2. So what a crash left half made is a folder `.new-*`, and [`Machines::recover`] takes the disks it names and the
-//!    folder away. A folder that is being worked on is locked and left alone.
-//! 3. Deleting goes the other way: `.old-NAME` first, then its disks, then the folder.
+//! ```text
+//! NAME/            a machine
+//! .new-ID/         machines that are being made: intent.toml, and NAME/ for each that has not come into being yet
+//! .old-ID/         one that is being deleted: the same
+//! .lock            held while folders of these two kinds are begun or looked for
+//! ```
+//!
+//! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
+//!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
+//! 2. `intent.toml` is durable before the first disk is made. So what somebody who was killed leaves half done is told by
+//!    such a folder: disks that it names go while their machine's folder is still in it ([`Machines::recover`]).
+//! 3. Such a folder is locked while somebody works on it, and then left alone.
 
-use crate::definition::{Definition, check_name};
+mod intent;
+mod making;
+
+pub use intent::{Intended, OwnDisk, Snapshot};
+pub use making::Making;
+
+use crate::definition::check_name;
 use crate::disks::Disks;
 use crate::durable;
-use crate::machine::{Change, DEFINITION, Machine, State};
+use crate::identity::Uuid;
+use crate::machine::{DEFINITION, Machine, State};
 use backend::{Error, ErrorKind, IoContext, Result};
-use std::fs;
+use intent::Intent;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What the folder of a machine that is being made begins with.
+/// What the folder of machines that are being made begins with.
 const NEW: &str = ".new-";
 /// What the folder of a machine that is being deleted begins with.
 const OLD: &str = ".old-";
+/// The lock under which such folders are begun and looked for.
+const LOCK: &str = ".lock";
 
 /// The machines of a datastore.
 pub struct Machines {
     folder: PathBuf,
     disks: Arc<dyn Disks>,
-}
-
-/// A machine that is being made: taken away again when dropped before [`Making::finish`].
-pub struct Making {
-    change: Option<Change>,
-    name: String,
-    folder: PathBuf,
-    disks: Arc<dyn Disks>,
-    /// The disks that go with it if it does not come into being.
-    owned: Vec<String>,
 }
 
 impl Machines {
@@ -46,9 +53,19 @@ impl Machines {
         Ok(Self { folder, disks })
     }
 
+    /// Their folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
     /// The datastore's side.
     pub fn disks(&self) -> &Arc<dyn Disks> {
         &self.disks
+    }
+
+    /// Whether there is a machine of that name.
+    pub fn has(&self, name: &str) -> bool {
+        check_name(name).is_ok() && self.folder.join(name).exists()
     }
 
     /// A machine by its name.
@@ -72,6 +89,18 @@ impl Machines {
         Ok(names.into_iter().map(|name| Machine::at(self.folder.join(name))).collect())
     }
 
+    /// Which machine has which disk. Machines whose definition cannot be read have none that is known.
+    pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
+        let mut users = BTreeMap::new();
+        for machine in self.list()? {
+            match machine.definition() {
+                Ok(definition) => users.extend(definition.disks.into_iter().map(|disk| (disk.name, machine.name()))),
+                Err(error) => tracing::warn!("{error}"),
+            }
+        }
+        Ok(users)
+    }
+
     fn folders(&self) -> Result<Vec<String>> {
         let listing = || format!("listing '{}'", self.folder.display());
         let mut names = Vec::new();
@@ -81,130 +110,124 @@ impl Machines {
         Ok(names)
     }
 
-    /// Begins to make a machine. `owned` are those of its disks that are made for it, and go if it does not come into
-    /// being.
-    pub fn make(&self, definition: &Definition, owned: Vec<String>) -> Result<Making> {
-        definition.check()?;
-        let name = &definition.name;
-        let exists = || Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already"));
-        if self.folder.join(name).exists() {
-            return Err(exists());
-        }
-        let folder = self.folder.join(format!("{NEW}{name}"));
-        match fs::create_dir(&folder) {
-            Ok(()) => {}
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {
-                // Somebody makes one of that name right now, or did until he was killed.
-                drop(Machine::at(&folder).change().map_err(|_| exists())?);
-                self.take_away(&folder)?;
-                fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
-            }
-            Err(e) => return Err(Error::io(format!("making '{}'", folder.display()), e)),
-        }
-        let change = Machine::at(&folder).change()?;
-        let disks = Arc::clone(&self.disks);
-        let making = Making { change: Some(change), name: name.clone(), folder, disks, owned };
-        write_owned(&making.folder, &making.owned)?;
-        if let Some(change) = &making.change {
-            change.define(definition)?;
-        }
-        durable::sync_folder_of(&making.folder).during(|| format!("making machine '{name}'"))?;
-        Ok(making)
+    /// Held while a folder is begun or looked for: nobody meets one that is there and not yet locked.
+    fn lock(&self) -> Result<File> {
+        lock_file(&self.folder.join(LOCK)).and_then(|lock| {
+            lock.lock().during(|| format!("locking '{}'", self.folder.display()))?;
+            Ok(lock)
+        })
     }
 
-    /// Deletes a machine that does not run, with those of its disks that `with_disks` says.
-    pub fn delete(&self, name: &str, with_disks: bool) -> Result<()> {
+    /// A folder for something that may not come to its end, with what goes then.
+    fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
+        let folder = self.folder.join(format!("{prefix}{}", Uuid::new()?));
+        let made = || format!("making '{}'", folder.display());
+        let lock = {
+            let _others = self.lock()?;
+            fs::create_dir(&folder).during(made)?;
+            let lock = File::open(&folder).during(made)?;
+            lock.try_lock().map_err(io::Error::from).during(made)?;
+            lock
+        };
+        for machine in intent.machines.iter().filter(|_| prefix == NEW) {
+            fs::create_dir(folder.join(&machine.name)).during(made)?;
+        }
+        intent.write(&folder)?;
+        durable::sync_folder(&self.folder)?;
+        Ok((folder, lock))
+    }
+
+    /// Deletes a machine that does not run, with those of its disks that are named, and then `snapshots`, unless clones
+    /// stand on them. With `promote`, clones of its disks get what they stand on.
+    ///
+    /// # Errors
+    /// `Busy`, with nothing done, while it runs, while its disks are used, or clones stand on them.
+    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
+        let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
         if machine.state()? != State::Stopped {
-            let text = format!("machine '{name}' runs; stop it first");
-            return Err(Error::new(ErrorKind::Busy, text));
+            return busy(format!("machine '{name}' runs; stop it first"));
+        }
+        for disk in disks {
+            let snapshots = match self.disks.snapshots(disk) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                snapshots => snapshots?,
+            };
+            let clones: Vec<String> = snapshots.into_iter().flat_map(|snapshot| snapshot.clones).collect();
+            if !clones.is_empty() && !promote {
+                let names: Vec<&str> = clones.iter().map(String::as_str).take(5).collect();
+                return busy(format!(
+                    "clones stand on disk '{disk}' of machine '{name}': {}{}; delete them first, or give them what they \
+                     stand on with --promote",
+                    names.join(", "),
+                    if clones.len() > names.len() { ", .." } else { "" }
+                ));
+            }
         }
         change.sweep()?;
-        let owned = match with_disks {
-            true => machine.definition()?.disks.into_iter().map(|disk| disk.name).collect(),
-            false => Vec::new(),
-        };
-        write_owned(machine.folder(), &owned)?;
-        let old = self.folder.join(format!("{OLD}{name}"));
-        fs::rename(machine.folder(), &old)
-            .and_then(|()| durable::sync_folder_of(&old))
-            .during(|| format!("deleting machine '{name}'"))?;
-        self.take_away(&old)
+        let own = disks.iter().map(|disk| OwnDisk { name: disk.clone(), origin: None }).collect();
+        let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
+        let (folder, _lock) = self.begin(OLD, &intent)?;
+        fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
+        durable::sync_folder(&folder)?;
+        durable::sync_folder(&self.folder)?;
+        making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
     }
 
-    /// Takes away what was half made or half deleted when somebody was killed.
-    pub fn recover(&self) -> Result<Vec<String>> {
-        let mut taken = Vec::new();
-        for name in self.folders()? {
-            if !name.starts_with(NEW) && !name.starts_with(OLD) {
-                continue;
-            }
-            let folder = self.folder.join(&name);
-            // Locked: somebody is at work on it.
-            let Ok(_change) = Machine::at(&folder).change() else { continue };
-            tracing::warn!(folder = %folder.display(), "removing a machine whose making or deleting was interrupted");
-            self.take_away(&folder)?;
-            taken.push(name);
+    /// Takes away what was half made or half deleted when somebody was killed. How many such folders there were; one
+    /// that cannot be taken away now stays for the next time, and is told in the log.
+    pub fn recover(&self) -> Result<usize> {
+        let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
+        if !self.folders()?.iter().any(unfinished) {
+            return Ok(0);
         }
-        Ok(taken)
-    }
-
-    fn take_away(&self, folder: &Path) -> Result<()> {
-        take_away(folder, &*self.disks)
-    }
-}
-
-impl Making {
-    /// The machine, still under its other name.
-    pub fn change(&self) -> Result<&Change> {
-        self.change.as_ref().ok_or_else(|| Error::new(ErrorKind::Stopped, "the machine is made already"))
-    }
-
-    /// It comes into being.
-    pub fn finish(mut self) -> Result<Machine> {
-        let folder = self.folder.with_file_name(&self.name);
-        crate::machine::remove_if_there(&self.folder.join(OWNED))?;
-        // Not over another one: renaming a folder replaces only an empty one, and a machine's never is.
-        fs::rename(&self.folder, &folder)
-            .and_then(|()| durable::sync_folder_of(&folder))
-            .during(|| format!("making machine '{}'", self.name))?;
-        self.change = None;
-        Ok(Machine::at(folder))
-    }
-}
-
-impl Drop for Making {
-    fn drop(&mut self) {
-        if self.change.is_some()
-            && let Err(error) = take_away(&self.folder, &*self.disks)
+        let mut left = Vec::new();
         {
-            tracing::error!(machine = self.name, "what was made of a machine stays until the next start: {error}");
+            let _others = self.lock()?;
+            for name in self.folders()?.into_iter().filter(unfinished) {
+                let folder = self.folder.join(&name);
+                let Ok(lock) = File::open(&folder) else { continue };
+                // Locked: somebody is at work in it.
+                if lock.try_lock().is_ok() {
+                    left.push((folder, name.starts_with(OLD), lock));
+                }
+            }
         }
+        if left.is_empty() {
+            return Ok(0);
+        }
+        // What the killed one had asked for may still be under way.
+        self.disks.settle()?;
+        for (folder, deleting, _lock) in &left {
+            tracing::warn!(folder = %folder.display(), "taking away what was left when a command was interrupted");
+            let outcome = match Intent::read(folder) {
+                Ok(Some(intent)) => {
+                    let whose = match deleting {
+                        true => making::Whose::Named { promote: true },
+                        false => making::Whose::MadeSince(intent.begun),
+                    };
+                    making::take_away(folder, &intent, &*self.disks, whose)
+                }
+                Ok(None) => fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display())),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = outcome {
+                tracing::error!("'{}' stays until the next command: {error}", folder.display());
+            }
+        }
+        Ok(left.len())
     }
 }
 
-/// The list of disks that go with a folder.
-const OWNED: &str = "disks-that-go-with-it";
-
-fn write_owned(folder: &Path, disks: &[String]) -> Result<()> {
-    durable::write(&folder.join(OWNED), disks.join("\n").as_bytes())
-}
-
-/// Removes a folder, and the disks that go with it.
-fn take_away(folder: &Path, disks: &dyn Disks) -> Result<()> {
-    let owned = match fs::read_to_string(folder.join(OWNED)) {
-        Ok(owned) => owned,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => String::new(),
-        Err(e) => return Err(Error::io(format!("reading what '{}' leaves", folder.display()), e)),
-    };
-    for disk in owned.lines().filter(|name| !name.is_empty()) {
-        match disks.delete(disk) {
-            Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    fs::remove_dir_all(folder).during(|| format!("removing '{}'", folder.display()))
+/// Opens a file that is there to be locked.
+pub(crate) fn lock_file(path: &Path) -> Result<File> {
+    fs::OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .during(|| format!("opening '{}'", path.display()))
 }
 
 #[cfg(test)]

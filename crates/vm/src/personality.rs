@@ -88,6 +88,7 @@ mod tests {
             cpus: 1,
             memory: 64 << 20,
             boot: None,
+            origin: None,
             disks: Vec::new(),
             networks: Vec::new(),
         };

@@ -4,11 +4,16 @@
 //! 1. Every wait has an end: a peer that says nothing is an error after the client's patience, never a hang.
 //! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
 //! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
+//! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never taken
+//!    for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
 
-use backend::{Error, ErrorKind, Result};
+use backend::{Error, ErrorKind, IoContext, Result};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use std::collections::VecDeque;
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -39,6 +44,8 @@ pub struct Client {
     unread: Vec<u8>,
     events: VecDeque<Event>,
     patience: Duration,
+    /// Number of the latest request.
+    number: u64,
 }
 
 impl Client {
@@ -63,7 +70,8 @@ impl Client {
                 Err(e) => return Err(Error::io(format!("connecting to '{}'", path.display()), e)),
             }
         };
-        Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience })
+        stream.set_write_timeout(Some(patience.max(CONNECT_INTERVAL))).during(|| "setting up a connection".into())?;
+        Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience, number: 0 })
     }
 
     /// How long an answer may take from now on.
@@ -77,10 +85,25 @@ impl Client {
     /// `Unsupported` when the peer does not know the command, `Invalid` with the peer's words when it refuses, `Io` when
     /// it is gone or silent.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
-        self.send(&json!({ "execute": command, "arguments": arguments }))?;
+        let request = self.request(command, arguments);
+        self.send(&request)?;
+        self.answer(command)
+    }
+
+    fn request(&mut self, command: &str, arguments: Value) -> Value {
+        self.number += 1;
+        json!({ "execute": command, "arguments": arguments, "id": self.number })
+    }
+
+    /// The answer to the latest request.
+    fn answer(&mut self, command: &str) -> Result<Value> {
         let deadline = Instant::now() + self.patience;
         loop {
             let mut message = self.line(deadline).map_err(|error| error.context(format!("'{command}'")))?;
+            let is_answer = message.get("return").is_some() || message.get("error").is_some();
+            if is_answer && message.get("id").is_some_and(|id| *id != self.number) {
+                continue;
+            }
             if let Some(answer) = message.get_mut("return") {
                 return Ok(answer.take());
             }
@@ -101,6 +124,21 @@ impl Client {
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
         self.stream.write_all(&line).map_err(|e| self.lost(e))
+    }
+
+    /// Gives an open file to QEMU, under a name that migrations take.
+    pub fn pass(&mut self, name: &str, file: &impl AsFd) -> Result<()> {
+        let request = self.request("getfd", json!({ "fdname": name }));
+        let line = format!("{request}\n");
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files: [BorrowedFd<'_>; 1] = [file.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&files));
+        let sent = sendmsg(&self.stream, &[IoSlice::new(line.as_bytes())], &mut control, SendFlags::NOSIGNAL)
+            .map_err(|e| self.lost(e.into()))?;
+        // The file went with the first byte.
+        self.send_bytes(&line.as_bytes()[sent..])?;
+        self.answer("getfd").map(drop)
     }
 
     /// Sends bytes as they are: the guest agent's way of finding the beginning of a line.
@@ -162,15 +200,16 @@ impl Client {
             }
             searched = self.unread.len();
             if searched > LINE_MAX {
+                // Nothing that comes after it can be made sense of.
                 let text = format!("'{}' sent a line of more than {LINE_MAX} bytes", self.path.display());
-                return Err(Error::new(ErrorKind::Invalid, text));
+                return Err(Error::new(ErrorKind::Io, text));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return Ok(None);
             }
             self.stream.set_read_timeout(Some(left)).map_err(|e| self.lost(e))?;
-            let mut part = [0; 4096];
+            let mut part = [0; 16 << 10];
             match self.stream.read(&mut part) {
                 Ok(0) => return Err(self.lost(io::ErrorKind::UnexpectedEof.into())),
                 Ok(length) => self.unread.extend_from_slice(&part[..length]),
@@ -243,6 +282,72 @@ mod tests {
         assert_eq!((refusal.kind(), refusal.to_string().contains("no")), (ErrorKind::Invalid, true));
         client.set_patience(Duration::from_millis(20));
         assert_eq!(client.execute("cont", json!({})).unwrap_err().kind(), ErrorKind::Io);
+    }
+
+    #[test]
+    fn an_answer_to_an_earlier_request_is_passed_over() {
+        let folder = tempfile::tempdir().unwrap();
+        // The greeting's request is number 1.
+        let path = peer(
+            folder.path(),
+            vec![
+                "{\"return\": \"late\", \"id\": 1}\n{\"return\": \"mine\", \"id\": 2}\n",
+                "{\"error\": {\"class\": \"GenericError\", \"desc\": \"late\"}, \"id\": \"x\"}\n{\"return\": 3}\n",
+            ],
+        );
+        let mut client = Client::connect(&path, Duration::from_secs(10)).unwrap();
+        assert_eq!(client.execute("a", json!({})).unwrap(), "mine");
+        assert_eq!(client.execute("b", json!({})).unwrap(), 3);
+    }
+
+    #[test]
+    fn a_line_without_end_ends_the_connection() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let flood = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut sent = 0usize;
+            // Until the other side has had enough.
+            while let Ok(length) = stream.write(&[b'['; 64 << 10]) {
+                sent += length;
+            }
+            sent
+        });
+        let error = Client::connect(&path, Duration::from_secs(60)).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+        assert!(error.to_string().contains("a line of more than"), "{error}");
+        let sent = flood.join().unwrap();
+        assert!((LINE_MAX..LINE_MAX + (4 << 20)).contains(&sent), "{sent}");
+    }
+
+    #[test]
+    fn a_file_is_handed_over() {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("qmp");
+        let listener = UnixListener::bind(&path).unwrap();
+        let content = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut line = [0; 1024];
+            let got =
+                recvmsg(&stream, &mut [io::IoSliceMut::new(&mut line)], &mut control, RecvFlags::empty()).unwrap();
+            assert!(line[..got.bytes].ends_with(b"\n"));
+            stream.write_all(b"{\"return\": {}}\n").unwrap();
+            let mut files = control.drain().flat_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+                _ => Vec::new(),
+            });
+            let mut text = String::new();
+            std::fs::File::from(files.next().unwrap()).read_to_string(&mut text).unwrap();
+            text
+        });
+        let mut client = Client::connect_plain(&path, Duration::from_secs(10)).unwrap();
+        std::fs::write(folder.path().join("state"), "of devices").unwrap();
+        client.pass("state", &std::fs::File::open(folder.path().join("state")).unwrap()).unwrap();
+        assert_eq!(content.join().unwrap(), "of devices");
     }
 
     #[test]

@@ -7,8 +7,8 @@ pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, ServeArguments,
-    SnapshotCommand,
+    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, IdentityArgument, ImageCommand,
+    NetworkArgument, ServeArguments, SnapshotCommand, VmArguments, VmClone, VmCommand, VmCreate, VmSnapshotCommand,
 };
 
 use crate::control::Request;
@@ -76,6 +76,8 @@ pub enum Command {
     /// Show, check and make images: files of VMware's formats and others, outside any datastore.
     #[command(subcommand)]
     Image(ImageCommand),
+    /// Make, run and clone virtual machines on disks of the datastore.
+    Vm(VmArguments),
     /// Serve every disk and snapshot over NBD, in the foreground, until SIGTERM or SIGINT.
     Serve(ServeArguments),
     /// Show what NBD clients can open.
@@ -105,7 +107,9 @@ impl Command {
             Self::Convert(arguments) => arguments.request()?,
             Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
-            Self::Init { .. } | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => return Ok(None),
+            Self::Init { .. } | Self::Vm(_) | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => {
+                return Ok(None);
+            }
         }))
     }
 }

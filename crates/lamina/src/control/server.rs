@@ -45,6 +45,9 @@ const STALL_MAX: Duration = Duration::from_secs(600);
 /// How long requests under way may go on after [`Server::stop`] before they are cancelled.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// How long requests of clients that have gone may take until they are done or given up.
+const SETTLE_MAX: Duration = Duration::from_secs(60);
+
 /// How often progress is told, and cancellation by the server looked for.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -119,6 +122,20 @@ impl Server {
 }
 
 impl Shared {
+    /// Waits until no connection is left whose client has gone: each ends with its last request.
+    fn settled_within(&self, time: Duration) -> bool {
+        let deadline = Instant::now() + time;
+        let mut connections = self.connections.lock();
+        while connections.values().any(has_gone) {
+            if Instant::now() >= deadline || self.cancel_all.load(Ordering::Relaxed) {
+                return false;
+            }
+            // Another client may go meanwhile without ending one.
+            self.one_ended.wait_for(&mut connections, PROGRESS_INTERVAL);
+        }
+        true
+    }
+
     fn all_ended_within(&self, connections: &mut MutexGuard<'_, HashMap<u64, UnixStream>>, time: Duration) -> bool {
         let deadline = Instant::now() + time;
         while !connections.is_empty() {
@@ -128,6 +145,14 @@ impl Shared {
         }
         true
     }
+}
+
+/// Whether whoever is at the other end has closed it.
+fn has_gone(stream: &UnixStream) -> bool {
+    let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+    let mut entries = [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::RDHUP)];
+    matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
+        && entries[0].revents().intersects(gone)
 }
 
 /// Waits until one of the sockets is readable or hung up; which ones are.
@@ -281,6 +306,11 @@ impl Connection<'_> {
         tracing::debug!(?request, "control request");
         let follower =
             Follower { connection: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
+        if request == Request::Settle && !self.shared.settled_within(SETTLE_MAX) {
+            let sentence = "what clients that have gone had asked for is still under way: try again later";
+            self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
+            return Ok(true);
+        }
         let (result, usable) = match request.takes_long() {
             true => self.follow(request, &follower, lines)?,
             false => {

@@ -30,5 +30,6 @@ pub fn value(reply: &Reply) -> Value {
         Reply::ImageCreated(level) => json!(level),
         Reply::Converted(made) => json!(made),
         Reply::Exports(exports) => json!({ "exports": exports }),
+        Reply::Settled => json!({ "settled": true }),
     }
 }

@@ -2,13 +2,14 @@
 //! since 1970). Both are made from the same [`Reply`], wherever it came from.
 
 mod extents;
-mod human;
+pub mod human;
 mod json;
 mod table;
 mod text;
 mod tree;
 
 pub use extents::Extents;
+pub use table::{Align, Table, print_facts};
 
 use crate::control::{Reply, Request};
 use std::io::{self, Write};

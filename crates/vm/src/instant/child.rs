@@ -2,10 +2,10 @@
 
 use super::image::Image;
 use super::state;
-use crate::definition::{Definition, Disk, Network};
-use crate::identity::{Mac, Uuid};
+use crate::definition::{Definition, Origin, Way};
+use crate::disks::Disks;
 use crate::machine::{Change, MemoryRecord, Start, Successor};
-use crate::machines::{Machines, Making};
+use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use backend::Result;
@@ -14,37 +14,16 @@ use serde_json::json;
 /// The definition of a child: the parent's devices at their places, and an identity of its own.
 pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     let parent = &image.record.machine;
-    let disks = parent.disks.iter().enumerate();
-    let mut networks = Vec::with_capacity(parent.networks.len());
-    for network in &parent.networks {
-        networks.push(Network { mac: Mac::new()?, ..network.clone() });
-    }
-    Ok(Definition {
-        name: name.to_owned(),
-        uuid: Uuid::new()?,
-        disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
-        networks,
-        ..parent.clone()
-    })
+    parent.heir(name, Origin { machine: parent.name.clone(), snapshot: None, way: Way::Instant })
 }
 
-/// What the disks of a child are called.
-pub fn disk_name(machine: &str, index: usize) -> String {
-    match index {
-        0 => machine.to_owned(),
-        _ => format!("{machine}-{}", index + 1),
+/// Makes the disks of children, all of them at once.
+pub fn make_disks(disks: &dyn Disks, image: &Image, children: &[Definition]) -> Result<()> {
+    for (index, snapshot) in image.record.snapshots.iter().enumerate() {
+        let names: Vec<String> = children.iter().map(|child| child.disks[index].name.clone()).collect();
+        disks.clone_linked(&snapshot.disk, &snapshot.snapshot, &names)?;
     }
-}
-
-/// Makes the machine and its disks; it does not run yet.
-pub fn make(machines: &Machines, image: &Image, name: &str) -> Result<Making> {
-    let definition = definition(image, name)?;
-    let disks: Vec<String> = definition.disks.iter().map(|disk| disk.name.clone()).collect();
-    let making = machines.make(&definition, disks.clone())?;
-    for (snapshot, disk) in image.record.snapshots.iter().zip(disks) {
-        machines.disks().clone_linked(&snapshot.disk, &snapshot.snapshot, &[disk])?;
-    }
-    Ok(making)
+    Ok(())
 }
 
 /// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.

@@ -1,17 +1,21 @@
 //! A parent that stops and leaves an image.
 
-use super::image::{Image, Images, Record, Snapshot};
+use super::image::{Image, Images};
 use super::state;
 use crate::disks::Disks;
 use crate::durable;
 use crate::machine::{Change, Machine, MemoryRecord, State};
 use crate::qemu::features::Features;
+use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
 use serde_json::json;
 use std::fs;
 use std::path::PathBuf;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::thread;
+use std::time::{Duration, Instant};
 
+/// How the names of the disks' snapshots of an image begin; its name follows.
+pub const PREFIX: &str = "instant-";
 /// The file in a machine's folder that names the image it was frozen to.
 const FROZEN: &str = "frozen";
 /// How long QEMU may take to end.
@@ -26,7 +30,7 @@ pub struct Taken {
     pub stop: Duration,
     /// How long the snapshots of the disks took.
     pub snapshots: Duration,
-    /// How long saving the device state took.
+    /// How long saving device state and memory took, at the same time.
     pub save: Duration,
 }
 
@@ -45,24 +49,40 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let machine = change.machine();
     let process = machine.running()?;
     let memory = own_memory(machine)?;
+    let executes = match machine.state()? {
+        State::Running => true,
+        State::Paused => false,
+        _ => {
+            let text = format!("machine '{}' neither runs nor is it paused", machine.name());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+    };
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let (id, file) = images.begin()?;
-    let outcome = take(machine, &mut monitor, images, disks, features, (&id, file), memory);
-    let taken = match outcome {
+    let image = images.begin(machine.definition()?)?;
+    let taken = take(&mut monitor, images, disks, features, image.clone(), memory)
+        // From here on the machine is this file, and its process has nothing more to say.
+        .and_then(|taken| {
+            durable::write(&machine.folder().join(FROZEN), image.id.as_bytes())?;
+            Ok(taken)
+        });
+    let taken = match taken {
         Ok(taken) => taken,
         Err(error) => {
-            images.abandon(&id);
+            images.abandon(&image, disks);
             // As it was before.
-            monitor.execute("cont", json!({}))?;
+            if executes {
+                monitor.execute("cont", json!({}))?;
+            }
             return Err(error);
         }
     };
-    durable::write(&machine.folder().join(FROZEN), id.as_bytes())?;
-    monitor.send(&json!({ "execute": "quit" }))?;
-    if !process.wait(END_PATIENCE)? {
+    let quit = monitor.send(&json!({ "execute": "quit" }));
+    if quit.is_err() || !process.wait(END_PATIENCE)? {
         process.kill()?;
+        process.wait(END_PATIENCE)?;
     }
+    change.sweep()?;
     Ok(taken)
 }
 
@@ -82,42 +102,47 @@ fn own_memory(machine: &Machine) -> Result<PathBuf> {
 }
 
 fn take(
-    machine: &Machine,
-    monitor: &mut crate::qmp::Client,
+    monitor: &mut Client,
     images: &Images,
     disks: &dyn Disks,
     features: &Features,
-    (id, file): (&str, PathBuf),
+    image: Image,
     memory: PathBuf,
 ) -> Result<Taken> {
-    let definition = machine.definition()?;
-    if machine.state()? == State::Other {
-        let text = format!("machine '{}' neither runs nor is it paused", machine.name());
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
     let begun = Instant::now();
     // QEMU lets requests under way end, and flushes the disks.
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
+    let (snapshots, save) = at_once(disks, &image, || {
+        state::save(monitor, features, &image.state())?;
+        fs::hard_link(&memory, &image.record.memory)
+            .during(|| format!("keeping memory as '{}'", image.record.memory.display()))
+    })?;
+    images.finish(&image, features)?;
+    images.settle(&image)?;
+    Ok(Taken { image, stop: stopped - begun, snapshots, save })
+}
+
+/// Takes the disks' snapshots while `save` takes the rest: the guest stands still, and neither looks at the other. How
+/// long each took.
+pub(super) fn at_once(
+    disks: &dyn Disks,
+    image: &Image,
+    save: impl FnOnce() -> Result<()>,
+) -> Result<(Duration, Duration)> {
     let names: Vec<(String, String)> =
-        definition.disks.iter().map(|disk| (disk.name.clone(), format!("instant-{id}"))).collect();
-    disks.snapshot(&names)?;
-    let snapshots = Instant::now();
-    state::save(monitor, features, &file)?;
-    let saved = Instant::now();
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    fs::File::open(&file).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", file.display()))?;
-    let record = Record {
-        version: 1,
-        created,
-        memory,
-        snapshots: names.into_iter().map(|(disk, snapshot)| Snapshot { disk, snapshot }).collect(),
-        machine: definition,
-    };
-    Ok(Taken {
-        image: images.finish(id, record)?,
-        stop: stopped - begun,
-        snapshots: snapshots - stopped,
-        save: saved - snapshots,
+        image.record.snapshots.iter().map(|one| (one.disk.clone(), one.snapshot.clone())).collect();
+    let died = |_| Err(Error::new(ErrorKind::Io, "a thread that takes snapshots has died"));
+    thread::scope(|scope| {
+        let snapshots = scope.spawn(|| {
+            let begun = Instant::now();
+            match names.is_empty() {
+                true => Ok(Duration::ZERO),
+                false => disks.snapshot(&names).map(|()| begun.elapsed()),
+            }
+        });
+        let begun = Instant::now();
+        let saved = save().map(|()| begun.elapsed());
+        Ok((snapshots.join().unwrap_or_else(died)?, saved?))
     })
 }

@@ -1,29 +1,37 @@
 //! Images: what instant clones start from.
 //!
 //! ```text
-//! DATASTORE/memory-images/ID/image.toml   the record; with it, and not before, the image exists
+//! DATASTORE/memory-images/ID/begun.toml   what the image is to be, before any of it is there
+//! DATASTORE/memory-images/ID/image.toml   the same, renamed: with it, and not before, the image exists
 //! DATASTORE/memory-images/ID/state        device state
-//! FOLDER FOR MEMORY/ID                    the guest's memory, read-only
+//! FOLDER FOR MEMORY/image-ID              the guest's memory, which nobody writes any more
 //! ```
+//!
+//! An image that was begun and not finished, and one that nobody refers to, are removed by what their records name. As
+//! long as a clone's disk stands on a snapshot, the record stays too, so that the snapshot goes with its last clone.
 //!
 //! Memory lies in a folder of its own, by default in `/dev/shm`: on a file system with a medium below, the kernel would
 //! write a running parent's memory out again and again.
 
-use crate::definition::Definition;
+use crate::definition::{Definition, TEXT_MAX};
 use crate::disks::Disks;
 use crate::durable;
 use crate::identity::Uuid;
 use crate::machine::{MemoryRecord, remove_if_there};
 use crate::machines::Machines;
+use crate::qemu::features::Features;
 use backend::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The record's file.
 const RECORD: &str = "image.toml";
+/// The same before the image is there.
+const BEGUN: &str = "begun.toml";
 /// Version of the record.
 const VERSION: u32 = 1;
 
@@ -53,6 +61,12 @@ pub struct Snapshot {
     pub snapshot: String,
 }
 
+impl From<&Snapshot> for crate::machines::Snapshot {
+    fn from(one: &Snapshot) -> Self {
+        Self { disk: one.disk.clone(), name: one.snapshot.clone() }
+    }
+}
+
 /// An image.
 #[derive(Clone, Debug)]
 pub struct Image {
@@ -79,7 +93,10 @@ impl Image {
 impl Images {
     /// The images in `folder`, with memory in `memory`; both are made if they are missing.
     pub fn open(folder: impl Into<PathBuf>, memory: impl Into<PathBuf>) -> Result<Self> {
-        let (folder, memory) = (folder.into(), memory.into());
+        // QEMU is told paths, and has a working folder of its own time.
+        let absolute =
+            |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
+        let (folder, memory) = (absolute(folder.into())?, absolute(memory.into())?);
         for folder in [&folder, &memory] {
             fs::create_dir_all(folder).during(|| format!("making '{}'", folder.display()))?;
         }
@@ -96,53 +113,78 @@ impl Images {
 
     /// An image by its name.
     pub fn get(&self, id: &str) -> Result<Image> {
+        let image = self.read(id, RECORD)?;
+        match fs::metadata(&image.record.memory) {
+            Ok(_) => Ok(image),
+            Err(e) => {
+                let text = format!(
+                    "the memory of image '{id}' of machine '{}' is gone ({e}), as it is after a restart of the host",
+                    image.record.machine.name
+                );
+                Err(Error::new(ErrorKind::NotFound, text))
+            }
+        }
+    }
+
+    fn read(&self, id: &str, name: &str) -> Result<Image> {
         let folder = self.folder.join(id);
-        let path = folder.join(RECORD);
+        let path = folder.join(name);
         let plain: std::result::Result<Uuid, _> = id.parse();
         let missing = || Error::new(ErrorKind::NotFound, format!("there is no memory image '{}'", id.escape_debug()));
         plain.map_err(|_| missing())?;
-        let text = match fs::read_to_string(&path) {
+        let text = match fs::metadata(&path).and_then(|found| match found.len() > TEXT_MAX as u64 {
+            true => Err(std::io::ErrorKind::FileTooLarge.into()),
+            false => fs::read_to_string(&path),
+        }) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Err(missing()),
             Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
         };
-        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
-        let record: Record = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
-        if record.version != VERSION {
-            let text = format!("'{}' is of version {}, this program knows {VERSION}", path.display(), record.version);
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-        record.machine.check().map_err(|error| corrupt(error.to_string()))?;
-        if record.snapshots.len() != record.machine.disks.len() {
-            return Err(corrupt("it has not one snapshot for each disk".into()));
-        }
+        let record = Record::parse(&text, &path.display().to_string())?;
         Ok(Image { id: id.into(), record, folder })
     }
 
-    /// Begins an image: a folder for its state.
-    pub fn begin(&self) -> Result<(String, PathBuf)> {
+    /// Begins an image of a machine: says what it will be, before any of it is there.
+    pub fn begin(&self, machine: Definition) -> Result<Image> {
         let id = Uuid::new()?.to_string();
         let folder = self.folder.join(&id);
-        fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
-        Ok((id, folder.join("state")))
-    }
-
-    /// The image comes into being: its memory is closed to writing, its record durable.
-    pub fn finish(&self, id: &str, record: Record) -> Result<Image> {
-        let folder = self.folder.join(id);
-        fs::set_permissions(&record.memory, fs::Permissions::from_mode(0o400))
-            .during(|| format!("closing '{}' to writing", record.memory.display()))?;
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let snapshots = machine.disks.iter();
+        let snapshots = snapshots
+            .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
+            .collect();
+        let memory = self.memory.join(format!("image-{id}"));
+        let record = Record { version: VERSION, created, memory, snapshots, machine };
         let text = toml::to_string(&record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of an image cannot be written: {e}")))?;
-        durable::write(&folder.join(RECORD), text.as_bytes())?;
-        Ok(Image { id: id.into(), record, folder })
+        fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
+        durable::write(&folder.join(BEGUN), text.as_bytes())?;
+        sync(&self.folder)?;
+        Ok(Image { id, record, folder })
+    }
+
+    /// The image comes into being: its memory is closed to writing where this QEMU can do without, its record is there.
+    /// Not durable yet: see [`Images::settle`].
+    pub fn finish(&self, image: &Image, features: &Features) -> Result<()> {
+        if features.memory_from_readonly_file {
+            let memory = &image.record.memory;
+            fs::set_permissions(memory, fs::Permissions::from_mode(0o400))
+                .during(|| format!("closing '{}' to writing", memory.display()))?;
+        }
+        fs::rename(image.folder.join(BEGUN), image.folder.join(RECORD))
+            .during(|| format!("finishing '{}'", image.folder.display()))
+    }
+
+    /// Makes an image durable, as far as it does not lie in memory.
+    pub fn settle(&self, image: &Image) -> Result<()> {
+        sync(&image.state())?;
+        sync(&image.folder)
     }
 
     /// Gives up an image that was begun.
-    pub fn abandon(&self, id: &str) {
-        let folder = self.folder.join(id);
-        if let Err(e) = fs::remove_dir_all(&folder) {
-            tracing::warn!("'{}' stays until the next start: {e}", folder.display());
+    pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
+        if let Err(error) = self.remove(image, disks) {
+            tracing::warn!("an image that was given up stays until the next command: {error}");
         }
     }
 
@@ -161,13 +203,18 @@ impl Images {
         }
         let mut gone = 0;
         for id in names(&self.folder)? {
-            match self.get(&id) {
+            let image = match self.read(&id, RECORD) {
+                Err(error) if error.kind() == ErrorKind::NotFound => self.read(&id, BEGUN),
+                image => image,
+            };
+            match image {
                 Ok(image) if used.contains(&id) => drop(kept.insert(image.record.memory)),
-                Ok(image) => {
-                    self.remove(&image, &**machines.disks())?;
-                    gone += 1;
+                Ok(image) => gone += usize::from(self.remove(&image, &**machines.disks())?),
+                // Begun, and not even its intention written down: there is nothing else of it.
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    let folder = self.folder.join(&id);
+                    fs::remove_dir_all(&folder).during(|| format!("removing '{}'", folder.display()))?;
                 }
-                Err(error) if error.kind() == ErrorKind::NotFound => self.abandon(&id),
                 Err(error) => return Err(error),
             }
         }
@@ -180,18 +227,48 @@ impl Images {
         Ok(gone)
     }
 
-    fn remove(&self, image: &Image, disks: &dyn Disks) -> Result<()> {
+    /// Removes an image; false when disks of clones still stand on its snapshots: then the record that names these
+    /// stays, and nothing else.
+    fn remove(&self, image: &Image, disks: &dyn Disks) -> Result<bool> {
+        remove_if_there(&image.record.memory)?;
+        remove_if_there(&image.state())?;
+        let mut needed = false;
         for Snapshot { disk, snapshot } in &image.record.snapshots {
             match disks.delete_snapshot(disk, snapshot) {
-                // Its disk is gone, or a clone stands on it that outlived its machine: then it is the clone's.
-                Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Err(error),
-                _ => {}
+                Ok(()) => {}
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) if error.kind() == ErrorKind::Busy => needed = true,
+                Err(error) => return Err(error),
             }
         }
-        remove_if_there(&image.folder.join(RECORD))?;
-        remove_if_there(&image.record.memory)?;
-        fs::remove_dir_all(&image.folder).during(|| format!("removing '{}'", image.folder.display()))
+        if needed {
+            return Ok(false);
+        }
+        fs::remove_dir_all(&image.folder).during(|| format!("removing '{}'", image.folder.display()))?;
+        Ok(true)
     }
+}
+
+impl Record {
+    /// Reads a record; errors call it `origin`. Total: any text is a record that holds together, or an error.
+    pub fn parse(text: &str, origin: &str) -> Result<Self> {
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{origin}': {what}"));
+        let record: Self = toml::from_str(text).map_err(|e| corrupt(e.to_string()))?;
+        if record.version != VERSION {
+            let text = format!("'{origin}' is of version {}, this program knows {VERSION}", record.version);
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        record.machine.check().map_err(|error| corrupt(error.to_string()))?;
+        let names = record.snapshots.iter().map(|snapshot| &snapshot.disk);
+        if !names.eq(record.machine.disks.iter().map(|disk| &disk.name)) {
+            return Err(corrupt("it has not one snapshot for each disk".into()));
+        }
+        Ok(record)
+    }
+}
+
+fn sync(path: &Path) -> Result<()> {
+    fs::File::open(path).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", path.display()))
 }
 
 fn names(folder: &Path) -> Result<Vec<String>> {

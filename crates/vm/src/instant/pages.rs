@@ -9,11 +9,15 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::thread;
 
-/// Entries of the page map read at a time: 2 MiB of them stand for 1 GiB of memory.
-const ENTRIES: usize = 256 << 10;
-/// Bytes of memory moved at a time.
-const PIECE: usize = 1 << 20;
+/// Bytes of memory that one thread looks through before it takes the next.
+const STRIPE: u64 = 16 << 20;
+/// Bytes of memory moved at a time: what the processor's second cache holds twice.
+const PIECE: usize = 256 << 10;
+/// Most threads that copy.
+const WORKERS_MAX: usize = 4;
 
 const PRESENT: u64 = 1 << 63;
 const SWAPPED: u64 = 1 << 62;
@@ -24,6 +28,16 @@ struct Mapping {
     addresses: Range<u64>,
     /// Byte of the file at the beginning.
     offset: u64,
+}
+
+impl Mapping {
+    /// The same in pieces for several threads.
+    fn stripes(&self) -> impl Iterator<Item = Self> + use<'_> {
+        let Range { start, end } = self.addresses;
+        (start..end)
+            .step_by(STRIPE as usize)
+            .map(move |at| Self { addresses: at..end.min(at + STRIPE), offset: self.offset + (at - start) })
+    }
 }
 
 fn mappings(pid: i32, file: &Path) -> Result<Vec<Mapping>> {
@@ -38,11 +52,11 @@ fn mappings(pid: i32, file: &Path) -> Result<Vec<Mapping>> {
         let number = |text: &str| u64::from_str_radix(text, 16).ok();
         Some(Mapping { addresses: number(from)?..number(to)?, offset: number(offset)? })
     };
-    Ok(text.lines().filter(|line| line.ends_with(&name)).filter_map(parse).collect())
+    Ok(text.lines().filter(|line| line.ends_with(&format!(" {name}"))).filter_map(parse).collect())
 }
 
-/// Copies the pages that process `pid`, standing still, has changed in its mapping of `file` to the same places of
-/// `to`; how many bytes.
+/// Copies the pages that process `pid` has changed in its mapping of `file` to the same places of `to`; how many bytes.
+/// What the process changes meanwhile may be missing or torn: the copy is right when it stands still.
 pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
     let mappings = mappings(pid, file)?;
     if mappings.is_empty() {
@@ -51,42 +65,82 @@ pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
     }
     let open = |name: &str| {
         let path = format!("/proc/{pid}/{name}");
-        File::open(&path).during(|| format!("opening '{path}'"))
+        File::open(&path).during(|| format!("opening '{path}' (another user's process, or kernel.yama.ptrace_scope)"))
     };
-    let (map, memory) = (open("pagemap")?, open("mem")?);
-    let page = rustix::param::page_size() as u64;
-    let mut entries = vec![0; ENTRIES * 8];
-    let mut piece = vec![0; PIECE];
-    let mut copied = 0;
-    for Mapping { addresses, offset } in mappings {
+    let work = Work { pid, map: open("pagemap")?, memory: open("mem")?, to };
+    let stripes: Vec<Mapping> = mappings.iter().flat_map(Mapping::stripes).collect();
+    let (next, copied) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let workers = thread::available_parallelism().map_or(1, |count| count.get().clamp(1, WORKERS_MAX));
+    let run = || -> Result<()> {
+        let mut buffers = Buffers { entries: vec![0; (STRIPE / page_size() * 8) as usize], piece: vec![0; PIECE] };
+        while let Some(stripe) = stripes.get(next.fetch_add(1, Ordering::Relaxed)) {
+            copied.fetch_add(work.copy(stripe, &mut buffers)?, Ordering::Relaxed);
+        }
+        Ok(())
+    };
+    let died = || Error::new(ErrorKind::Io, "a thread that copies memory has died");
+    thread::scope(|scope| {
+        let others: Vec<_> = (1..workers).map(|_| scope.spawn(run)).collect();
+        let mine = run();
+        others.into_iter().try_for_each(|other| other.join().unwrap_or_else(|_| Err(died())))?;
+        mine
+    })?;
+    Ok(copied.into_inner())
+}
+
+struct Work<'a> {
+    pid: i32,
+    map: File,
+    memory: File,
+    to: &'a File,
+}
+
+struct Buffers {
+    entries: Vec<u8>,
+    piece: Vec<u8>,
+}
+
+impl Work<'_> {
+    /// Copies what has changed in a stripe.
+    fn copy(&self, stripe: &Mapping, buffers: &mut Buffers) -> Result<u64> {
+        let Range { start, end } = stripe.addresses;
+        let page = page_size();
+        let count = ((end - start) / page) as usize;
+        let entries = &mut buffers.entries[..count * 8];
+        let asking = || format!("asking for the pages of process {}", self.pid);
+        self.map.read_exact_at(entries, start / page * 8).during(asking)?;
+        let mut copied = 0;
+        let mut index = 0;
+        while index < count {
+            let run = entries[index * 8..].chunks_exact(8).take_while(|entry| is_copy(entry)).count();
+            let from = start + index as u64 * page;
+            self.copy_run(from..from + run as u64 * page, stripe.offset + (from - start), &mut buffers.piece)?;
+            copied += run as u64 * page;
+            index += run.max(1);
+        }
+        Ok(copied)
+    }
+
+    fn copy_run(&self, addresses: Range<u64>, offset: u64, piece: &mut [u8]) -> Result<()> {
         let mut at = addresses.start;
         while at < addresses.end {
-            let pages = ((addresses.end - at) / page).min(ENTRIES as u64);
-            let part = &mut entries[..pages as usize * 8];
-            map.read_exact_at(part, at / page * 8).during(|| format!("asking for the pages of process {pid}"))?;
-            let is_copy = |entry: &[u8]| {
-                let entry = entry.iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte));
-                entry & (PRESENT | SWAPPED) != 0 && entry & OF_A_FILE == 0
-            };
-            let mut index = 0;
-            while index < pages {
-                let copies = part[index as usize * 8..].chunks_exact(8);
-                let run = copies.take_while(|entry| is_copy(entry)).count() as u64;
-                let mut from = at + index * page;
-                let end = from + run * page;
-                while from < end {
-                    let piece = &mut piece[..(end - from).min(PIECE as u64) as usize];
-                    memory.read_exact_at(piece, from).during(|| format!("reading the memory of process {pid}"))?;
-                    to.write_all_at(piece, offset + (from - addresses.start)).during(|| "keeping memory".into())?;
-                    from += piece.len() as u64;
-                }
-                copied += run * page;
-                index += run.max(1);
-            }
-            at += pages * page;
+            let piece = &mut piece[..(addresses.end - at).min(PIECE as u64) as usize];
+            self.memory.read_exact_at(piece, at).during(|| format!("reading the memory of process {}", self.pid))?;
+            self.to.write_all_at(piece, offset + (at - addresses.start)).during(|| "keeping memory".into())?;
+            at += piece.len() as u64;
         }
+        Ok(())
     }
-    Ok(copied)
+}
+
+/// Whether an entry of the page map is that of a page which is the process's own.
+fn is_copy(entry: &[u8]) -> bool {
+    let entry = entry.iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte));
+    entry & (PRESENT | SWAPPED) != 0 && entry & OF_A_FILE == 0
+}
+
+fn page_size() -> u64 {
+    rustix::param::page_size() as u64
 }
 
 /// Makes a copy of a memory file, its holes left out.

@@ -2,31 +2,34 @@
 //!
 //! An image never changes, and a running guest changes its memory: so the guest goes on in another process, its
 //! successor, that maps the image copy-on-write like any child. The successor is set up before the guest has to stand
-//! still, so that what the guest notices is: stop, snapshots, device state out of one process and into the other.
+//! still, so that what the guest notices is: stop, then snapshots and device state at the same time, then that state
+//! into the successor.
 //!
 //! ```text
-//! memory of its own     the file itself becomes the image's
-//! memory of an image    a copy of that file is made while the guest runs; while it stands still the pages that its
-//!                       process has changed since are put in: they are as many as it wrote since its last clone
+//! memory of its own     the file itself becomes the image's: no memory moves
+//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is put
+//!                       in; while it stands still, that is done once more, over pages that are there already. What is
+//!                       changed is what the guest wrote since its last clone: the next one counts from this one
 //! ```
 //!
-//! 1. Until the successor has loaded the state the old process can go on as if nothing had been: an error resumes it.
-//! 2. The link to the successor's folder ([`Change::take_over`]) is made before the successor's guest executes: there is
-//!    never a moment at which the process that counts is not the one that may change the disks.
+//! 1. Until the successor's guest executes the old process can go on as if nothing had been: an error resumes it.
+//! 2. The image's record is there, and the link to the successor's folder ([`Change::take_over`]) is made, before the
+//!    successor's guest executes: there is never a moment at which the process that counts is not the one that may
+//!    change the disks, or has memory that nobody knows.
 
-use super::freeze::Taken;
-use super::image::{Images, Record, Snapshot};
+use super::freeze::{Taken, at_once};
+use super::image::{Image, Images};
 use super::{pages, state};
 use crate::disks::Disks;
-use crate::machine::{Change, MemoryRecord, Start, Successor, remove_if_there};
+use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
 use serde_json::json;
-use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::fs::{self, File};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 /// How long the old process may take to end.
 const END_PATIENCE: Duration = Duration::from_secs(20);
@@ -38,60 +41,68 @@ pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Feat
     let nbd = disks.server()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let memory = Next::prepare(machine.memory()?, images, process.pid())?;
-    let (id, file) = images.begin()?;
-    let start = Start {
-        features,
-        nbd: &nbd,
-        memory: Memory::CopyOnWrite(memory.file.clone()),
-        record: MemoryRecord::Image(id.clone()),
-        incoming: true,
-    };
-    let outcome = change.set_up(start).and_then(|mut successor| {
+    let image = images.begin(machine.definition()?)?;
+    let outcome = Memories::prepare(machine.memory()?, images, &image, process.pid()).and_then(|memory| {
+        let mut successor = change.set_up(Start {
+            features,
+            nbd: &nbd,
+            memory: Memory::CopyOnWrite(image.record.memory.clone()),
+            record: MemoryRecord::Image(image.id.clone()),
+            incoming: true,
+        })?;
         let outcome = state::prepare(&mut successor.monitor, features).and_then(|()| {
-            hand_over(change, &mut monitor, &mut successor, images, disks, features, (&id, &file), &memory)
+            Handover { change, images, disks, features, image: &image, memory }.run(&mut monitor, &mut successor)
         });
         if outcome.is_err() {
             let _ = successor.process.kill();
+            let _ = successor.process.wait(END_PATIENCE);
         }
         outcome
     });
-    match outcome {
-        Ok(done) => {
-            if !process.wait(END_PATIENCE)? {
-                process.kill()?;
-            }
-            change.sweep()?;
-            Ok(done)
-        }
+    let done = match outcome {
+        Ok(done) => done,
         Err(error) => {
-            images.abandon(&id);
-            memory.abandon()?;
             // Whatever was reached, the old process is the machine; resuming a guest that runs does nothing.
             monitor.execute("cont", json!({}))?;
-            Err(error)
+            images.abandon(&image, disks);
+            change.sweep()?;
+            return Err(error);
         }
+    };
+    let quit = monitor.send(&json!({ "execute": "quit" }));
+    if quit.is_err() || !process.wait(END_PATIENCE)? {
+        process.kill()?;
+        process.wait(END_PATIENCE)?;
     }
+    images.settle(&image)?;
+    change.sweep()?;
+    Ok(done)
 }
 
-/// The memory file of the image to be.
-struct Next {
-    file: PathBuf,
-    /// Where the old process has it mapped copy-on-write, what it mapped, and the copy to complete.
-    changed: Option<(i32, PathBuf, File)>,
+/// The memory of the image to be.
+enum Memories {
+    /// It is there: the old process maps nothing else.
+    Whole,
+    /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
+    Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
 }
 
-impl Next {
-    fn prepare(record: MemoryRecord, images: &Images, pid: i32) -> Result<Self> {
+impl Memories {
+    /// While the guest runs.
+    fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
+        let file = &image.record.memory;
         match record {
-            MemoryRecord::Own(file) => Ok(Self { file, changed: None }),
+            MemoryRecord::Own(own) => {
+                fs::hard_link(&own, file).during(|| format!("keeping memory as '{}'", file.display()))?;
+                Ok(Self::Whole)
+            }
             MemoryRecord::Image(id) => {
-                let mapped = images.get(&id)?.record.memory;
-                let file = images.new_memory()?;
-                let copy = pages::copy_file(&mapped, &file).inspect_err(|_| {
-                    let _ = std::fs::remove_file(&file);
-                })?;
-                Ok(Self { file, changed: Some((pid, mapped, copy)) })
+                let before = images.get(&id)?;
+                let mapped = before.record.memory.clone();
+                let copy = pages::copy_file(&mapped, file)?;
+                // Puts pages where there were none, so that what is left for later is to overwrite.
+                pages::copy_changed(pid, &mapped, &copy)?;
+                Ok(Self::Copy { pid, mapped, copy, began: before.state() })
             }
             MemoryRecord::Private => Err(Error::new(
                 ErrorKind::Unsupported,
@@ -99,60 +110,36 @@ impl Next {
             )),
         }
     }
-
-    /// With the guest standing still: puts in what it has changed.
-    fn complete(&self) -> Result<()> {
-        match &self.changed {
-            Some((pid, mapped, copy)) => pages::copy_changed(*pid, mapped, copy).map(drop),
-            None => Ok(()),
-        }
-    }
-
-    fn abandon(&self) -> Result<()> {
-        match self.changed {
-            Some(_) => remove_if_there(&self.file),
-            None => Ok(()),
-        }
-    }
 }
 
-#[allow(clippy::too_many_arguments)]
-fn hand_over(
-    change: &Change,
-    monitor: &mut Client,
-    successor: &mut Successor,
-    images: &Images,
-    disks: &dyn Disks,
-    features: &Features,
-    (id, file): (&str, &Path),
-    memory: &Next,
-) -> Result<(Taken, Duration)> {
-    let definition = change.machine().definition()?;
-    let names: Vec<(String, String)> =
-        definition.disks.iter().map(|disk| (disk.name.clone(), format!("instant-{id}"))).collect();
-    let begun = Instant::now();
-    monitor.execute("stop", json!({}))?;
-    let stopped = Instant::now();
-    disks.snapshot(&names)?;
-    let snapshots = Instant::now();
-    state::save(monitor, features, file)?;
-    memory.complete()?;
-    let saved = Instant::now();
-    state::load(&mut successor.monitor, features, file)?;
-    change.take_over(successor)?;
-    // The old one has let go of its disks: it stands still and is asked for nothing more.
-    successor.monitor.execute("cont", json!({}))?;
-    let stun = begun.elapsed();
-    monitor.send(&json!({ "execute": "quit" }))?;
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    File::open(file).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", file.display()))?;
-    let record = Record {
-        version: 1,
-        created,
-        memory: memory.file.clone(),
-        snapshots: names.into_iter().map(|(disk, snapshot)| Snapshot { disk, snapshot }).collect(),
-        machine: definition,
-    };
-    let image = images.finish(id, record)?;
-    Ok((Taken { image, stop: stopped - begun, snapshots: snapshots - stopped, save: saved - snapshots }, stun))
+struct Handover<'a> {
+    change: &'a Change,
+    images: &'a Images,
+    disks: &'a dyn Disks,
+    features: &'a Features,
+    image: &'a Image,
+    memory: Memories,
+}
+
+impl Handover<'_> {
+    fn run(self, old: &mut Client, successor: &mut Successor) -> Result<(Taken, Duration)> {
+        let Self { change, images, disks, features, image, memory } = self;
+        let file = image.state();
+        let begun = Instant::now();
+        old.execute("stop", json!({}))?;
+        let stopped = Instant::now();
+        let (snapshots, save) = at_once(disks, image, || match &memory {
+            Memories::Whole => state::save(old, features, &file),
+            Memories::Copy { pid, mapped, copy, began } => {
+                state::save_above(old, features, began, &file)?;
+                pages::copy_changed(*pid, mapped, copy).map(drop)
+            }
+        })?;
+        state::load(&mut successor.monitor, features, &file)?;
+        images.finish(image, features)?;
+        change.take_over(successor)?;
+        successor.monitor.execute("cont", json!({}))?;
+        let stun = begun.elapsed();
+        Ok((Taken { image: image.clone(), stop: stopped - begun, snapshots, save }, stun))
+    }
 }

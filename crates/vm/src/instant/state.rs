@@ -1,17 +1,39 @@
 //! Device state out of a QEMU and into another.
+//!
+//! ```text
+//! magic, version | section of memory | sections of devices | end | description
+//! ```
+//!
+//! 1. A state holds no memory of the guest but the small blocks beside it (firmware, tables). Of a process whose memory
+//!    is a shared file, QEMU's `x-ignore-shared` leaves that out of a migration. A process that maps an image
+//!    copy-on-write has none that it shares: there the devices come by `xen-save-devices-state` (which is every guest's,
+//!    whatever its name says), and the small blocks from the state that the process began with. They are the same: a
+//!    running guest does not change its firmware.
+//! 2. Where the devices begin in that older state is found by the header of the first one, which must be there exactly
+//!    once. A QEMU that writes something else is told so, and nothing has happened.
+//! 3. States go through open files that are handed to QEMU: no pipe, no process for it, and no copy of QEMU's own
+//!    address space for the sake of starting one.
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, Result};
+use backend::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
-use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// How long saving or loading may take: memory is not part of it.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How often progress is asked for.
-const POLL: Duration = Duration::from_micros(500);
+/// The name under which a file is handed over.
+const NAME: &str = "state";
+/// Magic number and version of a state.
+const HEADER: usize = 8;
+/// What begins the section of a device, ends all sections, and begins the description.
+const SECTION_FULL: u8 = 4;
+const END: u8 = 0;
+const DESCRIPTION: u8 = 6;
+/// A description of no bytes: one is looked for, and its lack complained about.
+const NO_DESCRIPTION: [u8; 5] = [DESCRIPTION, 0, 0, 0, 0];
 
 /// Prepares either side. Due before the guest has to stand still.
 pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
@@ -25,63 +47,161 @@ pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
     monitor.execute("migrate-set-capabilities", json!({ "capabilities": capabilities })).map(drop)
 }
 
-/// Saves the device state of a guest that stands still.
+/// Saves the device state of a guest that stands still and whose memory is a shared file.
 pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
-    monitor.execute("migrate", json!({ "uri": uri(features, file, Way::Out) }))?;
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let answer = monitor.execute("query-migrate", json!({}))?;
-        match answer["status"].as_str() {
-            Some("completed") => return Ok(()),
-            Some("failed" | "cancelled") => {
-                let why = answer["error-desc"].as_str().unwrap_or("it does not say why");
-                let text = format!("QEMU could not save its state to '{}': {why}", file.display());
-                return Err(Error::new(ErrorKind::Io, text));
-            }
-            _ if Instant::now() >= deadline => {
-                let text = format!("QEMU has not saved its state to '{}' within {PATIENCE:?}", file.display());
-                return Err(Error::new(ErrorKind::Io, text));
-            }
-            _ => thread::sleep(POLL),
+    let saving = || format!("saving device state to '{}'", file.display());
+    let target = File::create(file).during(saving)?;
+    let uri = hand_over(monitor, features, file, &target)?;
+    monitor.execute("migrate", json!({ "uri": uri }))?;
+    match ended(monitor)?.as_str() {
+        "completed" => Ok(()),
+        status => {
+            let why = monitor.execute("query-migrate", json!({}))?;
+            let why = why["error-desc"].as_str().unwrap_or("it does not say why");
+            let text = format!("QEMU could not save its state to '{}' ({status}): {why}", file.display());
+            Err(Error::new(ErrorKind::Io, text))
         }
     }
+}
+
+/// Saves the device state of a guest that stands still and whose memory is an image, changed. `began` is the state that
+/// its process was begun with.
+pub fn save_above(monitor: &mut Client, features: &Features, began: &Path, file: &Path) -> Result<()> {
+    if !features.save_devices {
+        let text = format!(
+            "QEMU {} cannot save its devices without its memory: stop the machine and start it before another clone",
+            features.version
+        );
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    let devices = with_ending(file, ".devices");
+    let outcome = monitor
+        .execute("xen-save-devices-state", json!({ "filename": devices, "live": false }))
+        .and_then(|_| join(began, &devices, file));
+    let _ = fs::remove_file(&devices);
+    outcome
 }
 
 /// Loads device state; the guest stands still afterwards.
 pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
-    monitor.execute("migrate-incoming", json!({ "uri": uri(features, file, Way::In) }))?;
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        let status = monitor.execute("query-status", json!({}))?;
-        match status["status"].as_str() {
-            Some("inmigrate") if Instant::now() < deadline => thread::sleep(POLL),
-            Some("inmigrate") => {
-                let text = format!("QEMU has not loaded '{}' within {PATIENCE:?}", file.display());
-                return Err(Error::new(ErrorKind::Io, text));
-            }
-            Some("paused" | "postmigrate" | "prelaunch" | "running") => return Ok(()),
-            other => {
-                let text = format!("QEMU could not load '{}': it is {}", file.display(), other.unwrap_or("gone"));
-                return Err(Error::new(ErrorKind::Io, text));
-            }
+    let source = File::open(file).during(|| format!("opening '{}'", file.display()))?;
+    let uri = hand_over(monitor, features, file, &source)?;
+    // A QEMU that cannot load a state ends.
+    let failed = |error: Error| error.context(format_args!("QEMU could not load '{}'", file.display()));
+    monitor.execute("migrate-incoming", json!({ "uri": uri })).map_err(failed)?;
+    match ended(monitor).map_err(failed)?.as_str() {
+        "completed" => {}
+        status => {
+            let text = format!("QEMU could not load '{}': it {status}", file.display());
+            return Err(Error::new(ErrorKind::Io, text));
+        }
+    }
+    let status = monitor.execute("query-status", json!({}))?;
+    match status["status"].as_str() {
+        Some("paused" | "postmigrate" | "prelaunch" | "inmigrate") => Ok(()),
+        other => {
+            let text = format!("QEMU is {} after it has loaded '{}'", other.unwrap_or("gone"), file.display());
+            Err(Error::new(ErrorKind::Io, text))
         }
     }
 }
 
-enum Way {
-    Out,
-    In,
+/// What a migration came to.
+fn ended(monitor: &mut Client) -> Result<String> {
+    loop {
+        let Some(event) = monitor.wait_event(&["MIGRATION"], PATIENCE)? else {
+            return Err(Error::new(ErrorKind::Io, format!("QEMU has not done it within {PATIENCE:?}")));
+        };
+        let status = event.data["status"].as_str().unwrap_or_default();
+        if matches!(status, "completed" | "failed" | "cancelled") {
+            return Ok(status.to_owned());
+        }
+    }
 }
 
-/// How a file is called: directly where this QEMU can, by way of a shell's pipe where it cannot.
-fn uri(features: &Features, file: &Path, way: Way) -> String {
+/// How QEMU is to call a file: newer ones by its path, older ones by a name under which it is handed to them.
+fn hand_over(monitor: &mut Client, features: &Features, path: &Path, file: &File) -> Result<String> {
     if features.migrate_to_file {
-        return format!("file:{}", file.display());
+        return Ok(format!("file:{}", path.display()));
     }
-    // In single quotes everything stands for itself but the quote.
-    let quoted = file.display().to_string().replace('\'', r"'\''");
-    match way {
-        Way::Out => format!("exec:exec cat >'{quoted}'"),
-        Way::In => format!("exec:exec cat '{quoted}'"),
+    monitor.pass(NAME, file)?;
+    Ok(format!("fd:{NAME}"))
+}
+
+fn with_ending(file: &Path, ending: &str) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(ending);
+    name.into()
+}
+
+/// Writes a state of the memory blocks of `began` and of `devices`.
+fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
+    let read = |path: &Path| fs::read(path).during(|| format!("reading '{}'", path.display()));
+    let joined = joined(&read(began)?, &read(devices)?).ok_or_else(|| {
+        let text = format!(
+            "'{}' and what QEMU saved of its devices do not fit together: stop the machine and start it before another \
+             clone",
+            began.display()
+        );
+        Error::new(ErrorKind::Unsupported, text)
+    })?;
+    fs::write(file, joined).during(|| format!("writing '{}'", file.display()))
+}
+
+/// The state with what precedes the devices in one and the devices of the other.
+fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
+    let first = first_device(devices)?;
+    if began.get(..HEADER)? != devices.get(..HEADER)? || devices.last() != Some(&END) {
+        return None;
+    }
+    let mut places = began.windows(first.len()).enumerate().filter(|(_, window)| *window == first);
+    let (at, _) = places.next()?;
+    if places.next().is_some() {
+        return None;
+    }
+    let devices = devices.get(HEADER..)?;
+    Some([&began[..at], devices, &NO_DESCRIPTION].concat())
+}
+
+/// The header of the first device: kind, number, name with its length before it, instance, version.
+fn first_device(devices: &[u8]) -> Option<&[u8]> {
+    let section = devices.get(HEADER..)?;
+    if *section.first()? != SECTION_FULL {
+        return None;
+    }
+    let name = usize::from(*section.get(5)?);
+    section.get(..1 + 4 + 1 + name + 4 + 4)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DEVICE: &[u8] = b"\x04\0\0\0\0\x05timer\0\0\0\0\0\0\0\x02";
+
+    #[test]
+    fn states_are_joined_where_devices_begin() {
+        let began = [b"QEVM\0\0\0\x03", &b"\x01 memory "[..], DEVICE, b"old", b"\0\x06\0\0\0\x02{}"].concat();
+        let devices = [b"QEVM\0\0\0\x03", DEVICE, b"new", b"\0"].concat();
+        let expected = [b"QEVM\0\0\0\x03", &b"\x01 memory "[..], DEVICE, b"new", b"\0\x06\0\0\0\0"].concat();
+        assert_eq!(joined(&began, &devices), Some(expected.clone()));
+        // What was joined is joined again.
+        assert_eq!(joined(&expected, &devices), Some(expected));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let began = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
+        let devices = [b"QEVM\0\0\0\x03", DEVICE, b"\0"].concat();
+        assert!(joined(&began, &devices).is_some());
+        for length in 0..devices.len() {
+            assert_eq!(joined(&began, &devices[..length]), None, "{length}");
+            assert_eq!(joined(&began[..length.min(HEADER + DEVICE.len() - 1)], &devices), None, "{length}");
+        }
+        assert_eq!(joined(&[&began[..], DEVICE].concat(), &devices), None);
+        assert_eq!(joined(&began, &[b"QEVM\0\0\0\x04", DEVICE, b"\0"].concat()), None);
+        assert_eq!(joined(&began, &[&b"QEVM\0\0\0\x03"[..], b"\x07", DEVICE, b"\0"].concat()), None);
+        // A name as long as one can be, of which half is there.
+        assert_eq!(joined(&began, &[b"QEVM\0\0\0\x03\x04\0\0\0\0\xff", DEVICE, b"\0"].concat()), None);
     }
 }

@@ -2,23 +2,45 @@
 
 #![allow(clippy::unwrap_used)]
 use super::*;
-use crate::identity::Uuid;
+use crate::definition::Definition;
+use crate::disks::{Facts, SnapshotFacts};
 use parking_lot::Mutex;
-use std::collections::BTreeSet;
 
-/// Disks that are names.
+/// Disks that are names, and what they stand on.
 #[derive(Default)]
-struct Names(Mutex<BTreeSet<String>>);
+struct Names(Mutex<BTreeMap<String, Facts>>);
+
+impl Names {
+    fn add(&self, name: &str, origin: Option<(&str, &str)>) {
+        let origin = origin.map(|(disk, snapshot)| (disk.to_owned(), snapshot.to_owned()));
+        let facts = Facts { capacity: 1 << 20, origin, clients: 0, created: durable::now() };
+        self.0.lock().insert(name.to_owned(), facts);
+    }
+
+    fn names(&self) -> Vec<String> {
+        self.0.lock().keys().cloned().collect()
+    }
+}
 
 impl Disks for Names {
     fn server(&self) -> Result<PathBuf> {
         Ok("/nbd".into())
     }
-    fn capacity(&self, _: &str) -> Result<u64> {
-        Ok(1 << 20)
+    fn all(&self) -> Result<BTreeMap<String, Facts>> {
+        Ok(self.0.lock().clone())
+    }
+    fn create(&self, disk: &str, _: u64) -> Result<()> {
+        self.add(disk, None);
+        Ok(())
     }
     fn snapshot(&self, _: &[(String, String)]) -> Result<()> {
         Ok(())
+    }
+    fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>> {
+        let all = self.0.lock();
+        let of = |facts: &Facts| facts.origin.as_ref().is_some_and(|(origin, _)| origin == disk);
+        let clones: Vec<String> = all.iter().filter(|(_, facts)| of(facts)).map(|(name, _)| name.clone()).collect();
+        Ok(vec![SnapshotFacts { name: "s".into(), created: 0, clones }])
     }
     fn delete_snapshot(&self, _: &str, _: &str) -> Result<()> {
         Ok(())
@@ -26,34 +48,23 @@ impl Disks for Names {
     fn revert(&self, _: &str, _: &str) -> Result<()> {
         Ok(())
     }
-    fn clone_linked(&self, _: &str, _: &str, names: &[String]) -> Result<()> {
-        self.0.lock().extend(names.iter().cloned());
+    fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()> {
+        names.iter().for_each(|name| self.add(name, Some((disk, snapshot))));
         Ok(())
     }
-    fn clone_full(&self, _: &str, _: Option<&str>, name: &str, _: &(dyn Fn(u64, u64) -> bool + Sync)) -> Result<()> {
-        self.0.lock().insert(name.into());
+    fn clone_full(&self, _: &str, _: &str, name: &str, _: &(dyn Fn(u64, u64) -> bool + Sync)) -> Result<()> {
+        self.add(name, None);
         Ok(())
     }
-    fn delete(&self, disk: &str) -> Result<()> {
+    fn delete(&self, disk: &str, _: bool) -> Result<()> {
         match self.0.lock().remove(disk) {
-            true => Ok(()),
-            false => Err(Error::new(ErrorKind::NotFound, "no such disk")),
+            Some(_) => Ok(()),
+            None => Err(Error::new(ErrorKind::NotFound, "no such disk")),
         }
     }
-}
-
-fn definition(name: &str) -> Definition {
-    let mut definition = Definition {
-        name: name.into(),
-        uuid: Uuid::new().unwrap(),
-        cpus: 1,
-        memory: 64 << 20,
-        boot: None,
-        disks: Vec::new(),
-        networks: Vec::new(),
-    };
-    definition.add_disk(&format!("{name}-disk")).unwrap();
-    definition
+    fn settle(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 fn open(folder: &Path) -> (Machines, Arc<Names>) {
@@ -62,50 +73,129 @@ fn open(folder: &Path) -> (Machines, Arc<Names>) {
     (Machines::open(folder.join("machines"), shared).unwrap(), disks)
 }
 
-fn make(machines: &Machines, name: &str) -> Result<Making> {
-    let making = machines.make(&definition(name), vec![format!("{name}-disk")])?;
-    machines.disks().clone_linked("base", "s", &[format!("{name}-disk")])?;
+/// Machines that are being made, their disks there.
+fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
+    let mut definitions = Vec::new();
+    for name in names {
+        let mut definition = Definition::new(name, 1, 64 << 20).unwrap();
+        definition.add_disk(&format!("{name}-disk")).unwrap();
+        definitions.push(definition);
+    }
+    let base = Snapshot { disk: "base".into(), name: "s".into() };
+    let own =
+        |definition: &Definition| vec![OwnDisk { name: definition.disks[0].name.clone(), origin: Some(base.clone()) }];
+    let making = machines.make(&definitions, own, vec![base.clone()])?;
+    let disks: Vec<String> = definitions.iter().flat_map(Definition::disk_names).collect();
+    machines.disks().clone_linked("base", "s", &disks)?;
+    making.made(disks);
     Ok(making)
+}
+
+/// What a kill leaves: nothing is dropped, but the locks are gone.
+fn killed(making: Making) {
+    making.leave();
 }
 
 #[test]
 fn made_listed_and_deleted() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
-    make(&machines, "web").unwrap().finish().unwrap();
-    make(&machines, "db").unwrap().finish().unwrap();
+    let making = make(&machines, &["web", "db"]).unwrap();
+    assert!(machines.list().unwrap().is_empty());
+    making.finish("web").unwrap();
+    making.finish("db").unwrap();
+    making.settle().unwrap();
     let names: Vec<String> = machines.list().unwrap().iter().map(Machine::name).collect();
     assert_eq!(names, ["db", "web"]);
     assert_eq!(machines.get("web").unwrap().definition().unwrap().disks[0].name, "web-disk");
-    assert_eq!(make(&machines, "web").err().unwrap().kind(), ErrorKind::Exists);
+    assert_eq!(make(&machines, &["new", "web"]).err().unwrap().kind(), ErrorKind::Exists);
+    assert_eq!(make(&machines, &["new", "new"]).err().unwrap().kind(), ErrorKind::Exists);
     assert_eq!(machines.get("none").unwrap_err().kind(), ErrorKind::NotFound);
     assert_eq!(machines.get("../web").unwrap_err().kind(), ErrorKind::Invalid);
-    assert!(machines.recover().unwrap().is_empty());
-    machines.delete("web", false).unwrap();
-    machines.delete("db", true).unwrap();
+    assert_eq!(machines.recover().unwrap(), 0);
+    machines.delete("web", &[], Vec::new(), false).unwrap();
+    machines.delete("db", &["db-disk".into()], Vec::new(), false).unwrap();
     assert!(machines.list().unwrap().is_empty());
-    assert_eq!(*disks.0.lock(), BTreeSet::from(["web-disk".to_string()]));
+    assert_eq!(disks.names(), ["web-disk"]);
+    let left: Vec<String> = machines.folders().unwrap().into_iter().filter(|name| name != LOCK).collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 #[test]
-fn what_is_not_finished_goes() {
+fn what_is_not_finished_goes_and_what_is_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
-    drop(make(&machines, "web").unwrap());
-    assert!(disks.0.lock().is_empty() && machines.folders().unwrap().is_empty());
-    // Killed: nothing is dropped, but the lock is gone.
-    let mut making = make(&machines, "web").unwrap();
-    assert!(machines.recover().unwrap().is_empty());
-    let change = making.change.take();
-    std::mem::forget(making);
-    drop(change);
-    assert!(machines.list().unwrap().is_empty());
-    assert_eq!(machines.recover().unwrap(), [".new-web"]);
-    assert!(disks.0.lock().is_empty());
-    // The same found by the next one of that name.
-    let mut making = make(&machines, "web").unwrap();
-    drop(making.change.take());
-    std::mem::forget(making);
-    make(&machines, "web").unwrap().finish().unwrap();
-    assert_eq!(disks.0.lock().len(), 1);
+    drop(make(&machines, &["web"]).unwrap());
+    assert!(disks.names().is_empty());
+    let making = make(&machines, &["a", "b", "c"]).unwrap();
+    making.finish("b").unwrap();
+    assert_eq!(machines.recover().unwrap(), 0, "somebody is at work on it");
+    killed(making);
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!(disks.names(), ["b-disk"]);
+    assert_eq!(machines.list().unwrap().len(), 1);
+    let making = make(&machines, &["a", "c"]).unwrap();
+    making.finish("c").unwrap();
+    making.settle().unwrap();
+    assert_eq!(disks.names(), ["b-disk", "c-disk"]);
+}
+
+#[test]
+fn somebody_elses_disk_of_that_name_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let making = make(&machines, &["web"]).unwrap();
+    // Killed before its own disk was made; meanwhile somebody else has made one.
+    disks.delete("web-disk", false).unwrap();
+    disks.add("web-disk", None);
+    killed(making);
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!(disks.names(), ["web-disk"]);
+    // The same without a kill: what is not known to be made here is not deleted.
+    let making = machines.make(&[Definition::new("db", 1, 64 << 20).unwrap()], |_| Vec::new(), Vec::new()).unwrap();
+    drop(making);
+    assert_eq!(disks.names(), ["web-disk"]);
+}
+
+#[test]
+fn a_parent_of_clones_is_not_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let mut definition = Definition::new("base", 1, 64 << 20).unwrap();
+    definition.add_disk("base").unwrap();
+    disks.add("base", None);
+    let making = machines.make(&[definition], |_| Vec::new(), Vec::new()).unwrap();
+    making.finish("base").unwrap();
+    making.settle().unwrap();
+    let making = make(&machines, &["web"]).unwrap();
+    making.finish("web").unwrap();
+    making.settle().unwrap();
+    let error = machines.delete("base", &["base".into()], Vec::new(), false).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    assert!(error.to_string().contains("web-disk"), "{error}");
+    assert_eq!(machines.list().unwrap().len(), 2);
+    machines.delete("base", &["base".into()], Vec::new(), true).unwrap();
+    assert_eq!(disks.names(), ["web-disk"]);
+}
+
+#[test]
+fn a_deletion_that_was_interrupted_is_brought_to_its_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let (machines, disks) = open(folder.path());
+    let making = make(&machines, &["web", "db"]).unwrap();
+    making.finish("web").unwrap();
+    making.finish("db").unwrap();
+    making.settle().unwrap();
+    // Killed before the folder was moved: the machine is there.
+    let own = vec![OwnDisk { name: "web-disk".into(), origin: None }];
+    let intent = Intent::new(vec![Intended { name: "web".into(), disks: own }], Vec::new());
+    drop(machines.begin(OLD, &intent).unwrap());
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!((machines.list().unwrap().len(), disks.names().len()), (2, 2));
+    // And after.
+    let (within, lock) = machines.begin(OLD, &intent).unwrap();
+    fs::rename(folder.path().join("machines/web"), within.join("web")).unwrap();
+    drop(lock);
+    assert_eq!(machines.recover().unwrap(), 1);
+    assert_eq!((machines.list().unwrap().len(), disks.names()), (1, vec!["db-disk".to_string()]));
 }

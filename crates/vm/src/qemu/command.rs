@@ -112,6 +112,10 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     add("-smp", definition.cpus.to_string());
     add("-m", format!("{}M", definition.memory >> 20));
     add("-object", memory(machine, features));
+    // So that a state begins with its devices, whichever way it was saved (see `instant::state`).
+    add("-global", "migration.send-configuration=off".into());
+    // A guest whose kernel has a driver for it learns from it that it is a copy, and mixes its random numbers anew.
+    add("-device", "vmgenid,guid=auto".into());
     add("-display", "none".into());
     add("-pidfile", run.pid_file().display().to_string());
     add("-qmp", format!("unix:{},server=on,wait=off", value(run.monitor())));
@@ -168,7 +172,8 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
     if machine.incoming {
         add("-incoming", "defer".into());
     }
-    all.extend(["-nodefaults", "-no-user-config"].map(String::from));
+    // Its guest executes when it is told to: once this process is the one that counts.
+    all.extend(["-S", "-nodefaults", "-no-user-config"].map(String::from));
     all.into_iter().map(OsString::from).collect()
 }
 
@@ -205,6 +210,7 @@ mod tests {
             memory_from_readonly_file: false,
             migrate_to_file: false,
             ignore_shared: true,
+            save_devices: true,
         }
     }
 
@@ -215,6 +221,7 @@ mod tests {
             cpus: 1,
             memory: 256 << 20,
             boot: None,
+            origin: None,
             disks: Vec::new(),
             networks: Vec::new(),
         };
@@ -238,7 +245,7 @@ mod tests {
         assert_eq!(devices(&parent), devices(&child));
         assert!(devices(&parent).iter().filter(|device| device.contains("pci")).all(|device| device.contains("addr=")));
         assert!(parent.contains("share=on") && child.contains("share=off,reserve=off"));
-        assert!(child.ends_with("-incoming defer -nodefaults -no-user-config"));
+        assert!(child.ends_with("-incoming defer -S -nodefaults -no-user-config"));
         let newer = Features { memory_from_readonly_file: true, ..features };
         assert!(text(Memory::CopyOnWrite("/m".into()), &newer, true).contains("readonly=on,rom=off"));
     }

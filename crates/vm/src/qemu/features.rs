@@ -2,6 +2,7 @@
 
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -11,7 +12,8 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What executes the guest's instructions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Accelerator {
     /// The processor, by Linux's KVM.
     Kvm,
@@ -30,7 +32,8 @@ impl Accelerator {
 }
 
 /// A QEMU and its abilities.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Features {
     /// The program.
     pub program: PathBuf,
@@ -46,6 +49,8 @@ pub struct Features {
     pub migrate_to_file: bool,
     /// Memory in a shared file can be left out of a saved state.
     pub ignore_shared: bool,
+    /// The state of devices can be saved without any memory (`xen-save-devices-state`, of every guest).
+    pub save_devices: bool,
 }
 
 /// A QEMU without a machine, asked and ended.
@@ -93,6 +98,7 @@ impl Features {
             memory_from_readonly_file: schema.has_member("object-add", "rom"),
             migrate_to_file: schema.has_variant("file") && schema.has_member("migrate", "channels"),
             ignore_shared,
+            save_devices: schema.has_command("xen-save-devices-state"),
         })
     }
 }
@@ -143,6 +149,10 @@ impl Schema {
         self.all().find(|one| one["name"] == *name)
     }
 
+    fn has_command(&self, name: &str) -> bool {
+        self.named(&json!(name)).is_some_and(|one| one["meta-type"] == "command")
+    }
+
     /// Whether the arguments of a command, in whatever variant, have a member.
     fn has_member(&self, command: &str, member: &str) -> bool {
         let Some(arguments) = self.named(&json!(command)).and_then(|one| self.named(&one["arg-type"])) else {
@@ -171,7 +181,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let features = Features::detect(Path::new("qemu-system-x86_64"), folder.path()).unwrap();
         assert!(features.version.starts_with(|first: char| first.is_ascii_digit()), "{features:?}");
-        assert!(features.ignore_shared, "{features:?}");
+        assert!(features.ignore_shared && features.save_devices, "{features:?}");
         assert_eq!(features.accelerator == Accelerator::Kvm, features.why_not_kvm.is_none());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }

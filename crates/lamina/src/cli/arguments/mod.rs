@@ -4,6 +4,7 @@ mod check;
 mod clone;
 mod disk;
 mod image;
+mod machine;
 mod serve;
 mod snapshot;
 
@@ -11,5 +12,6 @@ pub use check::CheckArguments;
 pub use clone::CloneArguments;
 pub use disk::DiskCommand;
 pub use image::{ConvertArguments, ImageCommand};
+pub use machine::{IdentityArgument, NetworkArgument, VmArguments, VmClone, VmCommand, VmCreate, VmSnapshotCommand};
 pub use serve::{ExportCommand, ServeArguments};
 pub use snapshot::SnapshotCommand;

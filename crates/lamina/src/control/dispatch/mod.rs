@@ -42,6 +42,8 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
         Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
         Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
         Request::Image(request) => image::dispatch(request, watch)?,
+        // Where nobody serves, whoever has gone took his requests with him; where somebody does, the server has waited.
+        Request::Settle => Reply::Settled,
         Request::ExportList => Reply::Exports(
             datastore
                 .device_names()

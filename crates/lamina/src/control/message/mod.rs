@@ -51,13 +51,15 @@ pub enum Request {
     Image(ImageRequest),
     /// What NBD clients can open.
     ExportList,
+    /// Wait until the requests of clients that have gone are done or given up.
+    Settle,
 }
 
 impl Request {
     /// True for what may take longer than a moment: it can be cancelled, and tells how far it is.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::Status | Self::ExportList => false,
+            Self::Status | Self::ExportList | Self::Settle => false,
             Self::Check { .. } | Self::Convert(_) => true,
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),

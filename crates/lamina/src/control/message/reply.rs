@@ -56,6 +56,8 @@ pub enum Reply {
     Converted(Converted),
     /// Of `ExportList`.
     Exports(Vec<ExportInfo>),
+    /// Of `Settle`.
+    Settled,
 }
 
 /// What serves a datastore.

@@ -37,6 +37,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::ImageCheck(check) => image::print_check(out, check),
         Reply::ImageCreated(level) => image::print_created(out, level),
         Reply::Converted(made) => image::print_converted(out, made),
+        Reply::Settled => writeln!(out, "settled"),
         Reply::Exports(exports) => {
             let mut table = Table::new(&[("NAME", Align::Left), ("ACCESS", Align::Left), ("URI", Align::Left)]);
             for export in exports {

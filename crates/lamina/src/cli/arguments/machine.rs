@@ -1,0 +1,333 @@
+//! Verbs of machines.
+
+use crate::cli::address::{CLONES_MAX, NamePattern, parse_disk};
+use crate::cli::size::parse_size;
+use clap::{Args, Subcommand, ValueEnum};
+use std::path::PathBuf;
+use std::str::FromStr;
+use vm::definition::Link;
+
+/// Reads the name of a machine.
+fn parse_machine(text: &str) -> Result<String, String> {
+    vm::definition::check_name(text).map(|()| text.to_owned()).map_err(|error| error.to_string())
+}
+
+/// Reads seconds.
+fn parse_seconds(text: &str) -> Result<u64, String> {
+    text.strip_suffix('s').unwrap_or(text).parse().map_err(|_| format!("'{text}' is no number of seconds"))
+}
+
+/// A machine, or a snapshot of one: `VM` or `VM@SNAPSHOT`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineAddress {
+    /// The machine.
+    pub machine: String,
+    /// Its snapshot.
+    pub snapshot: Option<String>,
+}
+
+impl FromStr for MachineAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let Some((machine, snapshot)) = text.split_once('@') else {
+            return Ok(Self { machine: parse_machine(text)?, snapshot: None });
+        };
+        vm::snapshots::check_name(snapshot).map_err(|error| error.to_string())?;
+        Ok(Self { machine: parse_machine(machine)?, snapshot: Some(snapshot.to_owned()) })
+    }
+}
+
+/// A snapshot of a machine: `VM@SNAPSHOT`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MachineSnapshot {
+    /// The machine.
+    pub machine: String,
+    /// Its snapshot.
+    pub name: String,
+}
+
+impl FromStr for MachineSnapshot {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.parse()? {
+            MachineAddress { machine, snapshot: Some(name) } => Ok(Self { machine, name }),
+            _ => Err("a snapshot of a machine is written VM@SNAPSHOT".into()),
+        }
+    }
+}
+
+/// What a network card is plugged into, or that there is none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NetworkArgument {
+    /// No card.
+    None,
+    /// One card.
+    Card(Link),
+}
+
+impl FromStr for NetworkArgument {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            None if text == "user" => Ok(Self::Card(Link::User)),
+            None if text == "unplugged" => Ok(Self::Card(Link::None)),
+            None if text == "none" => Ok(Self::None),
+            Some(("bridge", bridge)) if !bridge.is_empty() => Ok(Self::Card(Link::Bridge(bridge.to_owned()))),
+            _ => Err(format!("'{text}' is no network: user, bridge=NAME, unplugged, or none for no card at all")),
+        }
+    }
+}
+
+/// `lamina vm`.
+#[derive(Debug, Args)]
+pub struct VmArguments {
+    /// The QEMU to run machines with.
+    #[arg(long, global = true, value_name = "PROGRAM", env = "LAMINA_QEMU", default_value = "qemu-system-x86_64")]
+    pub qemu: PathBuf,
+    /// Folder for the memory of machines, on a file system that lies in memory. /dev/shm if nothing is said.
+    #[arg(long, global = true, value_name = "PATH", env = "LAMINA_MEMORY")]
+    pub memory_folder: Option<PathBuf>,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: VmCommand,
+}
+
+/// Verbs of machines.
+#[derive(Debug, Subcommand)]
+pub enum VmCommand {
+    /// Make a machine.
+    Create(VmCreate),
+    /// Start machines. One that was frozen goes on where it stopped.
+    Start {
+        /// The machines.
+        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        names: Vec<String>,
+        /// Set it up, and let its guest wait for 'resume'.
+        #[arg(long)]
+        paused: bool,
+    },
+    /// Stop machines: their guests are asked to power themselves off.
+    Stop {
+        /// The machines.
+        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        names: Vec<String>,
+        /// Pull the plug: what guests have not written out is lost.
+        #[arg(long)]
+        force: bool,
+        /// How many seconds a guest has for it.
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "60", conflicts_with = "force")]
+        timeout: u64,
+    },
+    /// Hold guests still.
+    Pause {
+        /// The machines.
+        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        names: Vec<String>,
+    },
+    /// Let guests go on that were held still.
+    Resume {
+        /// The machines.
+        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        names: Vec<String>,
+    },
+    /// Show one machine: what it is, what it does, what runs it, what stands on it.
+    Show {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+    },
+    /// List all machines.
+    List,
+    /// Delete machines that do not run, with their disks.
+    Delete {
+        /// The machines.
+        #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
+        names: Vec<String>,
+        /// Keep the disks in the datastore.
+        #[arg(long)]
+        keep_disks: bool,
+        /// Give the snapshots that clones stand on to those clones.
+        #[arg(long, conflicts_with = "keep_disks")]
+        promote: bool,
+    },
+    /// Take and manage snapshots of machines.
+    #[command(subcommand)]
+    Snapshot(VmSnapshotCommand),
+    /// Make a machine as it was at a snapshot. What it is now is lost.
+    Revert {
+        /// The snapshot, VM@SNAPSHOT.
+        #[arg(value_name = "VM@SNAPSHOT")]
+        snapshot: MachineSnapshot,
+        /// Where the snapshot has memory: let the guest wait for 'resume'.
+        #[arg(long)]
+        paused: bool,
+    },
+    /// Make machines that begin as another one is, or was at a snapshot.
+    Clone(VmClone),
+    /// Freeze a running machine: it ends, and instant clones and itself begin where it stopped.
+    Freeze {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+    },
+    /// Attach to the serial console; Ctrl-] detaches.
+    Console {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// Print what the console has said so far, and end.
+        #[arg(long)]
+        log: bool,
+        /// End after so many seconds without output, where input is no terminal and has ended.
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
+        quiet: u64,
+    },
+    /// Run a program in the guest, through its agent. Ends with the program's exit code.
+    Exec {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+        /// Give it what is read from standard input.
+        #[arg(short, long)]
+        input: bool,
+        /// How many seconds it may take.
+        #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "60")]
+        timeout: u64,
+        /// The program and its arguments, after '--'.
+        #[arg(required = true, last = true, value_name = "COMMAND")]
+        command: Vec<String>,
+    },
+}
+
+/// `lamina vm create`.
+#[derive(Debug, Args)]
+pub struct VmCreate {
+    /// Its name: letters, digits and inner hyphens.
+    #[arg(value_name = "VM", value_parser = parse_machine)]
+    pub name: String,
+    /// Virtual CPUs.
+    #[arg(long, value_name = "N", default_value = "1")]
+    pub cpus: u32,
+    /// Memory, in whole MiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "1G")]
+    pub memory: u64,
+    /// A disk of the datastore; several times, or several with commas between them.
+    #[arg(long = "disk", value_name = "DISK", value_delimiter = ',', value_parser = parse_disk)]
+    pub disks: Vec<String>,
+    /// Make a thin disk of that size for it, with its name.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub disk_size: Option<u64>,
+    /// A network card, several times for several: user, bridge=NAME or unplugged; none for no card. One on 'user' if
+    /// nothing is said.
+    #[arg(long = "network", value_name = "NETWORK")]
+    pub networks: Vec<NetworkArgument>,
+    /// A kernel to boot without a boot loader.
+    #[arg(long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// Its initial RAM disk.
+    #[arg(long, value_name = "FILE", requires = "kernel")]
+    pub initrd: Option<PathBuf>,
+    /// Its command line.
+    #[arg(long, value_name = "TEXT", requires = "kernel", allow_hyphen_values = true)]
+    pub append: Option<String>,
+    /// Start it.
+    #[arg(long)]
+    pub start: bool,
+}
+
+/// Verbs of a machine's snapshots.
+#[derive(Debug, Subcommand)]
+pub enum VmSnapshotCommand {
+    /// Take a snapshot of all disks at one point.
+    Create {
+        /// The machine and the snapshot, VM@SNAPSHOT.
+        #[arg(value_name = "VM@SNAPSHOT")]
+        snapshot: MachineSnapshot,
+        /// With the guest's memory: reverting goes on where it was.
+        #[arg(long, conflicts_with = "quiesce")]
+        memory: bool,
+        /// Have the guest's agent freeze the file systems around it, if it answers.
+        #[arg(long)]
+        quiesce: bool,
+    },
+    /// List the snapshots of a machine.
+    List {
+        /// The machine.
+        #[arg(value_name = "VM", value_parser = parse_machine)]
+        name: String,
+    },
+    /// Delete a snapshot. Refused while clones stand on it.
+    Delete {
+        /// The snapshot, VM@SNAPSHOT.
+        #[arg(value_name = "VM@SNAPSHOT")]
+        snapshot: MachineSnapshot,
+    },
+}
+
+/// What is to become of the identity inside the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum IdentityArgument {
+    /// A new one if the guest's agent answers; otherwise the clone's network stays unplugged.
+    Auto,
+    /// A new one, or no clone.
+    Required,
+    /// The parent's.
+    Keep,
+}
+
+/// `lamina vm clone`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("way"))]
+pub struct VmClone {
+    /// What to clone: VM as it is now, or VM@SNAPSHOT.
+    #[arg(value_name = "SOURCE")]
+    pub source: MachineAddress,
+    /// Name of the clone; with --count the start of the names (NAME-0001, ...).
+    #[arg(value_name = "VM", required_unless_present = "name_pattern")]
+    pub name: Option<String>,
+    /// Deltas on a snapshot of the source's disks; what is done if nothing is said.
+    #[arg(long, group = "way")]
+    pub linked: bool,
+    /// Independent copies of what the source's disks hold.
+    #[arg(long, group = "way")]
+    pub full: bool,
+    /// Running, and sharing the source's disks and memory copy-on-write.
+    #[arg(long, group = "way")]
+    pub instant: bool,
+    /// How many.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(CLONES_MAX)))]
+    pub count: Option<u32>,
+    /// How many at a time: copies of full clones, starts of the others.
+    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub parallel: u32,
+    /// Names of the clones, numbered from 1, such as 'web-%03d'.
+    #[arg(long, value_name = "PATTERN", conflicts_with = "name")]
+    pub name_pattern: Option<NamePattern>,
+    /// Start them. Instant clones run in any case.
+    #[arg(long)]
+    pub start: bool,
+    /// Have the source's agent freeze the file systems around the moment, if it answers.
+    #[arg(long, conflicts_with = "instant")]
+    pub quiesce: bool,
+    /// What becomes of host name, machine id, network addresses and randomness inside the guests of instant clones.
+    #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
+    pub identity: IdentityArgument,
+}
+
+impl VmClone {
+    /// The names of the clones.
+    pub fn names(&self) -> Result<Vec<String>, String> {
+        match (&self.name, &self.name_pattern, self.count) {
+            (_, Some(pattern), count) => Ok((1..=count.unwrap_or(1)).map(|number| pattern.name(number)).collect()),
+            (Some(name), None, None) => parse_machine(name).map(|name| vec![name]),
+            (Some(name), None, Some(count)) => {
+                let pattern = NamePattern::numbered(name);
+                Ok((1..=count).map(|number| pattern.name(number)).collect())
+            }
+            (None, None, _) => Err("a clone needs a name".into()),
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! `lamina vm console` and `lamina vm exec`: into the guest, by its first serial port and by its agent.
+
+use super::Form;
+use crate::{End, exit, follow, output};
+use disk::{Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use serde_json::json;
+use std::fs::File;
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+use vm::machine::Machine;
+
+/// Ctrl-], as telnet and virsh have it.
+const ESCAPE: u8 = 0x1d;
+/// How long an agent may take to answer.
+const AGENT_PATIENCE: Duration = Duration::from_secs(5);
+/// Most bytes that a program in the guest is given.
+const INPUT_MAX: u64 = 1 << 20;
+/// How often an interruption is looked for.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// A terminal that hands on every key; as it was once this is dropped.
+struct Raw {
+    before: Termios,
+}
+
+impl Raw {
+    fn new() -> io::Result<Self> {
+        let before = tcgetattr(io::stdin())?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        tcsetattr(io::stdin(), OptionalActions::Now, &raw)?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.before);
+    }
+}
+
+/// Attaches to the console, or prints what it has said.
+pub fn attach(machine: &Machine, log: bool, quiet: Duration) -> std::result::Result<End, End> {
+    let mut out = io::stdout().lock();
+    let path = machine.run().console_log();
+    if log {
+        let mut said = match File::open(&path) {
+            Ok(said) => said,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(End::Code(0)),
+            Err(e) => return Err(Error::io(format!("opening '{}'", path.display()), e).into()),
+        };
+        io::copy(&mut said, &mut out)?;
+        out.flush()?;
+        return Ok(End::Code(0));
+    }
+    machine.running()?;
+    // The port takes one at a time, and leaves a second one waiting without a word.
+    let lock = machine.run().0.join("console.lock");
+    let lock = File::create(&lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
+    if lock.try_lock().is_err() {
+        let text = format!("somebody else is attached to the console of machine '{}'", machine.name());
+        return Err(Error::new(ErrorKind::Busy, text).into());
+    }
+    let socket = machine.run().console();
+    let stream =
+        UnixStream::connect(&socket).map_err(|e| Error::io(format!("connecting to '{}'", socket.display()), e))?;
+    let interactive = io::stdin().is_terminal();
+    if interactive {
+        let _ = write!(io::stderr(), "attached to {}; Ctrl-] detaches\r\n", machine.name());
+    }
+    let outcome = {
+        let _raw = interactive.then(Raw::new).transpose()?;
+        exchange(&stream, interactive, quiet, &mut out)
+    };
+    if interactive {
+        let _ = writeln!(io::stderr(), "\ndetached from {}", machine.name());
+    }
+    outcome
+}
+
+/// Copies both ways until the console's end, the escape, or silence after the input's end.
+fn exchange(
+    stream: &UnixStream,
+    interactive: bool,
+    quiet: Duration,
+    out: &mut dyn Write,
+) -> std::result::Result<End, End> {
+    let interrupted = follow::interruption(exit::INTERRUPTED)?;
+    let (mut buffer, mut input_open, mut heard) = (vec![0; 16 << 10], true, Instant::now());
+    let lost = |e| Error::io("talking to the console", e);
+    loop {
+        if interrupted.load(Ordering::Relaxed) {
+            return Ok(End::Code(exit::INTERRUPTED));
+        }
+        if !interactive && !input_open && heard.elapsed() >= quiet {
+            return Ok(End::Code(0));
+        }
+        let input = io::stdin();
+        let mut entries = vec![PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::IN)];
+        if input_open {
+            entries.push(PollFd::from_borrowed_fd(input.as_fd(), PollFlags::IN));
+        }
+        let wait = Timespec { tv_sec: 0, tv_nsec: i64::from(LOOK.subsec_nanos()) };
+        match poll(&mut entries, Some(&wait)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(lost(e.into()).into()),
+        }
+        let ready: Vec<bool> = entries.iter().map(|entry| !entry.revents().is_empty()).collect();
+        if ready[0] {
+            let mut from = stream;
+            match from.read(&mut buffer).map_err(lost)? {
+                // The machine has ended.
+                0 => return Ok(End::Code(0)),
+                length => {
+                    out.write_all(&buffer[..length])?;
+                    out.flush()?;
+                    heard = Instant::now();
+                }
+            }
+        }
+        if ready.get(1) == Some(&true) {
+            let length = rustix::io::read(&input, &mut buffer).map_err(|e| lost(e.into()))?;
+            let keys = &buffer[..length];
+            let escape = keys.iter().position(|key| interactive && *key == ESCAPE);
+            let mut to = stream;
+            to.write_all(&keys[..escape.unwrap_or(length)]).map_err(lost)?;
+            if escape.is_some() {
+                return Ok(End::Code(0));
+            }
+            input_open = length > 0;
+            heard = Instant::now();
+        }
+    }
+}
+
+/// Runs a program in the guest.
+pub fn execute(
+    machine: &Machine,
+    command: &[String],
+    input: bool,
+    timeout: Duration,
+    form: Form,
+) -> std::result::Result<End, End> {
+    let Some((program, arguments)) = command.split_first() else {
+        return Err(End::Usage("which program? it comes after '--'".into()));
+    };
+    let given = if input { read_input()? } else { Vec::new() };
+    let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {
+        let text = format!(
+            "no agent answers in the guest of machine '{}': it is not up yet, or has no qemu-guest-agent",
+            machine.name()
+        );
+        return Err(Error::new(ErrorKind::Unsupported, text).into());
+    };
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let ended = agent.execute(program, &arguments, &given, timeout)?;
+    let (mut out, mut err) = (io::stdout().lock(), io::stderr().lock());
+    match form {
+        Form::Json => output::print_json(
+            &mut out,
+            &json!({
+                "exit_code": ended.code,
+                "stdout": String::from_utf8_lossy(&ended.output),
+                "stderr": String::from_utf8_lossy(&ended.errors),
+            }),
+        )?,
+        Form::Text => {
+            out.write_all(&ended.output)?;
+            out.flush()?;
+            err.write_all(&ended.errors)?;
+        }
+    }
+    match ended.code {
+        Some(code) => Ok(End::Code(u8::try_from(code).unwrap_or(1))),
+        None => {
+            let text = format!("'{program}' in the guest of machine '{}' was ended by a signal", machine.name());
+            Err(Error::new(ErrorKind::Io, text).into())
+        }
+    }
+}
+
+fn read_input() -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    io::stdin().lock().take(INPUT_MAX + 1).read_to_end(&mut bytes).map_err(|e| Error::io("reading the input", e))?;
+    Ok(bytes)
+}

@@ -1,0 +1,182 @@
+//! The disks of machines: a datastore, by way of whoever owns it.
+
+use crate::control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
+use crate::session;
+use disk::{
+    ChangedExtent, DiskInfo, Error, ErrorKind, NewDisk, NoProgress, Point, Progress, Provisioning, Result,
+    SnapshotOptions,
+};
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use vm::disks::{Disks, Facts, SnapshotFacts};
+
+/// The disks of the datastore in a folder.
+pub struct Bound {
+    datastore: PathBuf,
+}
+
+/// Follows a copy, and asks whether to go on.
+struct Copy<'a> {
+    go_on: &'a (dyn Fn(u64, u64) -> bool + Sync),
+    last: Mutex<(u64, u64)>,
+}
+
+/// Follows what takes no time.
+struct Unwatched;
+
+impl Progress for Copy<'_> {
+    fn update(&self, done: u64, total: u64) {
+        *self.last.lock() = (done, total);
+        (self.go_on)(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        let (done, total) = *self.last.lock();
+        !(self.go_on)(done, total)
+    }
+}
+
+impl Progress for Unwatched {
+    fn update(&self, done: u64, total: u64) {
+        NoProgress.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+fn no_extents() -> Error {
+    Error::new(ErrorKind::Invalid, "the datastore answered with extents, which were not asked for")
+}
+
+impl Watch for Copy<'_> {
+    fn extents(&self, _: Vec<ChangedExtent>) -> Result<()> {
+        Err(no_extents())
+    }
+}
+
+impl Watch for Unwatched {
+    fn extents(&self, _: Vec<ChangedExtent>) -> Result<()> {
+        Err(no_extents())
+    }
+}
+
+impl Bound {
+    /// Those of the datastore in `datastore`.
+    pub fn new(datastore: &Path) -> Self {
+        Self { datastore: datastore.into() }
+    }
+
+    fn ask(&self, request: Request) -> Result<Reply> {
+        session::ask(&self.datastore, request, &Unwatched)
+    }
+}
+
+fn odd(reply: &Reply) -> Error {
+    let mut text = format!("the datastore answered something else than what was asked: {reply:?}");
+    text.truncate(text.char_indices().nth(200).map_or(text.len(), |(at, _)| at));
+    Error::new(ErrorKind::Invalid, text)
+}
+
+fn facts(info: DiskInfo) -> (String, Facts) {
+    let origin = info.origin.as_deref().and_then(|origin| origin.split_once('@'));
+    let facts = Facts {
+        capacity: info.capacity,
+        origin: origin.map(|(disk, snapshot)| (disk.to_owned(), snapshot.to_owned())),
+        clients: info.clients,
+        created: info.created,
+    };
+    (info.name, facts)
+}
+
+impl Disks for Bound {
+    fn server(&self) -> Result<PathBuf> {
+        let Reply::Status { serving, .. } = self.ask(Request::Status)? else {
+            return Err(Error::new(ErrorKind::Invalid, "the datastore does not say how it is served"));
+        };
+        let path = self.datastore.display();
+        match serving {
+            None => {
+                let text =
+                    format!("datastore '{path}' is not served, and machines need that: run 'lamina serve {path}'");
+                Err(Error::new(ErrorKind::Unsupported, text))
+            }
+            Some(serving) if serving.read_only => {
+                let text = format!("datastore '{path}' is served read-only: machines write to their disks");
+                Err(Error::new(ErrorKind::ReadOnly, text))
+            }
+            Some(serving) => serving.socket.ok_or_else(|| {
+                let text = format!("datastore '{path}' is not served on a Unix socket, and machines need that");
+                Error::new(ErrorKind::Unsupported, text)
+            }),
+        }
+    }
+
+    fn all(&self) -> Result<BTreeMap<String, Facts>> {
+        match self.ask(Request::Disk(DiskRequest::List))? {
+            Reply::Disks(disks) => Ok(disks.into_iter().map(facts).collect()),
+            other => Err(odd(&other)),
+        }
+    }
+
+    fn create(&self, disk: &str, capacity: u64) -> Result<()> {
+        let new = NewDisk::native(capacity, Provisioning::Thin);
+        self.ask(Request::Disk(DiskRequest::Create { name: disk.to_owned(), new })).map(drop)
+    }
+
+    fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
+        if of.is_empty() {
+            return Ok(());
+        }
+        let request = SnapshotRequest::Create { of: of.to_vec(), options: SnapshotOptions::default() };
+        self.ask(Request::Snapshot(request)).map(drop)
+    }
+
+    fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>> {
+        match self.ask(Request::Snapshot(SnapshotRequest::List { disk: Some(disk.to_owned()) }))? {
+            Reply::Snapshots(all) => Ok(all
+                .into_iter()
+                .map(|one| SnapshotFacts { name: one.name, created: one.created, clones: one.clones })
+                .collect()),
+            other => Err(odd(&other)),
+        }
+    }
+
+    fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
+        let (disk, name) = (disk.to_owned(), snapshot.to_owned());
+        self.ask(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0 })).map(drop)
+    }
+
+    fn revert(&self, disk: &str, snapshot: &str) -> Result<()> {
+        let (disk, name) = (disk.to_owned(), snapshot.to_owned());
+        self.ask(Request::Snapshot(SnapshotRequest::Revert { disk, name })).map(drop)
+    }
+
+    fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()> {
+        let at = Point::Snapshot(snapshot.to_owned());
+        self.ask(Request::Clone { disk: disk.to_owned(), at, names: names.to_vec(), full: false }).map(drop)
+    }
+
+    fn clone_full(
+        &self,
+        disk: &str,
+        snapshot: &str,
+        name: &str,
+        progress: &(dyn Fn(u64, u64) -> bool + Sync),
+    ) -> Result<()> {
+        let at = Point::Snapshot(snapshot.to_owned());
+        let request = Request::Clone { disk: disk.to_owned(), at, names: vec![name.to_owned()], full: true };
+        let watch = Copy { go_on: progress, last: Mutex::new((0, 0)) };
+        session::ask(&self.datastore, request, &watch).map(drop)
+    }
+
+    fn delete(&self, disk: &str, promote: bool) -> Result<()> {
+        self.ask(Request::Disk(DiskRequest::Delete { name: disk.to_owned(), promote })).map(drop)
+    }
+
+    fn settle(&self) -> Result<()> {
+        self.ask(Request::Settle).map(drop)
+    }
+}

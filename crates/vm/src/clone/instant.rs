@@ -1,0 +1,147 @@
+//! Instant clones: one image for all of them, their disks in one request, then a process for each.
+//!
+//! A clone comes into being when its guest is itself: until then it is taken away with its process if anything fails.
+
+use super::{Inside, Made, Options, Outcome, Source, own_disks};
+use crate::agent::Agent;
+use crate::definition::{Definition, Way};
+use crate::fleet::{self, Watch};
+use crate::host::Host;
+use crate::instant::image::Image;
+use crate::instant::{child, freeze, running};
+use crate::machine::{Hold, Machine, State};
+use crate::machines::{Making, Snapshot};
+use crate::personality;
+use backend::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// How long the agent of a guest may take to answer whose parent's answered.
+const AGENT_PATIENCE: Duration = Duration::from_secs(30);
+/// How long the parent's agent may take: it has nothing to wait for.
+const PARENT_PATIENCE: Duration = Duration::from_millis(1500);
+
+pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+    if let Some(snapshot) = &source.snapshot {
+        let text = format!(
+            "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \
+             freeze, or make linked clones of it"
+        );
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let change = host.change(&source.machine)?;
+    let (image, agent, stun) = image(host, &change, options)?;
+    if watch.cancelled() {
+        return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
+    }
+    let heirs: Vec<Definition> = names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
+    let snapshots: Vec<Snapshot> = image.record.snapshots.iter().map(Into::into).collect();
+    let making = host.machines().make(&heirs, |heir| own_disks(heir, &snapshots, Way::Instant), Vec::new())?;
+    if let Err(error) = child::make_disks(host.disks(), &image, &heirs) {
+        // Those of its first disk may be there without those of its second.
+        making.leave();
+        return Err(error);
+    }
+    making.made(heirs.iter().flat_map(Definition::disk_names));
+    let by_name: BTreeMap<&str, &Definition> = heirs.iter().map(|heir| (heir.name.as_str(), heir)).collect();
+    let made = Mutex::new(BTreeMap::new());
+    let each = fleet::each(names, options.parallel, watch, &|name| {
+        let Some(heir) = by_name.get(name) else { return Err(Error::new(ErrorKind::Invalid, "it is not asked for")) };
+        let one = run(host, &image, heir, &making, agent, options)?;
+        making.finish(name)?;
+        made.lock().insert(name.to_owned(), one);
+        Ok(())
+    });
+    making.settle()?;
+    let mut made = made.into_inner();
+    let made = each.made.iter().filter_map(|name| made.remove(name)).collect();
+    Ok(Outcome { made, failed: each.failed, quiet: None, stun })
+}
+
+/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood still.
+fn image(
+    host: &Host,
+    change: &crate::machine::Change,
+    options: &Options,
+) -> Result<(Image, Option<bool>, Option<Duration>)> {
+    let machine = change.machine();
+    if let Some(id) = freeze::frozen(machine)? {
+        return Ok((host.images().get(&id)?, None, None));
+    }
+    match machine.state()? {
+        State::Running => {}
+        State::Stopped => {
+            let text = format!(
+                "machine '{}' does not run, so there is no memory to share: start it first, or make linked clones",
+                machine.name()
+            );
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        _ => {
+            let text = format!("machine '{}' is paused: resume it, or freeze it, then clone it", machine.name());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+    }
+    let agent = match options.inside {
+        Inside::Kept => None,
+        _ => Some(machine.agent(PARENT_PATIENCE)?.is_some()),
+    };
+    if options.inside == Inside::Required && agent == Some(false) {
+        return Err(Error::new(ErrorKind::Invalid, no_agent(&machine.name())));
+    }
+    let _holding = change.hold(Hold { resume: true, thaw: false })?;
+    let (taken, stun) = running::take(change, host.images(), host.disks(), host.features()?)?;
+    Ok((taken.image, agent, Some(stun)))
+}
+
+fn no_agent(machine: &str) -> String {
+    format!(
+        "the guest of '{machine}' has no agent that answers (qemu-guest-agent), and cannot be told that it is another one"
+    )
+}
+
+/// One clone, from its folder and disks to a guest that is itself.
+fn run(
+    host: &Host,
+    image: &Image,
+    heir: &Definition,
+    making: &Making,
+    agent: Option<bool>,
+    options: &Options,
+) -> Result<Made> {
+    let begun = Instant::now();
+    let machine = making.machine(&heir.name);
+    let change = machine.change()?;
+    let mut successor = child::set_up(&change, host.machines(), image, host.features()?)?;
+    change.take_over(&successor)?;
+    successor.monitor.execute("cont", json!({}))?;
+    let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&heir.name) };
+    let answers = match (options.inside, agent) {
+        (Inside::Kept, _) => true,
+        (_, Some(false)) => false,
+        (_, agent) => become_itself(&machine, heir, agent)?,
+    };
+    if !answers {
+        if options.inside == Inside::Required {
+            return Err(Error::new(ErrorKind::Invalid, no_agent(&heir.name)));
+        }
+        made.without_identity = Some("no guest agent answers; its network is unplugged".into());
+        return Ok(made);
+    }
+    for index in 0..heir.networks.len() {
+        successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
+    }
+    Ok(made)
+}
+
+/// The guest gets its identity; false when it has no agent.
+fn become_itself(machine: &Machine, heir: &Definition, agent: Option<bool>) -> Result<bool> {
+    let patience = if agent == Some(true) { AGENT_PATIENCE } else { PARENT_PATIENCE };
+    let agent: Option<Agent> = machine.agent(patience)?;
+    match agent {
+        Some(mut agent) => personality::give(&mut agent, heir).map(|()| true),
+        None => Ok(false),
+    }
+}

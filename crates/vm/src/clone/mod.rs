@@ -1,0 +1,167 @@
+//! Clones: one or many, full, linked or instant.
+//!
+//! ```text
+//! source     what is cloned: a machine as it is, or a snapshot of it
+//! linked     deltas on snapshots of the parent's disks
+//! full       independent copies
+//! instant    the parent's disks and memory shared copy-on-write, running
+//! progress   bytes of many copies as one figure
+//! ```
+//!
+//! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of its
+//!    network cards.
+//! 2. What cannot be made is told by its name, and takes nothing away from the others.
+//! 3. All disks of a clone are of one point of its parent's life.
+
+mod full;
+mod instant;
+mod linked;
+mod progress;
+mod source;
+
+pub use source::{PREFIX, Source};
+
+use crate::definition::{Definition, Origin, Way};
+use crate::fleet::{self, Watch};
+use crate::host::Host;
+use crate::lifecycle;
+use crate::machines::{OwnDisk, Snapshot};
+use crate::quiet::Quiet;
+use backend::{Error, ErrorKind, Result};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+/// What is to become of the identity inside the guest of an instant clone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Inside {
+    /// The guest's agent gives it a new one; if none answers, the clone is kept, its network unplugged.
+    IfAgent,
+    /// The guest's agent gives it a new one; a clone without one is not made.
+    Required,
+    /// The guest keeps thinking that it is its parent.
+    Kept,
+}
+
+/// How clones are made.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Which kind.
+    pub way: Way,
+    /// So many at a time.
+    pub parallel: usize,
+    /// The parent's file systems are frozen by its agent around the moment.
+    pub quiesce: bool,
+    /// They are started. Instant clones run in any case.
+    pub start: bool,
+    /// What becomes of the identity inside the guests of instant clones.
+    pub inside: Inside,
+}
+
+/// A clone that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Made {
+    /// Its name.
+    pub name: String,
+    /// How long it took from its beginning until its guest executed, where it does.
+    pub running: Option<Duration>,
+    /// Why its guest does not have a new identity, where it should.
+    pub without_identity: Option<String>,
+}
+
+impl Made {
+    fn plain(name: &str) -> Self {
+        Self { name: name.to_owned(), running: None, without_identity: None }
+    }
+}
+
+/// What became of all.
+#[derive(Debug, Default)]
+pub struct Outcome {
+    /// Those that were made, in the order of their names.
+    pub made: Vec<Made>,
+    /// Those that were not.
+    pub failed: Vec<(String, Error)>,
+    /// How quiet the parent was when its disks were taken; `None` where an existing snapshot was cloned.
+    pub quiet: Option<Quiet>,
+    /// How long the parent stood still.
+    pub stun: Option<Duration>,
+}
+
+/// Makes clones.
+///
+/// # Errors
+/// When none can be made, for a reason that is the source's.
+pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+    let _working = host.work()?;
+    let (names, failed) = free_names(host, source, names)?;
+    let mut outcome = match (names.is_empty(), options.way) {
+        (true, _) => Outcome::default(),
+        (false, Way::Linked) => linked::make(host, source, &names, options, watch)?,
+        (false, Way::Full) => full::make(host, source, &names, options, watch)?,
+        (false, Way::Instant) => instant::make(host, source, &names, options, watch)?,
+    };
+    if options.start && options.way != Way::Instant {
+        start(host, &mut outcome, options, watch);
+    }
+    outcome.failed.extend(failed);
+    outcome.failed.sort_by(|a, b| a.0.cmp(&b.0));
+    Ok(outcome)
+}
+
+/// Starts what was made; one that cannot be started is there all the same, and told.
+fn start(host: &Host, outcome: &mut Outcome, options: &Options, watch: &dyn Watch) {
+    let names: Vec<String> = outcome.made.iter().map(|made| made.name.clone()).collect();
+    let started = fleet::each(&names, options.parallel, watch, &|name| {
+        let change = host.change(name)?;
+        lifecycle::start(&change, host.machines(), host.images(), host.features()?, false)
+    });
+    for (name, error) in started.failed {
+        outcome.failed.push((name, error.context("it was made, but not started")));
+    }
+}
+
+/// The names that can be given, and the others with why not.
+fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<(Vec<String>, Vec<(String, Error)>)> {
+    let count = source.definition(host)?.disks.len();
+    let disks = host.disks().all()?;
+    let (mut free, mut failed, mut seen) = (Vec::with_capacity(names.len()), Vec::new(), BTreeSet::new());
+    for name in names {
+        let exists = |what: String| Err(Error::new(ErrorKind::Exists, format!("there is {what} already")));
+        let taken = (0..count).map(|index| crate::definition::disk_name(name, index)).find(|it| disks.contains_key(it));
+        let good = crate::definition::check_name(name).and_then(|()| match taken {
+            _ if host.machines().has(name) => exists(format!("a machine '{name}'")),
+            _ if !seen.insert(name) => exists(format!("a clone '{name}' among those that are asked for")),
+            Some(disk) => exists(format!("a disk '{disk}'")),
+            None => Ok(()),
+        });
+        match good {
+            Ok(()) => free.push(name.clone()),
+            Err(error) => failed.push((name.clone(), error)),
+        }
+    }
+    Ok((free, failed))
+}
+
+/// The definitions of clones.
+fn heirs(source: &Source, parent: &Definition, names: &[String], way: Way) -> Result<Vec<Definition>> {
+    let heir = |name: &String| {
+        let origin = Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way };
+        parent.heir(name, origin)
+    };
+    names.iter().map(heir).collect()
+}
+
+/// The disks that are made for a clone: of each, the snapshot that it stands on if it is a linked one.
+fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: Way) -> Vec<OwnDisk> {
+    let disks = definition.disks.iter().zip(snapshots);
+    let own = disks.map(|(disk, snapshot)| OwnDisk {
+        name: disk.name.clone(),
+        origin: (way != Way::Full).then(|| snapshot.clone()),
+    });
+    own.collect()
+}
+
+/// Whether an error leaves open what was done: then the next command finds out.
+fn is_uncertain(error: &Error) -> bool {
+    error.kind() == ErrorKind::Io
+}

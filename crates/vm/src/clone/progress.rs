@@ -1,0 +1,55 @@
+//! The progress of many copies as one.
+
+use crate::fleet::Watch;
+use parking_lot::Mutex;
+
+/// Bytes of each copy that was begun: done, and in all.
+pub struct Sum<'a> {
+    watch: &'a dyn Watch,
+    /// How many copies there will be.
+    parts: usize,
+    begun: Mutex<Vec<(u64, u64)>>,
+}
+
+/// One copy.
+pub struct Part<'a> {
+    sum: &'a Sum<'a>,
+    index: usize,
+}
+
+impl<'a> Sum<'a> {
+    pub fn new(parts: usize, watch: &'a dyn Watch) -> Self {
+        Self { watch, parts, begun: Mutex::default() }
+    }
+
+    /// A copy begins.
+    pub fn part(&'a self) -> Part<'a> {
+        let mut begun = self.begun.lock();
+        begun.push((0, 0));
+        Part { sum: self, index: begun.len() - 1 }
+    }
+}
+
+impl Part<'_> {
+    pub fn update(&self, done: u64, total: u64) {
+        let (done, total, count) = {
+            let mut begun = self.sum.begun.lock();
+            begun[self.index] = (done, total);
+            let sum = begun.iter().fold((0u64, 0u64), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+            (sum.0, sum.1, begun.len())
+        };
+        // Those that have not begun are taken to be as large as those that have.
+        let total = u128::from(total) * self.sum.parts.max(count) as u128 / count.max(1) as u128;
+        self.sum.watch.bytes(done, u64::try_from(total).unwrap_or(u64::MAX));
+    }
+}
+
+impl Watch for Sum<'_> {
+    fn update(&self, done: usize, total: usize) {
+        self.watch.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.watch.cancelled()
+    }
+}

@@ -1,0 +1,246 @@
+//! What commands about machines work with: the machines, the images of instant clones, the QEMU found here, and the
+//! locks that keep commands apart.
+//!
+//! ```text
+//! DATASTORE/machines/           see machines
+//! DATASTORE/machines/.working   held shared by commands that make, start or change machines
+//! DATASTORE/machines/.qemu      what the QEMU found here can do, kept because asking takes a tenth of a second
+//! DATASTORE/memory-images/      see instant::image
+//! /dev/shm/lamina-UID-DEV-INO/  memory of this datastore's machines
+//! ```
+//!
+//! 1. Every command begins with [`Host::recover`]: whatever a killed one has left is taken away or let go on first.
+//! 2. Images and memory are only swept while no command works: references are found by looking, and one that works may
+//!    be about to make one.
+//! 3. Memory holds what guests hold. Its folder is its owner's alone, and one that somebody else has put there is
+//!    refused.
+
+use crate::disks::Disks;
+use crate::instant::image::Images;
+use crate::machine::{Change, Machine};
+use crate::machines::{Machines, lock_file};
+use crate::qemu::features::Features;
+use crate::{durable, snapshots};
+use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// How long a machine that another command changes is waited for.
+const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
+/// Where memory is unless told otherwise.
+const MEMORY: &str = "/dev/shm";
+
+/// Where things are.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The datastore.
+    pub datastore: PathBuf,
+    /// A folder in a file system that keeps its files in memory.
+    pub memory: Option<PathBuf>,
+    /// QEMU's program.
+    pub qemu: PathBuf,
+}
+
+/// Everything that commands work with.
+pub struct Host {
+    machines: Machines,
+    images: Images,
+    qemu: PathBuf,
+    features: OnceLock<Features>,
+}
+
+/// While this lives, nothing is swept.
+pub struct Working {
+    _lock: File,
+}
+
+impl Host {
+    /// What is in a datastore.
+    pub fn open(places: &Places, disks: Arc<dyn Disks>) -> Result<Self> {
+        let machines = Machines::open(places.datastore.join("machines"), disks)?;
+        let memory = memory_folder(&places.datastore, places.memory.as_deref().unwrap_or(Path::new(MEMORY)))?;
+        let images = Images::open(places.datastore.join("memory-images"), memory)?;
+        Ok(Self { machines, images, qemu: places.qemu.clone(), features: OnceLock::new() })
+    }
+
+    /// The machines.
+    pub fn machines(&self) -> &Machines {
+        &self.machines
+    }
+
+    /// The images of instant clones.
+    pub fn images(&self) -> &Images {
+        &self.images
+    }
+
+    /// The datastore's side.
+    pub fn disks(&self) -> &dyn Disks {
+        &**self.machines.disks()
+    }
+
+    /// Begins work that makes, starts or changes machines.
+    pub fn work(&self) -> Result<Working> {
+        let path = self.machines.folder().join(".working");
+        let lock = lock_file(&path)?;
+        lock.lock_shared().during(|| format!("locking '{}'", path.display()))?;
+        Ok(Working { _lock: lock })
+    }
+
+    /// A machine, to be changed; waits for another command that does.
+    pub fn change(&self, name: &str) -> Result<Change> {
+        self.machines.get(name)?.change_within(CHANGE_PATIENCE)
+    }
+
+    /// The QEMU found here.
+    pub fn features(&self) -> Result<&Features> {
+        if let Some(features) = self.features.get() {
+            return Ok(features);
+        }
+        let features = self.detect()?;
+        Ok(self.features.get_or_init(|| features))
+    }
+
+    fn detect(&self) -> Result<Features> {
+        let path = self.machines.folder().join(".qemu");
+        let found = Found::of(&self.qemu);
+        let known: Option<Known> = fs::read(&path).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        if let (Some(found), Some(known)) = (&found, known)
+            && known.found == *found
+        {
+            return Ok(known.features);
+        }
+        let features = Features::detect(&self.qemu, self.machines.folder())?;
+        if let Some(found) = found {
+            let known = Known { found, features: features.clone() };
+            // Kept for speed alone: whoever cannot keep it asks again.
+            let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
+            if let Err(error) = kept {
+                tracing::debug!("what QEMU can do is not kept: {error}");
+            }
+        }
+        Ok(features)
+    }
+
+    /// Takes away or lets go on what a killed command has left, and sweeps what nobody refers to any more.
+    pub fn recover(&self) -> Result<()> {
+        self.machines.recover()?;
+        for machine in self.machines.list()? {
+            if !machine.is_held() && !snapshots::is_unfinished(&machine) {
+                continue;
+            }
+            // Somebody is at work on it.
+            let Ok(change) = machine.change() else { continue };
+            if let Err(error) = self.recover_one(&change) {
+                tracing::error!("machine '{}': {error}", machine.name());
+            }
+        }
+        let path = self.machines.folder().join(".working");
+        let lock = lock_file(&path)?;
+        if lock.try_lock().is_ok()
+            && let Err(error) = self.images.sweep(&self.machines)
+        {
+            tracing::error!("memory that belongs to nobody stays until the next command: {error}");
+        }
+        Ok(())
+    }
+
+    fn recover_one(&self, change: &Change) -> Result<()> {
+        let name = change.machine().name();
+        if change.let_go_on()? {
+            tracing::warn!(machine = name, "a command that held it still was interrupted; it goes on");
+        }
+        snapshots::recover(change, self)
+    }
+
+    /// Whether a snapshot of a disk is there for clones alone, and goes with the last of them.
+    pub fn is_only_for_clones(&self, snapshot: &str) -> bool {
+        let image = snapshot.strip_prefix(crate::instant::freeze::PREFIX);
+        snapshot.starts_with(crate::clone::PREFIX) || image.is_some_and(|id| self.images.get(id).is_err())
+    }
+
+    /// The machines whose disks are linked clones of this one's: (snapshot, machine or disk).
+    pub fn children(&self, machine: &Machine) -> Result<Vec<(String, String)>> {
+        let users = self.machines.users_of_disks()?;
+        let mut children = Vec::new();
+        for disk in machine.definition()?.disks {
+            let snapshots = match self.disks().snapshots(&disk.name) {
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                snapshots => snapshots?,
+            };
+            for snapshot in snapshots {
+                for clone in snapshot.clones {
+                    let child = users.get(&clone).cloned().unwrap_or_else(|| format!("disk {clone}"));
+                    children.push((snapshot.name.clone(), child));
+                }
+            }
+        }
+        children.sort();
+        children.dedup();
+        Ok(children)
+    }
+}
+
+/// What a QEMU was when it was asked: when any of it is different, it is asked again.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Found {
+    program: PathBuf,
+    inode: u64,
+    size: u64,
+    changed: i64,
+    user: u32,
+    boot: String,
+    kvm: Option<(u64, u32, u32)>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Known {
+    found: Found,
+    features: Features,
+}
+
+impl Found {
+    fn of(program: &Path) -> Option<Self> {
+        let path = match program.components().count() {
+            1 => std::env::split_paths(&std::env::var_os("PATH")?)
+                .map(|folder| folder.join(program))
+                .find(|p| p.exists())?,
+            _ => program.to_owned(),
+        };
+        let metadata = fs::metadata(&path).ok()?;
+        let kvm = fs::metadata("/dev/kvm").ok().map(|kvm| (kvm.ino(), kvm.mode(), kvm.gid()));
+        Some(Self {
+            program: path,
+            inode: metadata.ino(),
+            size: metadata.size(),
+            changed: metadata.ctime(),
+            user: rustix::process::geteuid().as_raw(),
+            boot: fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?,
+            kvm,
+        })
+    }
+}
+
+/// The folder for the memory of a datastore's machines: named by what the datastore's folder is, not by its name, and
+/// its owner's alone.
+fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
+    let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
+    let user = rustix::process::geteuid().as_raw();
+    let folder = within.join(format!("lamina-{user}-{:x}-{:x}", store.dev(), store.ino()));
+    match fs::DirBuilder::new().mode(0o700).create(&folder) {
+        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+            return Err(Error::io(format!("making '{}'", folder.display()), e));
+        }
+        _ => {}
+    }
+    let found = fs::symlink_metadata(&folder).during(|| format!("looking at '{}'", folder.display()))?;
+    if !found.is_dir() || found.uid() != user {
+        let text = format!("'{}' belongs to somebody else: the memory of guests is not put there", folder.display());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(folder)
+}

@@ -1,0 +1,205 @@
+//! Machines that are being made.
+
+use super::intent::{Intended, Intent, OwnDisk, Snapshot};
+use super::{Machines, NEW};
+use crate::definition::Definition;
+use crate::disks::{Disks, Facts};
+use crate::durable;
+use crate::machine::{DEFINITION, Machine};
+use backend::{Error, ErrorKind, IoContext, Result};
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a disk may take to be free after the process that used it was ended.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
+/// How often it is tried.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
+/// How long a process may take to end once it is killed.
+const END_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Machines that are being made: those that are not finished when this is dropped are taken away, with the disks that
+/// were made for them.
+pub struct Making {
+    folder: PathBuf,
+    machines: PathBuf,
+    disks: Arc<dyn Disks>,
+    intent: Intent,
+    /// Disks that are there and ours.
+    made: Mutex<BTreeSet<String>>,
+    open: bool,
+    _lock: File,
+}
+
+/// Which of the disks that an intent names may be deleted.
+pub(super) enum Whose<'a> {
+    /// Those that we know we made.
+    Made(&'a BTreeSet<String>),
+    /// Those that were made since then, as it was meant.
+    MadeSince(u64),
+    /// All of them.
+    Named {
+        /// Clones that stand on them get what they stand on.
+        promote: bool,
+    },
+}
+
+impl Machines {
+    /// Begins to make machines. `made_for` says of each the disks that are made for it. `snapshots` are taken for this:
+    /// they go in the end, unless clones stand on them.
+    pub fn make(
+        &self,
+        definitions: &[Definition],
+        made_for: impl Fn(&Definition) -> Vec<OwnDisk>,
+        snapshots: Vec<Snapshot>,
+    ) -> Result<Making> {
+        let mut names = BTreeSet::new();
+        for definition in definitions {
+            definition.check()?;
+            if self.has(&definition.name) || !names.insert(&definition.name) {
+                let text = format!("there is a machine '{}' already", definition.name);
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+        }
+        let intended = |one: &Definition| Intended { name: one.name.clone(), disks: made_for(one) };
+        let intent = Intent::new(definitions.iter().map(intended).collect(), snapshots);
+        let (folder, lock) = self.begin(NEW, &intent)?;
+        let making = Making {
+            folder,
+            machines: self.folder.clone(),
+            disks: Arc::clone(&self.disks),
+            intent,
+            made: Mutex::default(),
+            open: true,
+            _lock: lock,
+        };
+        let mut files = Vec::with_capacity(definitions.len());
+        for definition in definitions {
+            files.push((making.folder.join(&definition.name).join(DEFINITION), definition.to_text()?));
+        }
+        durable::write_many(&files)?;
+        Ok(making)
+    }
+}
+
+impl Making {
+    /// These disks are there now, and ours.
+    pub fn made(&self, disks: impl IntoIterator<Item = String>) {
+        self.made.lock().extend(disks);
+    }
+
+    /// A machine that is not finished yet.
+    pub fn machine(&self, name: &str) -> Machine {
+        Machine::at(self.folder.join(name))
+    }
+
+    /// A machine comes into being. After the end of this process it is there; [`Making::settle`] makes that outlast
+    /// the end of power.
+    pub fn finish(&self, name: &str) -> Result<Machine> {
+        let folder = self.machines.join(name);
+        if folder.exists() {
+            return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already")));
+        }
+        // Should one have come meanwhile: renaming a folder replaces only an empty one, and a machine's never is.
+        fs::rename(self.folder.join(name), &folder).during(|| format!("making machine '{name}'"))?;
+        Ok(Machine::at(folder))
+    }
+
+    /// The end, with what was not finished left to the next command: for when it is not known what there is.
+    pub fn leave(mut self) {
+        self.open = false;
+        if let Err(error) = durable::sync_folder(&self.machines) {
+            tracing::error!("{error}");
+        }
+    }
+
+    /// The end: what was finished is durable, what was not is taken away.
+    pub fn settle(mut self) -> Result<()> {
+        durable::sync_folder(&self.machines)?;
+        self.open = false;
+        take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
+    }
+}
+
+impl Drop for Making {
+    fn drop(&mut self) {
+        if self.open
+            && let Err(error) = take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
+        {
+            tracing::error!("'{}' stays until the next command: {error}", self.folder.display());
+        }
+    }
+}
+
+/// Removes what is still in a folder: processes, disks, the machines themselves, and snapshots that nobody needs.
+pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
+    let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
+    for machine in &left {
+        end_processes(&folder.join(&machine.name))?;
+    }
+    // Asked once for all of them.
+    let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
+        (Whose::MadeSince(_), true) => disks.all()?,
+        _ => BTreeMap::new(),
+    };
+    for machine in left {
+        for disk in &machine.disks {
+            match &whose {
+                Whose::Made(made) if made.contains(&disk.name) => delete(disks, &disk.name, false)?,
+                Whose::MadeSince(begun) if there.get(&disk.name).is_some_and(|facts| is_ours(disk, facts, *begun)) => {
+                    delete(disks, &disk.name, false)?;
+                }
+                Whose::Named { promote } => delete(disks, &disk.name, *promote)?,
+                _ => {}
+            }
+        }
+        let own = folder.join(&machine.name);
+        fs::remove_dir_all(&own).during(|| format!("removing '{}'", own.display()))?;
+    }
+    for Snapshot { disk, name } in &intent.snapshots {
+        match disks.delete_snapshot(disk, name) {
+            // Not taken, or gone with its disk; or clones stand on it.
+            Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::Busy) => return Err(error),
+            _ => {}
+        }
+    }
+    Intent::remove(folder)
+}
+
+/// Whether a disk that is there is the one that was meant: same origin, and no older. Clocks of two processes may differ
+/// by the second that they are cut to.
+fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
+    let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
+    let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));
+    origin == has && facts.created + 1 >= begun
+}
+
+/// Deletes a disk that somebody may only just be letting go of.
+fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
+    let deadline = Instant::now() + RELEASE_PATIENCE;
+    loop {
+        match disks.delete(disk, promote) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                thread::sleep(RELEASE_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Ends whatever runs in the folder of a machine that is not to be.
+fn end_processes(folder: &Path) -> Result<()> {
+    for process in Machine::at(folder).processes()? {
+        process.kill()?;
+        if !process.wait(END_PATIENCE)? {
+            let text = format!("process {} in '{}' does not end", process.pid(), folder.display());
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+    }
+    Machine::at(folder).remove_own_memory()
+}

@@ -1,0 +1,513 @@
+//! Snapshots of machines: all disks at one point, with the memory of that point or without.
+//!
+//! ```text
+//! NAME/snapshots/SNAPSHOT/snapshot.toml   the record, with the definition of that time
+//! NAME/snapshots/SNAPSHOT/state, memory   device state and memory, if it has them
+//! NAME/snapshots/.new-SNAPSHOT/           one that is being taken, .old-SNAPSHOT one that is being deleted
+//! NAME/reverting                          names the snapshot that the machine is being reverted to
+//! ```
+//!
+//! 1. A snapshot is there when its folder has its name, and then all of it is. One that was half taken or half deleted
+//!    goes with the next command.
+//! 2. A guest stands still for as long as the snapshots of the disks and its device state take; its memory is copied
+//!    afterwards, from an image that it goes on above (see `instant::running`).
+//! 3. Reverting that was interrupted is done again: it asks for the same whenever it is done.
+
+use crate::definition::Definition;
+use crate::disks::Disks;
+use crate::durable;
+use crate::host::Host;
+use crate::instant::{pages, running, state};
+use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, remove_if_there};
+use crate::machines::Snapshot;
+use crate::qemu::command::Memory;
+use crate::quiet::{self, Quiet};
+use backend::{Error, ErrorKind, IoContext, Result};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const FOLDER: &str = "snapshots";
+const RECORD: &str = "snapshot.toml";
+const REVERTING: &str = "reverting";
+const NEW: &str = ".new-";
+const OLD: &str = ".old-";
+const VERSION: u32 = 1;
+/// Longest name.
+const NAME_MAX: usize = 63;
+/// How long QEMU may take to end, and its disks to be free.
+const END_PATIENCE: Duration = Duration::from_secs(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// What a snapshot is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// Version of this record.
+    pub version: u32,
+    /// Its name.
+    pub name: String,
+    /// When it was taken, in seconds since 1970.
+    pub created: u64,
+    /// How quiet the guest was: `stopped`, `quiesced`, `crash-consistent`, or `memory` where its memory was taken too.
+    pub consistency: String,
+    /// The snapshots of its disks, in their order.
+    #[serde(default, rename = "disk")]
+    pub disks: Vec<Snapshot>,
+    /// The machine as it was.
+    pub machine: Definition,
+}
+
+/// What is to be kept should the maker of a snapshot be killed.
+#[derive(Serialize, Deserialize)]
+struct Intent {
+    begun: u64,
+    #[serde(default, rename = "disk")]
+    disks: Vec<Snapshot>,
+}
+
+/// How a snapshot is taken.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Options {
+    /// With memory.
+    pub memory: bool,
+    /// With the guest's file systems frozen by its agent.
+    pub quiesce: bool,
+}
+
+/// What taking one has cost.
+#[derive(Clone, Debug)]
+pub struct Taken {
+    /// The snapshot.
+    pub record: Record,
+    /// How quiet the guest was; `None` where its memory was taken.
+    pub quiet: Option<Quiet>,
+    /// How long it stood still for its memory's sake.
+    pub stun: Option<Duration>,
+}
+
+impl Record {
+    /// Whether it has the guest's memory.
+    pub fn has_memory(&self) -> bool {
+        self.consistency == "memory"
+    }
+}
+
+/// Whether a snapshot may be called that.
+pub fn check_name(name: &str) -> Result<()> {
+    let plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+    if name.is_empty() || name.len() > NAME_MAX || !plain || name.starts_with(['.', '-']) {
+        let name = name.escape_debug();
+        let text = format!("'{name}' cannot name a snapshot of a machine: letters, digits, '-', '_' and '.'");
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(())
+}
+
+fn folder(machine: &Machine) -> PathBuf {
+    machine.folder().join(FOLDER)
+}
+
+/// A snapshot of a machine.
+pub fn get(machine: &Machine, name: &str) -> Result<Record> {
+    check_name(name)?;
+    let path = folder(machine).join(name).join(RECORD);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {
+            let text = format!("machine '{}' has no snapshot '{name}'", machine.name());
+            return Err(Error::new(ErrorKind::NotFound, text));
+        }
+        Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
+    };
+    let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
+    let record: Record = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
+    if record.version != VERSION {
+        let text = format!("'{}' is of version {}, this program knows {VERSION}", path.display(), record.version);
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    }
+    record.machine.check().map_err(|error| corrupt(error.to_string()))?;
+    if record.disks.len() != record.machine.disks.len() {
+        return Err(corrupt("it has not one snapshot for each disk".into()));
+    }
+    Ok(record)
+}
+
+/// All snapshots of a machine, the oldest first.
+pub fn list(machine: &Machine) -> Result<Vec<Record>> {
+    let mut all = Vec::new();
+    for name in names(machine)? {
+        if check_name(&name).is_ok() {
+            all.push(get(machine, &name)?);
+        }
+    }
+    all.sort_by(|a, b| (a.created, &a.name).cmp(&(b.created, &b.name)));
+    Ok(all)
+}
+
+/// The names in the folder of snapshots.
+fn names(machine: &Machine) -> Result<Vec<String>> {
+    let folder = folder(machine);
+    let entries = match fs::read_dir(&folder) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(format!("listing '{}'", folder.display()), e)),
+    };
+    let mut names = Vec::new();
+    for entry in entries {
+        let entry = entry.during(|| format!("listing '{}'", folder.display()))?;
+        names.extend(entry.file_name().into_string());
+    }
+    Ok(names)
+}
+
+/// The snapshots of disks that belong to snapshots of a machine.
+fn exists(disks: &dyn Disks, snapshot: &Snapshot) -> Result<Option<u64>> {
+    match disks.snapshots(&snapshot.disk) {
+        Ok(all) => Ok(all.into_iter().find(|one| one.name == snapshot.name).map(|one| one.created)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Takes a snapshot.
+pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Result<Taken> {
+    check_name(name)?;
+    let machine = change.machine();
+    let definition = machine.definition()?;
+    let state = machine.state()?;
+    if options.memory && !matches!(state, State::Running | State::Paused) {
+        let text = format!("machine '{}' does not run: it has no memory to be kept", machine.name());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    let (folder, disks) = (folder(machine), host.disks());
+    if folder.join(name).exists() {
+        let text = format!("machine '{}' has a snapshot '{name}' already", machine.name());
+        return Err(Error::new(ErrorKind::Exists, text));
+    }
+    let of: Vec<Snapshot> =
+        definition.disks.iter().map(|disk| Snapshot { disk: disk.name.clone(), name: name.to_owned() }).collect();
+    for snapshot in &of {
+        if exists(disks, snapshot)?.is_some() {
+            let text = format!("disk '{}' of machine '{}' has a snapshot '{name}'", snapshot.disk, machine.name());
+            return Err(Error::new(ErrorKind::Exists, text));
+        }
+    }
+    let new = folder.join(format!("{NEW}{name}"));
+    fs::create_dir_all(&new).during(|| format!("making '{}'", new.display()))?;
+    let text = toml::to_string(&Intent { begun: durable::now(), disks: of.clone() })
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("a snapshot's intent cannot be written: {e}")))?;
+    let taken = durable::write(&new.join("intent.toml"), text.as_bytes())
+        .and_then(|()| durable::sync_folder(&folder))
+        .and_then(|()| durable::sync_folder(machine.folder()))
+        .and_then(|()| take_in(host, change, name, options, definition, of, state, &new));
+    let taken = match taken {
+        Ok(taken) => taken,
+        Err(error) => {
+            if let Err(second) = undo(disks, &new) {
+                tracing::warn!("what was taken of snapshot '{name}' goes with the next command: {second}");
+            }
+            return Err(error);
+        }
+    };
+    remove_if_there(&new.join("intent.toml"))?;
+    let whole = folder.join(name);
+    fs::rename(&new, &whole).during(|| format!("making '{}'", whole.display()))?;
+    durable::sync_folder(&folder)?;
+    Ok(taken)
+}
+
+#[allow(clippy::too_many_arguments, reason = "one step of take, which has them all")]
+fn take_in(
+    host: &Host,
+    change: &Change,
+    name: &str,
+    options: Options,
+    definition: Definition,
+    of: Vec<Snapshot>,
+    state: State,
+    new: &Path,
+) -> Result<Taken> {
+    let pairs: Vec<(String, String)> = of.iter().map(|one| (one.disk.clone(), one.name.clone())).collect();
+    let (quiet, stun) = match options.memory {
+        true => (None, Some(with_memory(host, change, &pairs, state, new)?)),
+        false => (Some(quiet::snapshot(change, host.disks(), &pairs, options.quiesce)?), None),
+    };
+    let record = Record {
+        version: VERSION,
+        name: name.to_owned(),
+        created: durable::now(),
+        consistency: quiet.as_ref().map_or("memory", Quiet::word).to_owned(),
+        disks: of,
+        machine: definition,
+    };
+    let text = toml::to_string(&record)
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of a snapshot cannot be written: {e}")))?;
+    durable::write(&new.join(RECORD), text.as_bytes())?;
+    Ok(Taken { record, quiet, stun })
+}
+
+/// Takes snapshots under two names when it is asked for one.
+struct AndThese<'a> {
+    inner: &'a dyn Disks,
+    these: &'a [(String, String)],
+}
+
+/// Takes disks, device state and memory; for how long the guest stood still.
+fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: State, new: &Path) -> Result<Duration> {
+    let machine = change.machine();
+    let features = host.features()?;
+    if state == State::Running {
+        let _holding = change.hold(Hold { resume: true, thaw: false })?;
+        let disks = AndThese { inner: host.disks(), these: of };
+        let (taken, stun) = running::take(change, host.images(), &disks, features)?;
+        keep(&taken.image.record.memory, &new.join("memory"))?;
+        keep(&taken.image.state(), &new.join("state"))?;
+        return Ok(stun);
+    }
+    // It stands still already, and goes on doing so.
+    let process = machine.running()?;
+    let mut monitor = machine.monitor()?;
+    state::prepare(&mut monitor, features)?;
+    host.disks().snapshot(of)?;
+    state::save(&mut monitor, features, &new.join("state"))?;
+    let target = new.join("memory");
+    match machine.memory()? {
+        MemoryRecord::Own(file) => keep(&file, &target)?,
+        MemoryRecord::Image(id) => {
+            let image = host.images().get(&id)?.record.memory;
+            let copy = pages::copy_file(&image, &target)?;
+            pages::copy_changed(process.pid(), &image, &copy)?;
+            copy.sync_all().during(|| format!("writing '{}'", target.display()))?;
+        }
+        MemoryRecord::Private => {
+            let text = format!("the memory of machine '{}' is in no file and cannot be kept", machine.name());
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+    }
+    durable::sync_folder(new)?;
+    Ok(Duration::ZERO)
+}
+
+/// A durable copy.
+fn keep(from: &Path, to: &Path) -> Result<()> {
+    let copy = pages::copy_file(from, to)?;
+    copy.sync_all().during(|| format!("writing '{}'", to.display()))
+}
+
+/// Takes back a snapshot that is not to be.
+fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
+    let path = new.join("intent.toml");
+    let intent: Option<Intent> = match fs::read_to_string(&path) {
+        Ok(text) => toml::from_str(&text).ok(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
+    };
+    for snapshot in intent.iter().flat_map(|intent| &intent.disks) {
+        let begun = intent.as_ref().map_or(0, |intent| intent.begun);
+        if exists(disks, snapshot)?.is_some_and(|created| created + 1 >= begun) {
+            ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
+        }
+    }
+    fs::remove_dir_all(new).during(|| format!("removing '{}'", new.display()))
+}
+
+fn ignore_missing(outcome: Result<()>) -> Result<()> {
+    match outcome {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Deletes a snapshot.
+///
+/// # Errors
+/// `Busy`, with nothing done, while clones stand on it.
+pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
+    let machine = change.machine();
+    let record = get(machine, name)?;
+    for snapshot in &record.disks {
+        let all = match host.disks().snapshots(&snapshot.disk) {
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            all => all?,
+        };
+        let clones = all.into_iter().filter(|one| one.name == snapshot.name).flat_map(|one| one.clones);
+        let clones: Vec<String> = clones.collect();
+        if !clones.is_empty() {
+            let text = format!(
+                "clones stand on snapshot '{name}' of machine '{}': {}; delete them first, or make them independent \
+                 with 'lamina disk detach'",
+                machine.name(),
+                clones.join(", ")
+            );
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+    }
+    let (folder, old) = (folder(machine), folder(machine).join(format!("{OLD}{name}")));
+    fs::rename(folder.join(name), &old)
+        .and_then(|()| durable::sync_folder_of(&old))
+        .during(|| format!("deleting snapshot '{name}'"))?;
+    finish_deleting(host.disks(), &old)
+}
+
+fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
+    if let Ok(text) = fs::read_to_string(old.join(RECORD))
+        && let Ok(record) = toml::from_str::<Record>(&text)
+    {
+        for snapshot in record.disks {
+            ignore_missing(disks.delete_snapshot(&snapshot.disk, &snapshot.name))?;
+        }
+    }
+    fs::remove_dir_all(old).during(|| format!("removing '{}'", old.display()))
+}
+
+/// Makes a machine as it was at a snapshot: what it is now is lost. With memory, its guest goes on where it was,
+/// unless `paused`; without, the machine is off afterwards.
+pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<State> {
+    let machine = change.machine();
+    let record = get(machine, name)?;
+    durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
+    revert_disks(host, change, &record)?;
+    if !record.has_memory() {
+        return Ok(State::Stopped);
+    }
+    let features = host.features()?;
+    let from = folder(machine).join(name);
+    let file = host.images().new_memory()?;
+    let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
+        let mut successor = change.set_up(Start {
+            features,
+            nbd: &host.disks().server()?,
+            memory: Memory::Shared(file.clone()),
+            record: MemoryRecord::Own(file.clone()),
+            incoming: true,
+        })?;
+        let loaded = state::prepare(&mut successor.monitor, features)
+            .and_then(|()| state::load(&mut successor.monitor, features, &from.join("state")))
+            .and_then(|()| change.take_over(&successor));
+        match loaded {
+            Ok(()) => Ok(successor),
+            Err(error) => {
+                successor.process.kill()?;
+                Err(error)
+            }
+        }
+    });
+    match begun {
+        Ok(_) if paused => Ok(State::Paused),
+        Ok(mut successor) => {
+            successor.monitor.execute("cont", json!({}))?;
+            Ok(State::Running)
+        }
+        Err(error) => {
+            remove_if_there(&file)?;
+            Err(error.context(format!("the disks of machine '{}' are as they were, and it is off", machine.name())))
+        }
+    }
+}
+
+/// The part that is done again if it is interrupted.
+fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
+    let machine = change.machine();
+    if let Some(process) = machine.process()? {
+        process.kill()?;
+        process.wait(END_PATIENCE)?;
+    }
+    remove_if_there(&machine.folder().join("frozen"))?;
+    change.sweep()?;
+    let deadline = Instant::now() + END_PATIENCE;
+    for snapshot in &record.disks {
+        loop {
+            match host.disks().revert(&snapshot.disk, &snapshot.name) {
+                // Whoever had it open was ended a moment ago.
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                    thread::sleep(RETRY_INTERVAL);
+                }
+                outcome => break outcome?,
+            }
+        }
+    }
+    change.define(&record.machine)?;
+    remove_if_there(&machine.folder().join(REVERTING))?;
+    durable::sync_folder(machine.folder())
+}
+
+/// Whether a killed command has left something.
+pub fn is_unfinished(machine: &Machine) -> bool {
+    let half = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
+    machine.folder().join(REVERTING).exists() || names(machine).is_ok_and(|names| names.iter().any(half))
+}
+
+/// Brings to an end what a killed command has left.
+pub fn recover(change: &Change, host: &Host) -> Result<()> {
+    let machine = change.machine();
+    if !is_unfinished(machine) {
+        return Ok(());
+    }
+    host.disks().settle()?;
+    for name in names(machine)? {
+        let path = folder(machine).join(&name);
+        if name.starts_with(NEW) {
+            undo(host.disks(), &path)?;
+        } else if name.starts_with(OLD) {
+            finish_deleting(host.disks(), &path)?;
+        }
+    }
+    let path = machine.folder().join(REVERTING);
+    match fs::read_to_string(&path) {
+        Ok(name) => match get(machine, name.trim()) {
+            Ok(record) => revert_disks(host, change, &record),
+            Err(error) if error.kind() == ErrorKind::NotFound => remove_if_there(&path),
+            Err(error) => Err(error),
+        },
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io(format!("reading '{}'", path.display()), e)),
+    }
+}
+
+impl Disks for AndThese<'_> {
+    fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
+        self.inner.snapshot(of)?;
+        self.inner.snapshot(self.these)
+    }
+    fn server(&self) -> Result<PathBuf> {
+        self.inner.server()
+    }
+    fn all(&self) -> Result<std::collections::BTreeMap<String, crate::disks::Facts>> {
+        self.inner.all()
+    }
+    fn create(&self, disk: &str, capacity: u64) -> Result<()> {
+        self.inner.create(disk, capacity)
+    }
+    fn snapshots(&self, disk: &str) -> Result<Vec<crate::disks::SnapshotFacts>> {
+        self.inner.snapshots(disk)
+    }
+    fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
+        self.inner.delete_snapshot(disk, snapshot)
+    }
+    fn revert(&self, disk: &str, snapshot: &str) -> Result<()> {
+        self.inner.revert(disk, snapshot)
+    }
+    fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()> {
+        self.inner.clone_linked(disk, snapshot, names)
+    }
+    fn clone_full(
+        &self,
+        disk: &str,
+        snapshot: &str,
+        name: &str,
+        progress: &(dyn Fn(u64, u64) -> bool + Sync),
+    ) -> Result<()> {
+        self.inner.clone_full(disk, snapshot, name, progress)
+    }
+    fn delete(&self, disk: &str, promote: bool) -> Result<()> {
+        self.inner.delete(disk, promote)
+    }
+    fn settle(&self) -> Result<()> {
+        self.inner.settle()
+    }
+}
