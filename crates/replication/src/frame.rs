@@ -55,7 +55,10 @@ pub struct Head {
 }
 
 fn malformed(what: &str) -> Error {
-    Error::new(ErrorKind::Corrupt, format!("the peer sent {what}: it is no lamina of this protocol, or the line is bad"))
+    Error::new(
+        ErrorKind::Corrupt,
+        format!("the peer sent {what}: it is no lamina of this protocol, or the line is bad"),
+    )
 }
 
 impl Head {
@@ -123,7 +126,9 @@ mod tests {
 
     #[test]
     fn heads_read_back_and_damage_is_found() {
-        for (kind, length) in [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)] {
+        for (kind, length) in
+            [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)]
+        {
             let payload = vec![3; length];
             let plain = matches!(kind, Kind::Message | Kind::End);
             let (disk, offset) = if plain { (0, 0) } else { (5, 1 << 40) };

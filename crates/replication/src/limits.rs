@@ -51,7 +51,7 @@ pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 pub const LEAVE_MAX: Duration = Duration::from_secs(5);
 
 /// What has arrived is recorded after that long.
-pub const SAVE_INTERVAL: Duration = Duration::from_secs(5);
+pub const SAVE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// And after that many bytes.
 pub const SAVE_BYTES: u64 = 1 << 30;

@@ -26,6 +26,8 @@ pub struct Offer {
     pub disks: Vec<NewArrival>,
     /// What comes with them: the definition of a machine.
     pub attachment: Option<String>,
+    /// Only if that was begun before: otherwise the answer is a failure, `not_found`.
+    pub resume_only: bool,
 }
 
 /// What the receiver has of a disk.
@@ -223,11 +225,8 @@ mod tests {
     #[test]
     fn messages_read_back_and_nonsense_is_refused() {
         let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
-        let accept = |done: &[(u64, u64)]| Message::Accept {
-            session: "s".into(),
-            token: "t".into(),
-            disks: vec![known(done)],
-        };
+        let accept =
+            |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };
         for message in [
             Message::Hello { versions: vec![1, 2], program: "lamina".into() },
             accept(&[(0, 1), (2, 3)]),

@@ -58,7 +58,9 @@ impl<S: ByteStream> Conversation<S> {
                 Error::new(ErrorKind::Io, format!("{peer} has not been heard of for too long"))
             }
             // What TLS has to say concerns keys and certificates, or somebody who changes bytes on the way.
-            io::ErrorKind::InvalidData if !self.established => Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}")),
+            io::ErrorKind::InvalidData if !self.established => {
+                Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
+            }
             _ => Error::io(format!("{what} {peer}"), error),
         }
     }

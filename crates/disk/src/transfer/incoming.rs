@@ -62,6 +62,8 @@ pub struct NewReception {
     pub disks: Vec<NewArrival>,
     /// What comes with them.
     pub attachment: Option<String>,
+    /// Only if it was begun before; `NotFound` otherwise.
+    pub resume_only: bool,
 }
 
 /// A reception, as it is shown.
@@ -178,7 +180,9 @@ impl NewReception {
                 && new.keep == known.keep
                 && known.base.as_ref().is_none_or(|base| new.bases.contains(base))
         };
-        self.disks.len() == record.disks.len() && self.disks.iter().zip(&record.disks).all(same)
+        self.attachment.is_some() == record.attachment.is_some()
+            && self.disks.len() == record.disks.len()
+            && self.disks.iter().zip(&record.disks).all(same)
     }
 }
 
@@ -207,12 +211,15 @@ impl Datastore {
                 let text = format!("disk '{}' is being received already", record::title(record));
                 return Err(Error::new(ErrorKind::Busy, text));
             }
-            let reception = self.go_on(Record { attachment: new.attachment.clone(), ..record.clone() })?;
+            let reception = self.go_on(new, record.clone())?;
             active.insert(record.id.clone());
             return Ok(Opened::Open(reception));
         }
         if let Some(there) = self.arrived_already(new)? {
             return Ok(Opened::Already(there));
+        }
+        if new.resume_only {
+            return Err(Error::new(ErrorKind::NotFound, "nothing of these disks was begun to be received"));
         }
         for disk in &new.disks {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
@@ -242,7 +249,7 @@ impl Datastore {
             let point = self.native.snapshot_of_uuid(&parse(&disk.point.uuid)?);
             let pointed = point.is_some_and(|point| point.disk == object.id && object.parent == point.id);
             let made = object.uuid == parse(&disk.uuid)?;
-            if !(made || disk.update && disk.keep) || disk.keep && !pointed {
+            if !(made || disk.update && disk.keep && !new.resume_only) || disk.keep && !pointed {
                 return Ok(None);
             }
             there.push(self.native.disk_info(object.id, false)?);
@@ -316,7 +323,12 @@ impl Datastore {
         self.open_reception(record, names)
     }
 
-    fn go_on(&self, record: Record) -> Result<Arc<Reception>> {
+    fn go_on(&self, new: &NewReception, mut record: Record) -> Result<Arc<Reception>> {
+        // By these the sender will know them, should he not hear that they are there.
+        for (disk, new) in record.disks.iter_mut().zip(&new.disks) {
+            disk.uuid.clone_from(&new.uuid);
+        }
+        record.attachment.clone_from(&new.attachment);
         let new = record.disks.iter().filter(|disk| !disk.update);
         let names = new.map(|disk| self.reserve(&disk.name)).collect::<Result<Vec<_>>>()?;
         self.open_reception(record, names)
@@ -368,11 +380,13 @@ impl Datastore {
         let active = self.receptions.lock();
         let known = self.known_receptions()?.into_iter().find(|record| record.id == id);
         let record = known.ok_or_else(|| {
-            let text = format!("there is no reception '{}'; 'lamina receive list' shows what there is", id.escape_debug());
+            let text =
+                format!("there is no reception '{}'; 'lamina receive list' shows what there is", id.escape_debug());
             Error::new(ErrorKind::NotFound, text)
         })?;
         if active.contains(id) {
-            let text = format!("reception '{id}' of disk '{}' is under way: stop its sender first", record::title(&record));
+            let text =
+                format!("reception '{id}' of disk '{}' is under way: stop its sender first", record::title(&record));
             return Err(Error::new(ErrorKind::Busy, text));
         }
         self.forget(&record)
@@ -533,4 +547,3 @@ impl Drop for Reception {
         self.datastore.receptions.lock().remove(&id);
     }
 }
-

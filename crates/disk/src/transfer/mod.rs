@@ -24,6 +24,11 @@ pub use record::recode;
 
 pub(crate) use incoming::recover;
 
+/// A new identity, of a disk that is to be made elsewhere.
+pub fn new_identity() -> store::Result<String> {
+    crate::names::new_uuid().map(|uuid| crate::names::uuid_text(&uuid))
+}
+
 /// Bytes of a segment: the unit in which it is remembered what has arrived. Part of the protocol.
 pub const SEGMENT: u64 = 16 << 20;
 

@@ -51,7 +51,14 @@ impl Datastore {
             let taken = self.snapshots(Some(disk))?.into_iter().find(|known| known.name == snapshot);
             let created = taken.map_or(0, |taken| taken.created);
             let point = SnapshotIdentity { uuid, name: snapshot.to_owned(), created };
-            return Ok(Outgoing { device, provisioning: Provisioning::Thin, point, bases: Vec::new(), base_ids: Vec::new(), native: None });
+            return Ok(Outgoing {
+                device,
+                provisioning: Provisioning::Thin,
+                point,
+                bases: Vec::new(),
+                base_ids: Vec::new(),
+                native: None,
+            });
         }
         let like = self.native.snapshot_likeness(disk, snapshot)?;
         let bases = self.native.lineage(disk, snapshot, BASES_MAX)?;
@@ -144,15 +151,17 @@ impl Outgoing {
         let from = known.and_then(|index| self.base_ids.get(index)).ok_or_else(|| self.unknown_base())?;
         let block = BLOCK_SIZE as u64;
         let blocks = range.start / block..range.end.div_ceil(block);
-        native.engine.diff(*from, id, blocks, &mut |changed| {
-            let offset = (changed.logical * block).max(range.start);
-            let end = ((changed.logical + changed.blocks) * block).min(range.end);
-            if offset < end {
-                each(Extent { offset, length: end - offset, zero: changed.zero })?;
-            }
-            Ok(true)
-        })
-        .map_err(|error| error.context(format!("comparing '{}' with a snapshot", self.name())))
+        native
+            .engine
+            .diff(*from, id, blocks, &mut |changed| {
+                let offset = (changed.logical * block).max(range.start);
+                let end = ((changed.logical + changed.blocks) * block).min(range.end);
+                if offset < end {
+                    each(Extent { offset, length: end - offset, zero: changed.zero })?;
+                }
+                Ok(true)
+            })
+            .map_err(|error| error.context(format!("comparing '{}' with a snapshot", self.name())))
     }
 
     /// Reads a range: whole, and every block of it verified.

@@ -107,7 +107,8 @@ impl Drop for Entry {
 fn may_listen(config: &ReceiverConfig) -> Result<()> {
     let authorities = config.tls.client_authorities.is_some();
     if !config.clients.is_empty() && !authorities {
-        let text = "clients can only be told apart by certificates: name the authorities that sign them (--tls-client-ca)";
+        let text =
+            "clients can only be told apart by certificates: name the authorities that sign them (--tls-client-ca)";
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     if authorities || config.listen.ip().to_canonical().is_loopback() {

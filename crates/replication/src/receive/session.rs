@@ -139,7 +139,8 @@ impl Sessions {
         if let Some(text) = &offer.attachment {
             self.attachments.check(text, &names)?;
         }
-        let new = NewReception { sender, disks: offer.disks, attachment: offer.attachment };
+        let new =
+            NewReception { sender, disks: offer.disks, attachment: offer.attachment, resume_only: offer.resume_only };
         let deadline = Instant::now() + TAKEOVER_MAX;
         loop {
             match self.datastore.receive(&new) {
@@ -176,7 +177,8 @@ pub(super) fn serve<S: ByteStream>(
         admitted(&line.stream)?;
         let Message::Hello { versions, program } = first else { return Err(first.clone().into_error()) };
         let version = VERSIONS.into_iter().find(|version| versions.contains(version)).ok_or_else(|| {
-            let text = format!("this server speaks the versions {VERSIONS:?} of the protocol, '{program}' {versions:?}");
+            let text =
+                format!("this server speaks the versions {VERSIONS:?} of the protocol, '{program}' {versions:?}");
             Error::new(ErrorKind::Unsupported, text)
         })?;
         line.establish();

@@ -64,7 +64,8 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
             }
             Kind::Segment => {
                 let bytes = line.number(&head)?;
-                let fits = |segment: &Segment| (segment.disk, segment.number, segment.bytes) == (head.disk, number, bytes);
+                let fits =
+                    |segment: &Segment| (segment.disk, segment.number, segment.bytes) == (head.disk, number, bytes);
                 if !segment.take().as_ref().is_some_and(fits) {
                     return wrong("ended a segment that it has not sent");
                 }

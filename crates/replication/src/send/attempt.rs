@@ -141,7 +141,8 @@ impl<'a> Attempt<'a> {
             }
         };
         let disks = shipment.disks.iter().map(offer).collect();
-        let offer = Message::Offer(Offer { disks, attachment: shipment.attachment.clone() });
+        let offer =
+            Message::Offer(Offer { disks, attachment: shipment.attachment.clone(), resume_only: shipment.resume_only });
         let config = options.tls.load()?;
         let pace = Pace::new(options.rate);
         Ok(Self { shipment, remote, options, progress, config, server, offer, pace, arrived: 0, resumed: None })
@@ -188,7 +189,8 @@ impl<'a> Attempt<'a> {
         match introduce().map_err(Failed::happened)? {
             Message::Welcome { version, .. } if VERSIONS.contains(&version) => {}
             Message::Welcome { version, program } => {
-                let text = format!("'{program}' there speaks version {version} of the protocol, and this is {VERSIONS:?}");
+                let text =
+                    format!("'{program}' there speaks version {version} of the protocol, and this is {VERSIONS:?}");
                 return Err(Failed::Refused(Error::new(ErrorKind::Unsupported, text)));
             }
             other => return Err(Failed::told(other.into_error())),

@@ -48,6 +48,8 @@ pub struct Shipment {
     pub incremental: bool,
     /// A disk of that name that is there is brought up to date.
     pub update: bool,
+    /// Only if the receiver still has the beginning; `NotFound` otherwise.
+    pub resume_only: bool,
 }
 
 /// How it is sent.
@@ -127,7 +129,10 @@ pub fn send(shipment: &Shipment, remote: &Remote, options: &SendOptions, progres
 
 /// The error of a sender that is not wanted any more.
 fn stopped() -> Error {
-    Error::new(ErrorKind::Interrupted, "stopped on request; what has arrived is kept, the same command goes on from there")
+    Error::new(
+        ErrorKind::Interrupted,
+        "stopped on request; what has arrived is kept, the same command goes on from there",
+    )
 }
 
 fn wait(pause: Duration, progress: &dyn Progress) -> Result<()> {

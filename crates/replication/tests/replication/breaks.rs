@@ -1,6 +1,6 @@
 //! Lines that break, servers that stop: what has arrived stays, what is not whole is not to be seen.
 
-use crate::site::{same, Keys, Line, Random, Site, furnished, options, remote, remote_at, scribble};
+use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
 use disk::transfer::SEGMENT;
 use disk::{ErrorKind, NoProgress, Progress};
 use replication::send;
@@ -74,8 +74,7 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     let mut slow = options(&keys, 2);
     slow.rate = 12 << 20;
     let until = Until { bytes: total / 3, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    let error =
-        send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
+    let error = send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
     drop(receiver);
     assert_eq!(there.datastore.disk("web").unwrap_err().kind(), ErrorKind::NotFound);
@@ -127,7 +126,8 @@ fn an_abandoned_reception_can_be_given_up() {
     there.check();
     let there = there.reopen();
     assert!(there.datastore.receptions().unwrap().is_empty());
-    let left = std::fs::read_dir(there.path()).unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+    let left =
+        std::fs::read_dir(there.path()).unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
     assert!(!left.into_iter().any(|name| name.starts_with("reception-")));
     there.check();
 }

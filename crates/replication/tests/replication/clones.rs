@@ -1,6 +1,6 @@
 //! What is sent is what arrives, and nothing is sent that need not be.
 
-use crate::site::{same, Keys, Random, Site, furnished, options, remote, scribble, write};
+use crate::site::{Keys, Random, Site, furnished, options, remote, same, scribble, write};
 use disk::transfer::SEGMENT;
 use disk::{ErrorKind, NoProgress, Point, Provisioning};
 use replication::send;
@@ -25,7 +25,7 @@ fn a_full_clone_moves_what_is_allocated_and_nothing_else() {
         assert_eq!(sent.data, mapped(&here, "web@monday"));
         assert!(sent.wire > sent.data && sent.wire < sent.data + sent.data / 20 + (64 << 10), "{sent:?}");
         assert_eq!((sent.incremental, sent.reconnects, sent.resumed), (0, 0, 0));
-        assert_eq!(sent.disks, [name.clone()]);
+        assert_eq!(sent.disks, std::slice::from_ref(&name));
         same(&there.content(&name), &here.content("web@monday"));
         same(&there.content(&format!("{name}@monday")), &here.content("web@monday"));
         let info = there.datastore.disk(&name).unwrap();

@@ -1,6 +1,6 @@
 //! Peers that lie, on either side: a clear end, and nothing of anybody's lost.
 
-use crate::site::{same, Keys, Random, Site, furnished, options, remote_at};
+use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
 use disk::{ErrorKind, NoProgress, Provisioning};
 use replication::frame::{Head, Kind};
@@ -41,7 +41,7 @@ fn arrival(name: &str, capacity: u64) -> NewArrival {
 }
 
 fn offer(line: &mut Line, disk: NewArrival) -> Message {
-    line.tell(&Message::Offer(Offer { disks: vec![disk], attachment: None })).unwrap();
+    line.tell(&Message::Offer(Offer { disks: vec![disk], attachment: None, resume_only: false })).unwrap();
     line.hear().unwrap()
 }
 
@@ -73,7 +73,8 @@ fn data_that_cannot_be_is_refused() {
     let block = Random(1).bytes(4096);
     let eight = |number: u64| number.to_le_bytes().to_vec();
     let frame = |kind, disk, offset, payload: &[u8]| (Head::of(kind, disk, offset, payload), payload.to_vec());
-    let lies: Vec<(&str, Vec<(Head, Vec<u8>)>)> = vec![
+    type Frames = Vec<(Head, Vec<u8>)>;
+    let lies: Vec<(&str, Frames)> = vec![
         ("a wrong checksum", vec![(Head { checksum: 7, ..frame(Kind::Data, 0, 0, &block).0 }, block.clone())]),
         ("behind the end", vec![frame(Kind::Data, 0, 2 * SEGMENT + 4096, &block)]),
         ("over the end", vec![frame(Kind::Data, 0, 2 * SEGMENT, &[7; 8192])]),
@@ -168,7 +169,11 @@ fn offers_that_cannot_be_are_refused() {
         assert!(matches!(answer, Message::Failure { ref kind, .. } if kind == "invalid"), "{bad:?}: {answer:?}");
     }
     let mut control = dial(&keys, &receiver);
-    let machine = Message::Offer(Offer { disks: vec![good.clone()], attachment: Some("name = \"web\"".into()) });
+    let machine = Message::Offer(Offer {
+        disks: vec![good.clone()],
+        attachment: Some("name = \"web\"".into()),
+        resume_only: false,
+    });
     control.tell(&machine).unwrap();
     assert!(matches!(control.hear().unwrap(), Message::Failure { kind, .. } if kind == "unsupported"));
     // A token is not to be guessed, and a first word not to be left out.

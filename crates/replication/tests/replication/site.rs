@@ -149,7 +149,14 @@ impl Site {
             name: (*name).to_owned(),
             uuid: format!("0f0e0d0c-0b0a-4908-8706-{:012x}", hash(name) as u64 + number as u64),
         });
-        Shipment { disks: disks.collect(), attachment: None, keep: true, incremental: false, update: false }
+        Shipment {
+            disks: disks.collect(),
+            attachment: None,
+            keep: true,
+            incremental: false,
+            update: false,
+            resume_only: false,
+        }
     }
 }
 
