@@ -11,6 +11,7 @@ pub mod migrate;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
+pub mod remote;
 pub mod snapshots;
 pub mod speed;
 pub mod thin;
@@ -65,6 +66,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
+        Study::Remote => remote::measure(setting),
         Study::All => Ok(Outcome::default()),
     }
 }

@@ -51,13 +51,15 @@ pub enum Study {
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
     Migrate,
+    /// A clone at another server over TLS against one on the spot; a second one after 5 % change (vm bar 5)
+    Remote,
     /// All of them
     All,
 }
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 13] = [
+    pub const EACH: [Study; 14] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -71,6 +73,7 @@ impl Study {
         Study::ReclaimSesparse,
         Study::Consolidate,
         Study::Migrate,
+        Study::Remote,
     ];
 
     /// Name of the subcommand.
@@ -89,6 +92,7 @@ impl Study {
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
+            Study::Remote => "remote",
             Study::All => "all",
         }
     }
