@@ -15,6 +15,8 @@ pub mod remote;
 pub mod snapshots;
 pub mod speed;
 pub mod thin;
+pub mod vm_full;
+pub mod vm_linked;
 pub mod wide;
 
 use crate::error::{Error, Result};
@@ -66,6 +68,8 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::ReclaimSesparse => reclaim_sesparse::measure(setting),
         Study::Consolidate => consolidate::measure(setting),
         Study::Migrate => migrate::measure(setting),
+        Study::VmLinked => vm_linked::measure(setting),
+        Study::VmFull => vm_full::measure(setting),
         Study::Remote => remote::measure(setting),
         Study::All => Ok(Outcome::default()),
     }

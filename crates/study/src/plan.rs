@@ -51,6 +51,10 @@ pub enum Study {
     Consolidate,
     /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
     Migrate,
+    /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB (machines' bar 1)
+    VmLinked,
+    /// Full clones of machines against cp, off and running (machines' bar 5)
+    VmFull,
     /// A clone at another server over TLS against one on the spot; a second one after 5 % change (vm bar 5)
     Remote,
     /// All of them
@@ -59,7 +63,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 14] = [
+    pub const EACH: [Study; 16] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -73,6 +77,8 @@ impl Study {
         Study::ReclaimSesparse,
         Study::Consolidate,
         Study::Migrate,
+        Study::VmLinked,
+        Study::VmFull,
         Study::Remote,
     ];
 
@@ -92,6 +98,8 @@ impl Study {
             Study::ReclaimSesparse => "reclaim-sesparse",
             Study::Consolidate => "consolidate",
             Study::Migrate => "migrate",
+            Study::VmLinked => "vm-linked",
+            Study::VmFull => "vm-full",
             Study::Remote => "remote",
             Study::All => "all",
         }

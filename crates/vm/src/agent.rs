@@ -40,12 +40,17 @@ pub struct Ended {
 impl Agent {
     /// The agent behind a socket; `None` when none answers within `patience`.
     pub fn connect(socket: &Path, patience: Duration) -> Result<Option<Self>> {
+        let begun = Instant::now();
+        match Client::connect_plain(socket, patience) {
+            Ok(client) => Self::over(client, patience.saturating_sub(begun.elapsed())),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The agent at the other end of a connection; `None` when none answers within `patience`.
+    pub fn over(mut client: Client, patience: Duration) -> Result<Option<Self>> {
         let deadline = Instant::now() + patience;
-        let mut client = match Client::connect_plain(socket, patience) {
-            Ok(client) => client,
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
         // Never zero, so that it is told apart from what an agent answers to garbage.
         let number = u64::from(std::process::id()) << 20 | (deadline.elapsed().as_nanos() as u64 & 0xf_ffff) | 1;
         // The byte ends whatever half a line is on its way.

@@ -3,7 +3,7 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
-use crate::machine::{Change, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
+use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
@@ -41,6 +41,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     if let Some(id) = freeze::frozen(machine)? {
         let image = images.get(&id)?;
         let mut successor = child::set_up(change, machines, &image, features)?;
+        let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
         // From here on its disks may move on: nobody may start it from the image again.
         remove_if_there(&machine.folder().join("frozen"))?;
@@ -58,6 +59,8 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         record: MemoryRecord::Own(file.clone()),
         incoming: false,
     };
+    // Killed from here on, it is off or it executes, but not something between the two.
+    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = change.set_up(start).and_then(|successor| change.take_over(&successor).map(|()| successor));
     match begun {
         Ok(mut successor) => go(&mut successor, paused),
@@ -155,5 +158,7 @@ pub fn pause(change: &Change) -> Result<()> {
 /// Lets it go on.
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
+    // A start from an image that was killed half-way is carried on: the disks move on from here.
+    remove_if_there(&change.machine().folder().join("frozen"))?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

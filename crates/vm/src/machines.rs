@@ -120,7 +120,9 @@ impl Machines {
 
     /// A folder for something that may not come to its end, with what goes then.
     fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
-        let folder = self.folder.join(format!("{prefix}{}", Uuid::new()?));
+        // Short: sockets lie in it, and their paths may have only so many bytes.
+        let id: String = Uuid::new()?.to_string().chars().take(8).collect();
+        let folder = self.folder.join(format!("{prefix}{id}"));
         let made = || format!("making '{}'", folder.display());
         let lock = {
             let _others = self.lock()?;

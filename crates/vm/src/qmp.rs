@@ -52,11 +52,7 @@ impl Client {
     /// Connects to QEMU's monitor, waiting until the socket is there, and agrees on the protocol.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self> {
         let mut client = Self::connect_plain(path, patience)?;
-        let greeting = client.line(Instant::now() + patience)?;
-        if greeting.get("QMP").is_none() {
-            return Err(client.odd(&greeting));
-        }
-        client.execute("qmp_capabilities", json!({}))?;
+        client.greet()?;
         Ok(client)
     }
 
@@ -70,8 +66,22 @@ impl Client {
                 Err(e) => return Err(Error::io(format!("connecting to '{}'", path.display()), e)),
             }
         };
+        Self::over(stream, path, patience)
+    }
+
+    /// Talks over a connection that is there; errors call the peer `path`.
+    pub fn over(stream: UnixStream, path: &Path, patience: Duration) -> Result<Self> {
         stream.set_write_timeout(Some(patience.max(CONNECT_INTERVAL))).during(|| "setting up a connection".into())?;
         Ok(Self { stream, path: path.into(), unread: Vec::new(), events: VecDeque::new(), patience, number: 0 })
+    }
+
+    /// Awaits the greeting of a monitor, and agrees on the protocol.
+    pub fn greet(&mut self) -> Result<()> {
+        let greeting = self.line(Instant::now() + self.patience)?;
+        if greeting.get("QMP").is_none() {
+            return Err(self.odd(&greeting));
+        }
+        self.execute("qmp_capabilities", json!({})).map(drop)
     }
 
     /// How long an answer may take from now on.

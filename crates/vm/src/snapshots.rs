@@ -274,12 +274,16 @@ fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: Sta
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
     host.disks().snapshot(of)?;
-    state::save(&mut monitor, features, &new.join("state"))?;
-    let target = new.join("memory");
+    let (state, target) = (new.join("state"), new.join("memory"));
     match machine.memory()? {
-        MemoryRecord::Own(file) => keep(&file, &target)?,
+        MemoryRecord::Own(file) => {
+            state::save(&mut monitor, features, &state)?;
+            keep(&file, &target)?;
+        }
         MemoryRecord::Image(id) => {
-            let image = host.images().get(&id)?.record.memory;
+            let began = host.images().get(&id)?;
+            state::save_above(&mut monitor, features, &began.state(), &state)?;
+            let image = began.record.memory;
             let copy = pages::copy_file(&image, &target)?;
             pages::copy_changed(process.pid(), &image, &copy)?;
             copy.sync_all().during(|| format!("writing '{}'", target.display()))?;

@@ -26,6 +26,7 @@ mod image;
 mod source;
 mod target;
 
+pub(crate) use copy::copy as copy_all;
 pub use copy::{Piece, Pieces, Run, Sink, Source, Zeros};
 pub use device::{DeviceSink, DeviceSource};
 pub use format::{SourceFormat, TargetFormat};

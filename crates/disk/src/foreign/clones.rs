@@ -2,20 +2,13 @@
 
 use super::snapshots::TEMPORARY;
 use super::{ChainedDevice, Entry, Foreign, Watched};
-use crate::device::{Allocation, Device};
+use crate::convert::{DeviceSink, DeviceSource, copy_all};
+use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
 use crate::progress::Progress;
-use backend::Buffer;
 use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
 use vmdk::CloneReference;
-
-/// Bytes copied at a time.
-const COPY_PIECE: u64 = 1 << 20;
-/// Bytes whose allocation is looked at at a time.
-const COPY_WINDOW: u64 = 1 << 30;
-/// Runs asked for at a time.
-const COPY_RUNS: usize = 1024;
 
 impl Foreign {
     /// Linked clones of a disk that are there now: those made elsewhere are believed in, for nobody here can look.
@@ -141,10 +134,11 @@ impl Foreign {
         let made = vmdk::Disk::create(home, &new, &self.options, &Watched(&crate::NoProgress));
         let outcome = made.and_then(|disk| {
             let target = ChainedDevice::new(name, disk.chain()?);
-            match copy_allocated(&source, &target, progress).and_then(|()| target.flush()) {
-                Ok(()) => Ok(disk),
+            // Whoever made the disk deletes it.
+            let sink = DeviceSink::new(Arc::new(target), Box::new(|_| Ok(())));
+            match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), 0, progress) {
+                Ok(_) => Ok(disk),
                 Err(error) => {
-                    drop(target);
                     disk.delete()?;
                     Err(error)
                 }
@@ -163,33 +157,4 @@ impl Foreign {
             }
         }
     }
-}
-
-/// Copies what holds data into a disk that reads as zeros.
-fn copy_allocated(source: &dyn Device, target: &dyn Device, progress: &dyn Progress) -> Result<()> {
-    let capacity = source.capacity();
-    let mut at = 0;
-    while at < capacity {
-        let window = COPY_WINDOW.min(capacity - at);
-        for run in source.status(at, window, COPY_RUNS)? {
-            let end = at + run.length;
-            while run.allocation == Allocation::Data && at < end {
-                if progress.cancelled() {
-                    return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
-                }
-                // Pieces end at borders of blocks, where a write needs nothing filled up.
-                let piece = (end - at).min(COPY_PIECE - at % COPY_PIECE);
-                let bytes = source.read(at, piece as usize)?;
-                let skip = (at % backend::BLOCK_SIZE as u64) as usize;
-                let mut buffer = Buffer::with_bytes(skip + bytes.len());
-                buffer[skip..skip + bytes.len()].copy_from_slice(&bytes);
-                target.write(at, buffer, bytes.len(), false)?;
-                at += piece;
-                progress.update(at, capacity);
-            }
-            at = end;
-        }
-        progress.update(at, capacity);
-    }
-    Ok(())
 }

@@ -51,6 +51,7 @@ fn report(outcome: &Outcome, way: Way, form: Form) -> Result<End, End> {
         let made = |one: &Made| {
             json!({
                 "name": one.name, "running_ms": one.running.map(millis), "without_identity": one.without_identity,
+                "same_randomness": one.same_randomness,
             })
         };
         let value = json!({
@@ -82,6 +83,15 @@ fn report(outcome: &Outcome, way: Way, form: Form) -> Result<End, End> {
         let _ = writeln!(
             std::io::stderr(),
             "lamina: {without} of {} take themselves for their parent: {why}",
+            outcome.made.len()
+        );
+    }
+    let same = outcome.made.iter().filter(|one| one.same_randomness).count();
+    if same > 0 {
+        let _ = writeln!(
+            std::io::stderr(),
+            "lamina: {same} of {} may draw their parent's random numbers for up to a minute: their guests have neither \
+             reseed-kernel nor Perl nor Python to have the kernel start over",
             outcome.made.len()
         );
     }

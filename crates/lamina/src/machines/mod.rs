@@ -85,8 +85,8 @@ pub fn run(datastore: &Path, arguments: VmArguments, form: Form) -> std::result:
             None => clones::run(&host, &clone, form),
         },
         VmCommand::Freeze { name } => freeze(&host, &name, form),
-        VmCommand::Console { name, log, quiet } => {
-            console::attach(&host.machines().get(&name)?, log, Duration::from_secs(quiet))
+        VmCommand::Console { name, said, quiet } => {
+            console::attach(&host.machines().get(&name)?, said, Duration::from_secs(quiet))
         }
         VmCommand::Exec { name, input, timeout, command } => {
             let machine = host.machines().get(&name)?;

@@ -11,7 +11,7 @@ use crate::instant::image::Image;
 use crate::instant::{child, freeze, running};
 use crate::machine::{Hold, Machine, State};
 use crate::machines::{Making, Snapshot};
-use crate::personality;
+use crate::personality::{self, Given};
 use backend::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde_json::json;
@@ -118,17 +118,19 @@ fn run(
     change.take_over(&successor)?;
     successor.monitor.execute("cont", json!({}))?;
     let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&heir.name) };
-    let answers = match (options.inside, agent) {
-        (Inside::Kept, _) => true,
-        (_, Some(false)) => false,
-        (_, agent) => become_itself(&machine, heir, agent)?,
-    };
-    if !answers {
-        if options.inside == Inside::Required {
-            return Err(Error::new(ErrorKind::Invalid, no_agent(&heir.name)));
-        }
-        made.without_identity = Some("no guest agent answers; its network is unplugged".into());
-        return Ok(made);
+    if options.inside != Inside::Kept {
+        let given = match agent {
+            Some(false) => None,
+            agent => become_itself(&machine, heir, agent)?,
+        };
+        let Some(given) = given else {
+            if options.inside == Inside::Required {
+                return Err(Error::new(ErrorKind::Invalid, no_agent(&heir.name)));
+            }
+            made.without_identity = Some("no guest agent answers; its network is unplugged".into());
+            return Ok(made);
+        };
+        made.same_randomness = !given.reseeded;
     }
     for index in 0..heir.networks.len() {
         successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
@@ -136,12 +138,12 @@ fn run(
     Ok(made)
 }
 
-/// The guest gets its identity; false when it has no agent.
-fn become_itself(machine: &Machine, heir: &Definition, agent: Option<bool>) -> Result<bool> {
+/// The guest gets its identity; `None` when it has no agent.
+fn become_itself(machine: &Machine, heir: &Definition, agent: Option<bool>) -> Result<Option<Given>> {
     let patience = if agent == Some(true) { AGENT_PATIENCE } else { PARENT_PATIENCE };
     let agent: Option<Agent> = machine.agent(patience)?;
     match agent {
-        Some(mut agent) => personality::give(&mut agent, heir).map(|()| true),
-        None => Ok(false),
+        Some(mut agent) => personality::give(&mut agent, heir).map(Some),
+        None => Ok(None),
     }
 }

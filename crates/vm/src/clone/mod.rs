@@ -66,11 +66,13 @@ pub struct Made {
     pub running: Option<Duration>,
     /// Why its guest does not have a new identity, where it should.
     pub without_identity: Option<String>,
+    /// Its guest's kernel could not be told to start its random numbers anew, and does so only within a minute.
+    pub same_randomness: bool,
 }
 
 impl Made {
     fn plain(name: &str) -> Self {
-        Self { name: name.to_owned(), running: None, without_identity: None }
+        Self { name: name.to_owned(), running: None, without_identity: None, same_randomness: false }
     }
 }
 

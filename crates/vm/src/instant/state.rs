@@ -148,8 +148,8 @@ fn join(began: &Path, devices: &Path, file: &Path) -> Result<()> {
     fs::write(file, joined).during(|| format!("writing '{}'", file.display()))
 }
 
-/// The state with what precedes the devices in one and the devices of the other.
-fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
+/// The state with what precedes the devices in one and the devices of the other; `None` where these do not fit.
+pub fn joined(began: &[u8], devices: &[u8]) -> Option<Vec<u8>> {
     let first = first_device(devices)?;
     if began.get(..HEADER)? != devices.get(..HEADER)? || devices.last() != Some(&END) {
         return None;

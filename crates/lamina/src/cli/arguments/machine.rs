@@ -182,7 +182,7 @@ pub enum VmCommand {
         name: String,
         /// Print what the console has said so far, and end.
         #[arg(long)]
-        log: bool,
+        said: bool,
         /// End after so many seconds without output, where input is no terminal and has ended.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "3")]
         quiet: u64,

@@ -1,0 +1,130 @@
+//! A served datastore with machines that boot nothing: all that matters here is around them.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+use crate::process::{Done, Serving, Store};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Enough for the firmware, which finds nothing to boot and waits.
+pub const MEMORY: &str = "32M";
+
+/// The datastore and its server. Its machines are ended with it.
+pub struct Fleet {
+    pub store: Store,
+    pub server: Option<Serving>,
+    memory: tempfile::TempDir,
+}
+
+impl Fleet {
+    pub fn new() -> Self {
+        let (store, memory) = (Store::new(), tempfile::tempdir_in("/dev/shm").unwrap());
+        let server = Some(store.serve(""));
+        Self { store, server, memory }
+    }
+
+    /// A command about machines, not started yet.
+    pub fn command(&self, arguments: &str) -> Command {
+        let mut command = self.store.command(&format!("vm {arguments}"));
+        command.env("LAMINA_MEMORY", self.memory.path());
+        command
+    }
+
+    pub fn run(&self, arguments: &str) -> Done {
+        self.command(arguments).output().unwrap().into()
+    }
+
+    /// A machine with a disk of its own; without network cards.
+    pub fn make(&self, name: &str, disk: &str) {
+        self.run(&format!("create {name} --memory {MEMORY} --disk-size {disk} --network none")).ok();
+    }
+
+    /// All machines by name, as `list` tells them.
+    pub fn list(&self) -> BTreeMap<String, Value> {
+        let list = self.run("list --json").json();
+        let machines = list["machines"].as_array().unwrap().iter();
+        machines.map(|one| (one["name"].as_str().unwrap().to_owned(), one.clone())).collect()
+    }
+
+    pub fn names(&self) -> Vec<String> {
+        self.list().into_keys().collect()
+    }
+
+    pub fn state(&self, name: &str) -> String {
+        self.show(name)["state"].as_str().unwrap().to_owned()
+    }
+
+    pub fn show(&self, name: &str) -> Value {
+        self.run(&format!("show {name} --json")).json()
+    }
+
+    /// All disks of the datastore.
+    pub fn disks(&self) -> BTreeSet<String> {
+        let list = self.store.run("disk list --json").json();
+        list["disks"].as_array().unwrap().iter().map(|disk| disk["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// All snapshots of the datastore: `disk@snapshot`, and how many clones stand on each.
+    pub fn snapshots(&self) -> BTreeMap<String, usize> {
+        let list = self.store.run("snapshot list --json").json();
+        let of = |one: &Value| {
+            let name = format!("{}@{}", one["disk"].as_str().unwrap(), one["name"].as_str().unwrap());
+            (name, one["clones"].as_array().unwrap().len())
+        };
+        list["snapshots"].as_array().unwrap().iter().map(of).collect()
+    }
+
+    pub fn folder(&self) -> PathBuf {
+        self.store.path().join("machines")
+    }
+
+    /// Folders of machines that are half made or half deleted.
+    pub fn unfinished(&self) -> Vec<String> {
+        let names = crate::process::files(&self.folder());
+        names.into_iter().filter(|name| name.starts_with(".new-") || name.starts_with(".old-")).collect()
+    }
+
+    /// Files that hold memory of machines.
+    pub fn memory_files(&self) -> usize {
+        let folders = std::fs::read_dir(self.memory.path()).unwrap();
+        folders.map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap().count()).sum()
+    }
+
+    /// Processes that work on this datastore's machines: process number and name of the machine.
+    pub fn processes(&self) -> BTreeMap<u32, String> {
+        processes(&self.folder())
+    }
+}
+
+/// QEMUs whose sockets are in a folder.
+fn processes(folder: &Path) -> BTreeMap<u32, String> {
+    let mut found = BTreeMap::new();
+    let folder = folder.to_str().unwrap();
+    for entry in std::fs::read_dir("/proc").unwrap() {
+        let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        // Whoever ends meanwhile has no command line any more.
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let words: Vec<String> =
+            line.split(|byte| *byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
+        if !words.iter().any(|word| word.contains(folder)) || !words[0].contains("qemu-system") {
+            continue;
+        }
+        let name = words.iter().skip_while(|word| *word != "-name").nth(1).unwrap();
+        found.insert(pid, name.split(',').next().unwrap().to_owned());
+    }
+    found
+}
+
+impl Drop for Fleet {
+    fn drop(&mut self) {
+        for (pid, name) in self.processes() {
+            if std::thread::panicking() {
+                eprintln!("ending machine {name}, process {pid}");
+            }
+            let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Machines with a real guest, for tests: a served datastore, and the guest of `scripts/guest` in it.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+use crate::process::{Done, Serving, Store, tool};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// How long a guest may take for anything, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(240);
+
+/// The guest's folder, made at need.
+pub fn guest() -> &'static Path {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+        // Beside what cargo builds, whichever folder that is.
+        let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
+        tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
+        folder
+    })
+}
+
+/// A served datastore, and all machines that run on it.
+pub struct Room {
+    pub store: Store,
+    server: Option<Serving>,
+}
+
+impl Room {
+    pub fn new() -> Self {
+        let store = Store::new();
+        let server = Some(store.serve(""));
+        Self { store, server }
+    }
+
+    pub fn run(&self, arguments: &str) -> Done {
+        self.store.run(arguments)
+    }
+
+    /// Makes and starts a machine with a guest; `append` goes to its kernel's command line. It is up when this returns.
+    pub fn boot(&self, name: &str, memory: &str, append: &str) {
+        let [kernel, initrd] = ["vmlinuz", "vm-initrd"].map(|file| guest().join(file));
+        let line = format!("console=ttyS0 quiet panic=-1 {append}");
+        let mut command = self.store.command(&format!("vm create {name} --memory {memory} --disk-size 1G --start"));
+        command.arg("--kernel").arg(kernel).arg("--initrd").arg(initrd).args(["--append", &line]);
+        let done: Done = command.output().unwrap().into();
+        done.ok();
+        self.until_says(name, "guest: up");
+        if !append.contains("noagent") {
+            self.until_answers(name);
+        }
+    }
+
+    /// What the console said.
+    pub fn console(&self, name: &str) -> String {
+        self.run(&format!("vm console {name} --said")).stdout
+    }
+
+    pub fn until_says(&self, name: &str, words: &str) {
+        self.until(&format!("{name} says '{words}'"), || self.console(name).contains(words));
+    }
+
+    pub fn until_answers(&self, name: &str) {
+        self.until(&format!("{name}'s agent answers"), || self.run(&format!("vm exec {name} -- /bin/true")).code == 0);
+    }
+
+    /// Waits for something that must become true; what all consoles said if it does not.
+    #[track_caller]
+    pub fn until(&self, what: &str, mut condition: impl FnMut() -> bool) {
+        let begin = Instant::now();
+        while !condition() {
+            if begin.elapsed() >= PATIENCE {
+                let said = self.names().into_iter().map(|name| format!("{name}: {}", self.console(&name)));
+                panic!("waited too long until {what}: {}", said.collect::<String>());
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// Runs a line in the guest's shell: what it printed.
+    #[track_caller]
+    pub fn shell(&self, name: &str, line: &str) -> String {
+        let mut command = self.store.command(&format!("vm exec {name} -- /bin/sh -c"));
+        let done: Done = command.arg(line).output().unwrap().into();
+        assert_eq!(done.code, 0, "{name}: {line}: {done:?}");
+        done.stdout.trim().to_string()
+    }
+
+    #[track_caller]
+    pub fn show(&self, name: &str) -> Value {
+        self.run(&format!("vm show {name} --json")).json()
+    }
+
+    pub fn state(&self, name: &str) -> String {
+        self.show(name)["state"].as_str().unwrap().to_string()
+    }
+
+    /// The machines.
+    pub fn names(&self) -> Vec<String> {
+        let list = self.run("vm list --json").json();
+        list["machines"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_string()).collect()
+    }
+
+    /// The disks.
+    pub fn disks(&self) -> BTreeSet<String> {
+        let list = self.run("disk list --json").json();
+        let disks = list.as_array().or_else(|| list["disks"].as_array()).unwrap();
+        disks.iter().map(|one| one["name"].as_str().unwrap().to_string()).collect()
+    }
+
+    /// The last number that the guest's workload counted to; `None` before the first.
+    pub fn tick(&self, name: &str) -> Option<u64> {
+        ticks(&self.console(name)).last().copied()
+    }
+
+    /// Waits until the guest has counted on a little: it executes.
+    #[track_caller]
+    pub fn until_counts(&self, name: &str) {
+        let now = self.tick(name);
+        self.until(&format!("{name} counts on from {now:?}"), || self.tick(name) > now);
+    }
+
+    /// The guest's memory is as its workload wrote it.
+    #[track_caller]
+    pub fn memory_is_right(&self, name: &str) {
+        let told = |console: &str| console.matches("workload: memory as it must be").count();
+        let before = told(&self.console(name));
+        self.shell(name, "killall -USR1 workload");
+        self.until(&format!("{name} has looked at its memory"), || {
+            let console = self.console(name);
+            assert!(!console.contains("WRONG"), "{name}: {console}");
+            told(&console) > before
+        });
+    }
+
+    /// Asks QEMU's monitor.
+    pub fn ask(&self, name: &str, command: &str) -> Value {
+        use std::io::{BufRead, BufReader, Write};
+        let socket = self.show(name)["monitor"].as_str().unwrap().to_string();
+        let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
+        stream.write_all(format!("{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"{command}\",\"id\":7}}").as_bytes()).unwrap();
+        let lines = BufReader::new(stream).lines();
+        let mut answers = lines.map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
+        answers.find(|answer| answer["id"] == 7).unwrap()["return"].clone()
+    }
+
+    /// Bytes of the guest's memory that a machine has for itself.
+    pub fn own_memory(&self, name: &str) -> u64 {
+        let pid = &self.show(name)["pid"];
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+        let mut of_guest = false;
+        let mut kib = 0;
+        for line in maps.lines() {
+            // Mappings begin with their addresses, and what is said about them with a capital letter.
+            if line.starts_with(|first: char| first.is_ascii_digit() || first.is_ascii_lowercase()) {
+                of_guest = line.contains("/image-");
+            } else if let (true, Some(rest)) = (of_guest, line.strip_prefix("Anonymous:")) {
+                kib += rest.trim().trim_end_matches(" kB").parse::<u64>().unwrap();
+            }
+        }
+        kib << 10
+    }
+
+    /// Folders and files that machines leave in memory.
+    pub fn memory_files(&self) -> Vec<String> {
+        use std::os::unix::fs::MetadataExt;
+        let store = std::fs::metadata(self.store.path()).unwrap();
+        let folder = format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino());
+        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    }
+
+    /// Images of instant clones.
+    pub fn images(&self) -> Vec<String> {
+        crate::process::files(&self.store.path().join("memory-images"))
+    }
+
+    /// Ends everything; nothing is wrong with what is left.
+    pub fn close(mut self) {
+        self.end_machines();
+        assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
+        self.store.is_clean();
+    }
+
+    fn end_machines(&self) {
+        for name in self.names() {
+            self.run(&format!("vm stop {name} --force"));
+        }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if self.server.is_some() {
+            // After a failure, too, no process outlives its test.
+            self.end_machines();
+        }
+        use std::os::unix::fs::MetadataExt;
+        if let Ok(store) = std::fs::metadata(self.store.path()) {
+            let _ = std::fs::remove_dir_all(format!(
+                "/dev/shm/lamina-{}-{:x}-{:x}",
+                store.uid(),
+                store.dev(),
+                store.ino()
+            ));
+        }
+    }
+}
+
+/// The numbers that a console counted.
+pub fn ticks(console: &str) -> Vec<u64> {
+    // A line may be cut short at the end.
+    let whole = console.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    whole.lines().filter_map(|line| line.trim().strip_prefix("tick ")?.parse().ok()).collect()
+}

@@ -1,0 +1,300 @@
+//! Machines as their users see them: made, started, cloned, reverted, deleted. They boot nothing; what a guest notices
+//! is tested with one in `crates/vm`.
+
+#![allow(clippy::unwrap_used)]
+
+mod fleet;
+mod nbd;
+mod pattern;
+mod process;
+
+use fleet::{Fleet, MEMORY};
+use nbd::Client;
+use process::{lamina, wait};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::process::Stdio;
+
+const MIB: u64 = 1 << 20;
+
+/// Writes a megabyte that tells where it was written and when.
+fn write(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
+    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
+    client.write(at, &pattern::bytes(seed, MIB as usize)).unwrap();
+    client.flush().unwrap();
+}
+
+#[track_caller]
+fn holds(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
+    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
+    assert!(client.read(at, MIB as u32).unwrap() == pattern::bytes(seed, MIB as usize), "{disk} at {at}: not {seed}");
+}
+
+#[test]
+fn a_machine_from_its_making_to_its_end() {
+    let mut fleet = Fleet::new();
+    fleet.make("web", "64M");
+    fleet.run("create web").fails(1, "there is a machine 'web' already");
+    fleet.run("create db --disk web").fails(4, "disk 'web' is machine 'web's");
+    fleet.run("create db --disk nothing").fails(3, "there is no disk 'nothing'");
+    fleet.run("create we_b").fails(2, "cannot name a machine");
+    fleet.run("create db --kernel /nowhere/vmlinuz").fails(3, "/nowhere/vmlinuz");
+    fleet.run("create db --memory 1M").fails(2, "whole MiB from 16 MiB");
+    let shown = fleet.show("web");
+    assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
+    assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }]));
+    assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
+    // Nobody serves: said with what to do, and nothing is left.
+    fleet.server.take().unwrap().stop("TERM");
+    fleet.run("start web").fails(1, "run 'lamina serve");
+    assert_eq!((fleet.names(), fleet.memory_files()), (vec!["web".to_string()], 0));
+    fleet.server = Some(fleet.store.serve(""));
+
+    fleet.run("start web --paused").ok();
+    assert_eq!(fleet.state("web"), "paused");
+    fleet.run("resume web").ok();
+    assert_eq!(fleet.state("web"), "running");
+    fleet.run("start web").fails(1, "runs already");
+    fleet.run("delete web").fails(4, "stop it first");
+    fleet.run("pause web").ok();
+    fleet.run("stop web").fails(2, "paused and cannot hear");
+    fleet.run("resume web").ok();
+    fleet.run("stop web --timeout 0").fails(4, "it still runs");
+    fleet.run("exec web -- true").fails(1, "no agent answers");
+    assert_eq!(fleet.processes().len(), 1);
+    fleet.run("stop web --force").ok();
+    assert_eq!((fleet.state("web").as_str(), fleet.processes().len()), ("stopped", 0));
+    fleet.run("stop web").fails(2, "does not run");
+    // A QEMU that is not there, and one that cannot start.
+    fleet.run("start web --qemu /nowhere/qemu").fails(3, "qemu-system-x86");
+    assert_eq!(fleet.memory_files(), 0);
+    fleet.run("delete web --keep-disks").ok();
+    assert_eq!((fleet.names().len(), fleet.disks()), (0, BTreeSet::from(["web".to_string()])));
+    fleet.run(&format!("create web --disk web --memory {MEMORY} --network user --network unplugged")).ok();
+    assert_eq!(fleet.show("web")["networks"].as_array().unwrap().len(), 2);
+    fleet.run("delete web").ok();
+    assert!(fleet.disks().is_empty() && fleet.unfinished().is_empty());
+    fleet.run("show web").fails(3, "there is no machine 'web'");
+}
+
+#[test]
+fn a_disk_that_somebody_else_uses_is_not_run_from() {
+    let fleet = Fleet::new();
+    fleet.make("web", "64M");
+    let client = Client::connect(&fleet.store.socket(), "web").unwrap();
+    fleet.run("start web").fails(4, "in use by 1 other client");
+    drop(client);
+    fleet.run("start web").ok();
+}
+
+#[test]
+fn linked_clones_by_the_dozen() {
+    let fleet = Fleet::new();
+    fleet.make("base", "64M");
+    fleet.store.run("disk create more --size 32M").ok();
+    fleet.run("delete base --keep-disks").ok();
+    fleet.run(&format!("create base --disk base,more --memory {MEMORY} --start")).ok();
+    write(&fleet, "base", 0, 1);
+    write(&fleet, "more", 0, 2);
+    fleet.make("web-003", "1M");
+    let made = fleet.run("clone base --linked --count 12 --name-pattern web-%03d --json");
+    assert_eq!(made.code, 1, "{made:?}");
+    assert!(made.stderr.starts_with("lamina: web-003: there is already a machine"), "{made:?}");
+    assert_eq!(made.stderr.lines().count(), 1, "{made:?}");
+    let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
+    assert_eq!((made["made"].as_array().unwrap().len(), made["failed"].as_array().unwrap().len()), (11, 1));
+    assert_eq!(made["consistency"], "crash-consistent");
+    write(&fleet, "base", 0, 9);
+    let list = fleet.list();
+    assert_eq!((list.len(), fleet.disks().len()), (13, 2 + 1 + 22));
+    let identities: BTreeSet<String> = list.values().map(|one| one["uuid"].to_string()).collect();
+    let addresses: BTreeSet<String> = list.values().map(|one| one["networks"][0]["mac"].to_string()).collect();
+    assert_eq!((identities.len(), addresses.len()), (13, 13), "web-003 has no card: null is one of them");
+    holds(&fleet, "web-012", 0, 1);
+    holds(&fleet, "web-012-2", 0, 2);
+    assert_eq!(list["web-012"]["origin"], json!({ "machine": "base", "way": "linked" }));
+    // Clones of clones, and running ones.
+    fleet.run("clone web-012 deep --start").ok();
+    assert_eq!(fleet.state("deep"), "running");
+    holds(&fleet, "deep", 0, 1);
+    fleet.run("clone base web-001").fails(1, "there is already a machine 'web-001'");
+    fleet.run("clone base a_b").fails(2, "cannot name a machine");
+    fleet.run("clone nothing x").fails(3, "there is no machine 'nothing'");
+    // A parent stays while clones stand on it; the snapshot goes with the last of them.
+    fleet.run("stop base deep --force").ok();
+    fleet.run("delete base").fails(4, "clones stand on disk 'base'");
+    assert_eq!(fleet.snapshots().len(), 4);
+    fleet.run("delete deep").ok();
+    assert_eq!(fleet.snapshots().len(), 2);
+    for number in (1..=12).filter(|number| *number != 3) {
+        fleet.run(&format!("delete web-{number:03}")).ok();
+    }
+    assert!(fleet.snapshots().is_empty(), "{:?}", fleet.snapshots());
+    assert_eq!(fleet.disks(), ["base", "more", "web-003"].map(String::from).into());
+    // A parent that goes gives its clones what they stand on.
+    fleet.run("clone base heir").ok();
+    fleet.run("delete base --promote").ok();
+    holds(&fleet, "heir", 0, 9);
+    fleet.store.is_clean();
+}
+
+#[test]
+fn full_clones_are_independent_and_of_one_moment() {
+    let fleet = Fleet::new();
+    fleet.store.run("disk create vmdk --size 32M --format vmdk").ok();
+    fleet.run(&format!("create base --disk-size 64M --disk vmdk --memory {MEMORY} --start")).ok();
+    write(&fleet, "base", 0, 1);
+    write(&fleet, "vmdk", 3 * MIB, 2);
+    let made = fleet.run("clone base copy --full --count 3 --parallel 2 --json").json();
+    assert_eq!(made["made"].as_array().unwrap().len(), 3, "{made}");
+    assert!(fleet.snapshots().is_empty(), "{:?}", fleet.snapshots());
+    write(&fleet, "base", 0, 8);
+    for number in 1..=3 {
+        holds(&fleet, &format!("copy-{number:04}"), 0, 1);
+        holds(&fleet, &format!("copy-{number:04}-2"), 3 * MIB, 2);
+        assert_eq!(fleet.list()[&format!("copy-{number:04}")]["origin"]["way"], "full");
+    }
+    fleet.run("stop base --force").ok();
+    fleet.run("delete base").ok();
+    fleet.run("start copy-0001 copy-0002").ok();
+    assert_eq!(fleet.processes().len(), 2);
+}
+
+#[test]
+fn a_clone_that_is_interrupted_leaves_whole_ones_only() {
+    let fleet = Fleet::new();
+    fleet.make("base", "256M");
+    for at in 0..192 {
+        write(&fleet, "base", at * MIB, at);
+    }
+    let mut clone =
+        fleet.command("clone base copy --full --count 40 --parallel 2").stderr(Stdio::piped()).spawn().unwrap();
+    // Some are whole, and more are under way.
+    process::until("two clones are there", || fleet.folder().join("copy-0002").exists());
+    process::send(clone.id(), "INT");
+    assert_eq!(wait(&mut clone), Some(130));
+    let names = fleet.names();
+    assert!((3..40).contains(&names.len()), "{names:?}");
+    let disks: Vec<String> = fleet.disks().into_iter().collect();
+    assert_eq!(disks, names, "each has its disk, and there is no other");
+    assert!(fleet.snapshots().is_empty() && fleet.unfinished().is_empty());
+    holds(&fleet, names.last().unwrap(), 191 * MIB, 191);
+}
+
+#[test]
+fn snapshots_with_and_without_memory() {
+    let fleet = Fleet::new();
+    fleet.make("web", "64M");
+    fleet.store.run("disk create data --size 32M").ok();
+    write(&fleet, "web", 0, 1);
+    fleet.run("snapshot create web@first").ok();
+    fleet.run("snapshot create web@first").fails(1, "has a snapshot 'first' already");
+    fleet.run("snapshot create web@live --memory").fails(2, "it has no memory");
+    fleet.store.run("snapshot create web@mine").ok();
+    fleet.run("snapshot create web@mine").fails(1, "disk 'web' of machine 'web' has a snapshot 'mine'");
+    write(&fleet, "web", 0, 2);
+    fleet.run("start web").ok();
+    let taken = fleet.run("snapshot create web@quiet --quiesce --json").json();
+    assert_eq!(taken["consistency"], "crash-consistent");
+    assert!(taken["remark"].as_str().unwrap().contains("agent does not answer"), "{taken}");
+    let taken = fleet.run("snapshot create web@live --memory --json").json();
+    assert_eq!((&taken["memory"], &taken["disks"]), (&json!(true), &json!(["web@live"])));
+    assert_eq!(fleet.state("web"), "running");
+    // Again, now that its memory stands on an image; and while it is paused, which it stays.
+    fleet.run("snapshot create web@later --memory").ok();
+    fleet.run("pause web").ok();
+    fleet.run("snapshot create web@still --memory").ok();
+    assert_eq!(fleet.state("web"), "paused");
+    let list = fleet.run("snapshot list web --json").json();
+    let names: BTreeSet<&str> =
+        list["snapshots"].as_array().unwrap().iter().map(|s| s["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["first", "quiet", "live", "later", "still"].into());
+    write(&fleet, "web", 0, 3);
+
+    fleet.run("revert web@live").ok();
+    assert_eq!(fleet.state("web"), "running");
+    holds(&fleet, "web", 0, 2);
+    fleet.run("revert web@still --paused").ok();
+    assert_eq!(fleet.state("web"), "paused");
+    assert_eq!(fleet.processes().len(), 1);
+    let reverted = fleet.run("revert web@first --json").json();
+    assert_eq!(reverted["state"], "stopped");
+    holds(&fleet, "web", 0, 1);
+    assert_eq!(fleet.processes().len(), 0);
+    fleet.run("revert web@none").fails(3, "has no snapshot 'none'");
+
+    fleet.run("clone web@quiet sibling").ok();
+    holds(&fleet, "sibling", 0, 2);
+    fleet.run("clone web@quiet whole --full").ok();
+    fleet.run("clone web@quiet now --instant").fails(2, "what its parent is now");
+    fleet.run("snapshot delete web@quiet").fails(4, "sibling");
+    fleet.run("delete sibling").ok();
+    for name in ["quiet", "live", "later", "still"] {
+        fleet.run(&format!("snapshot delete web@{name}")).ok();
+    }
+    let left: Vec<String> = fleet.snapshots().into_keys().collect();
+    assert_eq!(left, ["web@first", "web@mine"]);
+    assert_eq!(fleet.memory_files(), 0);
+}
+
+#[test]
+fn instant_clones_of_a_frozen_and_of_a_running_parent() {
+    let fleet = Fleet::new();
+    fleet.make("base", "64M");
+    write(&fleet, "base", 0, 1);
+    fleet.run("clone base x --instant").fails(2, "does not run");
+    fleet.run("start base").ok();
+    fleet.run("clone base x --instant --identity required").fails(2, "no agent that answers");
+    let made = fleet.run("clone base run --instant --count 3 --json");
+    assert!(made.stderr.contains("3 of 3 take themselves for their parent"), "{made:?}");
+    let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
+    assert!(made["stun_ms"].as_f64().is_some() && made["made"][2]["running_ms"].as_f64().is_some(), "{made}");
+    assert_eq!(fleet.state("base"), "running");
+    // Once more of the same parent, and of a child.
+    fleet.run("clone base again --instant --identity keep").ok();
+    fleet.run("clone run-0002 grandchild --instant --identity keep").ok();
+    assert_eq!(fleet.processes().len(), 6);
+    write(&fleet, "base", 0, 2);
+    holds(&fleet, "run-0001", 0, 1);
+    fleet.run("stop base --force").ok();
+    fleet.run("start base").ok();
+    let frozen = fleet.run("freeze base --json").json();
+    assert_eq!(fleet.state("base"), "frozen");
+    assert_eq!(fleet.show("base")["image"], frozen["image"]);
+    fleet.run("clone base ice --instant --count 4 --parallel 4 --identity keep").ok();
+    fleet.run("start base").ok();
+    assert_eq!(fleet.state("base"), "running");
+    holds(&fleet, "ice-0004", 0, 2);
+    let list = fleet.list();
+    assert!(list.values().all(|one| one["state"] == "running"), "{list:?}");
+    // When the last that needs it is gone, nothing is left of any image.
+    let names: Vec<String> = list.into_keys().collect();
+    fleet.run(&format!("stop --force {}", names.join(" "))).ok();
+    for name in names.iter().rev().filter(|name| *name != "base" && *name != "run-0002") {
+        fleet.run(&format!("delete {name}")).ok();
+    }
+    fleet.run("delete run-0002").ok();
+    fleet.run("delete base").ok();
+    assert!(fleet.disks().is_empty() && fleet.snapshots().is_empty() && fleet.list().is_empty());
+    assert_eq!(fleet.memory_files(), 0);
+    assert!(process::files(&fleet.store.path().join("memory-images")).is_empty());
+}
+
+#[test]
+fn the_console_of_a_machine() {
+    let fleet = Fleet::new();
+    fleet.make("web", "64M");
+    fleet.run("console web").fails(2, "does not run");
+    assert_eq!(fleet.run("console web --said").ok(), "");
+    fleet.run("start web").ok();
+    // No terminal, no input: it ends when nothing is said any more.
+    fleet.run("console web --quiet 0").ok();
+    let mut first = fleet.command("console web --quiet 60").stdin(Stdio::piped()).spawn().unwrap();
+    process::until("it is attached", || fleet.folder().join("web/run/console.lock").exists());
+    process::until("a second one is told", || fleet.run("console web --quiet 0").code == 4);
+    process::send(first.id(), "INT");
+    assert_eq!(wait(&mut first), Some(130));
+    let mut alone = lamina();
+    let done: process::Done = alone.args(["vm", "list"]).output().unwrap().into();
+    done.fails(2, "which datastore?");
+}

@@ -1,0 +1,79 @@
+//! Machines, bar 1: linked clones of a machine by the hundred, their disks and definitions durable, on disks of several
+//! sizes.
+//!
+//! Nothing is started: what is timed is the whole command, its process included. The content of the planned disk size is
+//! spread evenly over each disk.
+
+use super::{LAYOUT_DEPTH, Setting, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::fio::Endpoint;
+use crate::nbd::{Client, Request};
+use crate::plan::Mode;
+use crate::report::{Finding, Outcome};
+use crate::statistics::{median, ratio};
+use serde_json::json;
+
+/// Clones of one command.
+const CLONES: u32 = 100;
+/// Longest time for them.
+const SECONDS_MAX: f64 = 1.0;
+/// How much longer the slowest size may take than the fastest.
+const RATIO_MAX: f64 = 1.5;
+/// Capacities of the parents' disks, in GiB.
+const SIZES: [u64; 3] = [1, 16, 64];
+/// The one that the bar is about.
+const BAR_SIZE: u64 = 16;
+const PIECE: u64 = 1 << 20;
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;
+    datastore.create("first", PIECE)?;
+    let (server, _) = datastore.serve(&Serving::plain(Mode::Buffered), "first")?;
+    let mut outcome = Outcome::default();
+    let mut medians = Vec::new();
+    let mut raw = Vec::new();
+    for gib in SIZES {
+        let (parent, capacity) = (format!("parent{gib}"), gib << 30);
+        let content = plan.disk_size.min(capacity);
+        say(&format!("a disk of {gib} GiB with {} MiB of content", content >> 20));
+        datastore.verb(&["vm", "create", &parent, "--memory", "64M", "--disk-size", &capacity.to_string()])?;
+        spread(&datastore.endpoint(&parent), capacity, content)?;
+        setting.scratch.settle()?;
+        let mut times = Vec::new();
+        for run in 0..plan.runs {
+            let (count, pattern) = (CLONES.to_string(), format!("c{gib}r{run}-%03d"));
+            let words = ["vm", "clone", &parent, "--linked", "--count", &count, "--name-pattern", &pattern];
+            times.push(datastore.verb(&words)?.as_secs_f64());
+        }
+        let what = format!("{CLONES} linked clones, disk of {gib} GiB");
+        outcome.findings.push(match gib == BAR_SIZE {
+            true => Finding::at_most(1, &what, median(&times), SECONDS_MAX, "s"),
+            false => Finding::note(1, &what, median(&times), "s"),
+        });
+        medians.push(median(&times));
+        raw.push(json!({ "gib": gib, "content": content, "seconds": times }));
+    }
+    let slowest = medians.iter().copied().fold(0.0, f64::max);
+    let fastest = medians.iter().copied().fold(f64::INFINITY, f64::min);
+    let what = "linked clones: slowest size against fastest";
+    outcome.findings.push(Finding::at_most(1, what, ratio(slowest, fastest), RATIO_MAX, ""));
+    let listed = datastore.ask(&["vm", "list"])?;
+    let machines = listed["machines"].as_array().map_or(0, Vec::len);
+    outcome.findings.push(Finding::note(1, "machines there in the end", machines as f64, ""));
+    server.service.stop()?;
+    outcome.raw = json!({ "clones": CLONES, "sizes": raw });
+    Ok(outcome)
+}
+
+/// Writes so many bytes in pieces that lie evenly over the disk, and makes them durable.
+pub fn spread(endpoint: &Endpoint, capacity: u64, content: u64) -> Result<()> {
+    let (pieces, places) = (content / PIECE, capacity / PIECE);
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let requests =
+        (0..pieces).map(|piece| Request::Write { offset: piece * places / pieces * PIECE, length: PIECE as u32 });
+    client.run(LAYOUT_DEPTH, requests, |_| ())?;
+    client.flush()
+}

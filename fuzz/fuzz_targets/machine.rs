@@ -1,0 +1,20 @@
+//! A text as the definition of a machine and as the record of an image: what is read holds together, and what is written
+//! reads the same.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use vm::definition::Definition;
+use vm::instant::image::Record;
+
+fuzz_target!(|data: &[u8]| {
+    let Ok(text) = std::str::from_utf8(data) else { return };
+    if let Ok(machine) = Definition::parse(text, "fuzz") {
+        machine.check().expect("it was checked");
+        let written = machine.to_text().expect("what was read can be written");
+        assert_eq!(Definition::parse(&written, "fuzz").expect("it was written"), machine);
+    }
+    if let Ok(record) = Record::parse(text, "fuzz") {
+        assert_eq!(record.snapshots.len(), record.machine.disks.len());
+    }
+});
