@@ -14,6 +14,6 @@ pub use clone::CloneArguments;
 pub use disk::DiskCommand;
 pub use image::{ConvertArguments, ImageCommand};
 pub use machine::{IdentityArgument, NetworkArgument, VmArguments, VmClone, VmCommand, VmCreate, VmSnapshotCommand};
-pub use send::{DiskSend, ReceiveCommand, SendArguments};
+pub use send::ReceiveCommand;
 pub use serve::{ExportCommand, ServeArguments};
 pub use snapshot::SnapshotCommand;
