@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-const SIZE: u64 = 96 << 20;
+const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 
 /// One certificate for everybody: it is for this machine, and signed by itself.
@@ -149,7 +149,7 @@ fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
     let to = address(&theirs);
     let receive = keys.receive(port(&to));
     here.run(&format!("disk create web {SIZE}")).ok();
-    fill(&here, "web", 1, 0..80);
+    fill(&here, "web", 1, 0..56);
     here.run("snapshot create web@s0").ok();
     let (mut goal, mut resumed) = (0, 0);
     let command = |goal: u64| {
@@ -161,7 +161,7 @@ fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
         let expected = content(&here, &format!("web@s{goal}"));
         content(&there, "web") == expected && content(&there, &format!("web@s{goal}")) == expected
     };
-    for round in 0..14u64 {
+    for round in 0..12u64 {
         let mut child = start(command(goal));
         std::thread::sleep(Duration::from_millis(100 + random.next() % 900));
         match round % 3 {
