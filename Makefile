@@ -33,10 +33,11 @@ deny: ## Licences, sources and versions of what is built in
 	@scripts/setup deny
 	@$(TARGET)/tools/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
 
-demo: setup build ## A file system, snapshots and 100 clones on real files
+demo: setup build ## A file system, snapshots and 100 clones on real files; a guest and 10 instant clones
 	@scripts/demo $(PROGRAM)
 
 bench: setup build ## Speed against the peers, and every bar; BENCH="speed --quick" for a part
+	@scripts/setup guest
 	cargo build --release -p lamina-study
 	@$(TARGET)/release/lamina-study $(or $(BENCH),all)
 

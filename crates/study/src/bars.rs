@@ -16,6 +16,7 @@ pub mod snapshots;
 pub mod speed;
 pub mod thin;
 pub mod vm_full;
+pub mod vm_instant;
 pub mod vm_linked;
 pub mod wide;
 
@@ -70,6 +71,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Migrate => migrate::measure(setting),
         Study::VmLinked => vm_linked::measure(setting),
         Study::VmFull => vm_full::measure(setting),
+        Study::VmInstant => vm_instant::measure(setting),
         Study::Remote => remote::measure(setting),
         Study::All => Ok(Outcome::default()),
     }

@@ -139,6 +139,11 @@ impl Datastore {
         Ok(began.elapsed())
     }
 
+    /// Runs a verb; what it printed.
+    pub fn text<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<String> {
+        process::run_within(Command::new(&self.program).arg("--datastore").arg(&self.path).args(words), VERB_TIME_MAX)
+    }
+
     /// Runs a verb that answers in JSON.
     pub fn ask<S: AsRef<std::ffi::OsStr>>(&self, words: &[S]) -> Result<Value> {
         let mut command = Command::new(&self.program);

@@ -55,6 +55,8 @@ pub enum Study {
     VmLinked,
     /// Full clones of machines against cp, off and running (machines' bar 5)
     VmFull,
+    /// Instant clones of frozen and running guests, and their parents' speed (machines' bars 2, 3 and 6)
+    VmInstant,
     /// A clone at another server over TLS against one on the spot; a second one after 5 % change (vm bar 5)
     Remote,
     /// All of them
@@ -63,7 +65,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 16] = [
+    pub const EACH: [Study; 17] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -79,6 +81,7 @@ impl Study {
         Study::Migrate,
         Study::VmLinked,
         Study::VmFull,
+        Study::VmInstant,
         Study::Remote,
     ];
 
@@ -100,6 +103,7 @@ impl Study {
             Study::Migrate => "migrate",
             Study::VmLinked => "vm-linked",
             Study::VmFull => "vm-full",
+            Study::VmInstant => "vm-instant",
             Study::Remote => "remote",
             Study::All => "all",
         }

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long freezing may take: the guest writes out what it holds.
 const FREEZE_PATIENCE: Duration = Duration::from_secs(60);
-/// How often the end of a program in the guest is asked for.
-const POLL: Duration = Duration::from_millis(5);
+/// How long is waited before the end of a program in the guest is asked for, at first and at the longest: each question
+/// takes of the processor that the program needs.
+const POLL: [Duration; 2] = [Duration::from_millis(5), Duration::from_millis(40)];
 /// Most bytes that one command writes or reads in the guest.
 const DATA_MAX: usize = 1 << 20;
 
@@ -95,6 +96,7 @@ impl Agent {
         }
         let pid = self.client.execute("guest-exec", wanted)?["pid"].clone();
         let deadline = Instant::now() + patience;
+        let mut pause = POLL[0];
         loop {
             let status = self.client.execute("guest-exec-status", json!({ "pid": pid }))?;
             if status["exited"] == true {
@@ -109,7 +111,8 @@ impl Agent {
                 let text = format!("'{program}' in the guest has not ended within {patience:?}");
                 return Err(Error::new(ErrorKind::Io, text));
             }
-            thread::sleep(POLL);
+            thread::sleep(pause);
+            pause = POLL[1].min(pause * 2);
         }
     }
 

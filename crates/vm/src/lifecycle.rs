@@ -39,7 +39,13 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
     let nbd = machines.disks().server()?;
     wait_for_disks(machine, &**machines.disks())?;
     if let Some(id) = freeze::frozen(machine)? {
-        let image = images.get(&id)?;
+        let image = images.get(&id).map_err(|error| {
+            error.context(format_args!(
+                "machine '{}' cannot go on where it was frozen; 'lamina vm stop --force' gives that moment up, and its \
+                 disks stay as they were then",
+                machine.name()
+            ))
+        })?;
         let mut successor = child::set_up(change, machines, &image, features)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
@@ -116,6 +122,11 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
 /// `Busy` when its guest does not power itself off in time: it runs on, and nothing was done to it.
 pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let machine = change.machine();
+    if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
+        // What is given up is a moment that nobody can go on from any more, or nobody wants to.
+        remove_if_there(&machine.folder().join("frozen"))?;
+        return change.sweep();
+    }
     let process = machine.running()?;
     match how {
         Stop::Now => {

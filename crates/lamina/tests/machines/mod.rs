@@ -143,7 +143,9 @@ impl Room {
         use std::io::{BufRead, BufReader, Write};
         let socket = self.show(name)["monitor"].as_str().unwrap().to_string();
         let mut stream = std::os::unix::net::UnixStream::connect(socket).unwrap();
-        stream.write_all(format!("{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"{command}\",\"id\":7}}").as_bytes()).unwrap();
+        stream
+            .write_all(format!("{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"{command}\",\"id\":7}}").as_bytes())
+            .unwrap();
         let lines = BufReader::new(stream).lines();
         let mut answers = lines.map(|line| serde_json::from_str::<Value>(&line.unwrap()).unwrap());
         answers.find(|answer| answer["id"] == 7).unwrap()["return"].clone()
@@ -201,12 +203,8 @@ impl Drop for Room {
         }
         use std::os::unix::fs::MetadataExt;
         if let Ok(store) = std::fs::metadata(self.store.path()) {
-            let _ = std::fs::remove_dir_all(format!(
-                "/dev/shm/lamina-{}-{:x}-{:x}",
-                store.uid(),
-                store.dev(),
-                store.ino()
-            ));
+            let _ =
+                std::fs::remove_dir_all(format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino()));
         }
     }
 }

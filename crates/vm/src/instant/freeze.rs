@@ -1,7 +1,7 @@
 //! A parent that stops and leaves an image.
 
 use super::image::{Image, Images};
-use super::state;
+use super::{pages, state};
 use crate::disks::Disks;
 use crate::durable;
 use crate::machine::{Change, Machine, MemoryRecord, State};
@@ -9,8 +9,8 @@ use crate::qemu::features::Features;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
 use serde_json::json;
-use std::fs;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -48,7 +48,6 @@ pub fn frozen(machine: &Machine) -> Result<Option<String>> {
 pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Features) -> Result<Taken> {
     let machine = change.machine();
     let process = machine.running()?;
-    let memory = own_memory(machine)?;
     let executes = match machine.state()? {
         State::Running => true,
         State::Paused => false,
@@ -60,7 +59,8 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
     let image = images.begin(machine.definition()?)?;
-    let taken = take(&mut monitor, images, disks, features, image.clone(), memory)
+    let taken = Memories::prepare(machine.memory()?, images, &image, process.pid())
+        .and_then(|memory| take(&mut monitor, images, disks, features, image.clone(), &memory))
         // From here on the machine is this file, and its process has nothing more to say.
         .and_then(|taken| {
             durable::write(&machine.folder().join(FROZEN), image.id.as_bytes())?;
@@ -86,17 +86,46 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     Ok(taken)
 }
 
-/// The memory file of a machine whose memory can become an image.
-fn own_memory(machine: &Machine) -> Result<PathBuf> {
-    match machine.memory()? {
-        MemoryRecord::Own(file) => Ok(file),
-        MemoryRecord::Image(_) | MemoryRecord::Private => {
-            let text = format!(
-                "the memory of machine '{}' is its own process's alone: it cannot be left to others; stop and start it, \
-                 or clone the one it came from",
-                machine.name()
-            );
-            Err(Error::new(ErrorKind::Unsupported, text))
+/// The memory of the image to be.
+pub(super) enum Memories {
+    /// It is there: the old process maps nothing else.
+    Whole,
+    /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
+    Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
+}
+
+impl Memories {
+    /// While the guest runs.
+    pub(super) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
+        let file = &image.record.memory;
+        match record {
+            MemoryRecord::Own(own) => {
+                fs::hard_link(&own, file).during(|| format!("keeping memory as '{}'", file.display()))?;
+                Ok(Self::Whole)
+            }
+            MemoryRecord::Image(id) => {
+                let before = images.get(&id)?;
+                let mapped = before.record.memory.clone();
+                let copy = pages::copy_file(&mapped, file)?;
+                // Puts pages where there were none, so that what is left for later is to overwrite.
+                pages::copy_changed(pid, &mapped, &copy)?;
+                Ok(Self::Copy { pid, mapped, copy, began: before.state() })
+            }
+            MemoryRecord::Private => Err(Error::new(
+                ErrorKind::Unsupported,
+                "its memory is in no file and cannot be left to others; stop it and start it again",
+            )),
+        }
+    }
+
+    /// While it stands still: the state of its devices to `file`, and what memory of the image still lacks.
+    pub(super) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
+        match self {
+            Self::Whole => state::save(monitor, features, file),
+            Self::Copy { pid, mapped, copy, began } => {
+                state::save_above(monitor, features, began, file)?;
+                pages::copy_changed(*pid, mapped, copy).map(drop)
+            }
         }
     }
 }
@@ -107,17 +136,13 @@ fn take(
     disks: &dyn Disks,
     features: &Features,
     image: Image,
-    memory: PathBuf,
+    memory: &Memories,
 ) -> Result<Taken> {
     let begun = Instant::now();
     // QEMU lets requests under way end, and flushes the disks.
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
-    let (snapshots, save) = at_once(disks, &image, || {
-        state::save(monitor, features, &image.state())?;
-        fs::hard_link(&memory, &image.record.memory)
-            .during(|| format!("keeping memory as '{}'", image.record.memory.display()))
-    })?;
+    let (snapshots, save) = at_once(disks, &image, || memory.save(monitor, features, &image.state()))?;
     images.finish(&image, features)?;
     images.settle(&image)?;
     Ok(Taken { image, stop: stopped - begun, snapshots, save })

@@ -17,18 +17,16 @@
 //!    successor's guest executes: there is never a moment at which the process that counts is not the one that may
 //!    change the disks, or has memory that nobody knows.
 
-use super::freeze::{Taken, at_once};
+use super::freeze::{Memories, Taken, at_once};
 use super::image::{Image, Images};
-use super::{pages, state};
+use super::state;
 use crate::disks::Disks;
 use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, IoContext, Result};
+use backend::Result;
 use serde_json::json;
-use std::fs::{self, File};
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 /// How long the old process may take to end.
@@ -79,39 +77,6 @@ pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Feat
     Ok(done)
 }
 
-/// The memory of the image to be.
-enum Memories {
-    /// It is there: the old process maps nothing else.
-    Whole,
-    /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
-    Copy { pid: i32, mapped: PathBuf, copy: File, began: PathBuf },
-}
-
-impl Memories {
-    /// While the guest runs.
-    fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
-        let file = &image.record.memory;
-        match record {
-            MemoryRecord::Own(own) => {
-                fs::hard_link(&own, file).during(|| format!("keeping memory as '{}'", file.display()))?;
-                Ok(Self::Whole)
-            }
-            MemoryRecord::Image(id) => {
-                let before = images.get(&id)?;
-                let mapped = before.record.memory.clone();
-                let copy = pages::copy_file(&mapped, file)?;
-                // Puts pages where there were none, so that what is left for later is to overwrite.
-                pages::copy_changed(pid, &mapped, &copy)?;
-                Ok(Self::Copy { pid, mapped, copy, began: before.state() })
-            }
-            MemoryRecord::Private => Err(Error::new(
-                ErrorKind::Unsupported,
-                "its memory is in no file and cannot be left to others; stop it and start it again",
-            )),
-        }
-    }
-}
-
 struct Handover<'a> {
     change: &'a Change,
     images: &'a Images,
@@ -128,13 +93,7 @@ impl Handover<'_> {
         let begun = Instant::now();
         old.execute("stop", json!({}))?;
         let stopped = Instant::now();
-        let (snapshots, save) = at_once(disks, image, || match &memory {
-            Memories::Whole => state::save(old, features, &file),
-            Memories::Copy { pid, mapped, copy, began } => {
-                state::save_above(old, features, began, &file)?;
-                pages::copy_changed(*pid, mapped, copy).map(drop)
-            }
-        })?;
+        let (snapshots, save) = at_once(disks, image, || memory.save(old, features, &file))?;
         state::load(&mut successor.monitor, features, &file)?;
         images.finish(image, features)?;
         change.take_over(successor)?;

@@ -1,0 +1,251 @@
+//! Instant clones of a real guest: children of a frozen and of a running parent, each from the parent's middle and then
+//! itself; a guest without an agent; a QEMU that fails; a manager that is killed.
+
+#![allow(clippy::unwrap_used)]
+
+mod machines;
+mod process;
+
+use machines::{Room, ticks};
+use std::collections::BTreeSet;
+use std::os::unix::fs::PermissionsExt;
+use std::time::Instant;
+
+/// How often a manager is killed.
+const ROUNDS: u32 = 10;
+
+/// No two of the guests' answers are the same.
+#[track_caller]
+fn all_differ(what: &str, answers: &[String]) {
+    let different: BTreeSet<&String> = answers.iter().collect();
+    assert_eq!(different.len(), answers.len(), "{what}: {answers:?}");
+    assert!(answers.iter().all(|answer| !answer.is_empty()), "{what}: {answers:?}");
+}
+
+/// Its guest takes itself for what its definition says, and so does its network card.
+#[track_caller]
+fn is_itself(room: &Room, name: &str) {
+    let mac = room.show(name)["networks"][0]["mac"].as_str().unwrap().to_string();
+    assert_eq!(room.shell(name, "hostname; cat /etc/hostname /run/cloned"), format!("{name}\n{name}\n{name}"));
+    assert_eq!(room.shell(name, "cat /sys/class/net/eth0/address"), mac);
+    assert_eq!(room.ask(name, "query-rx-filter")[0]["main-mac"], mac);
+    // Plugged in again, and with an address that was asked for anew.
+    assert_eq!(room.shell(name, "cat /sys/class/net/eth0/carrier"), "1");
+    room.until(&format!("{name} has an address"), || room.shell(name, "ip addr show eth0").contains("inet "));
+}
+
+#[test]
+fn children_of_a_frozen_parent() {
+    let room = Room::new();
+    room.boot("parent", "192M", "workload=48,64");
+    room.until_counts("parent");
+    let answer = room.run("vm snapshot create parent@quiet --quiesce --json").json();
+    assert_eq!(room.shell("parent", "cat /run/fsfreeze.log"), "freeze\nthaw", "{answer}");
+    room.shell("parent", "echo parent >/who; echo only here >/run/who; sync");
+    room.run("vm freeze parent").ok();
+    assert_eq!(room.state("parent"), "frozen");
+    let last = room.tick("parent").unwrap();
+
+    let made = room.run("vm clone parent --instant --count 20 --parallel 3 --name-pattern web-%02d --json").json();
+    assert_eq!(made["made"].as_array().unwrap().len(), 20, "{made}");
+    let names: Vec<String> = (1..=20).map(|number| format!("web-{number:02}")).collect();
+    for one in made["made"].as_array().unwrap() {
+        assert!(one["without_identity"].is_null() && one["same_randomness"] == false, "{made}");
+    }
+    // Most of it is its parent's: it has run for seconds, and its guest has had its identity changed.
+    let own = room.own_memory("web-20");
+    assert!(own > 0 && own < 24 << 20, "{own} bytes");
+    let of_all = |line: &str| names.iter().map(|name| room.shell(name, line)).collect::<Vec<_>>();
+    all_differ("random UUIDs", &of_all("cat /proc/sys/kernel/random/uuid"));
+    all_differ("machine ids", &of_all("cat /etc/machine-id"));
+    all_differ("host names", &of_all("hostname"));
+    all_differ("addresses", &of_all("cat /sys/class/net/eth0/address"));
+    for name in ["web-01", "web-20"] {
+        is_itself(&room, name);
+        assert_eq!(room.state(name), "running");
+        assert_eq!(ticks(&room.console(name))[0], last + 1, "it goes on where its parent stopped");
+        assert_eq!(room.shell(name, "cat /who /run/who"), "parent\nonly here");
+        room.memory_is_right(name);
+    }
+    // The rest has done its duty.
+    let rest: Vec<&str> = names[3..].iter().map(String::as_str).collect();
+    room.run(&format!("vm stop --force {}", rest.join(" "))).ok();
+    room.run(&format!("vm delete {}", rest.join(" "))).ok();
+
+    // Each writes to a disk of its own, and finds it again after its guest starts over.
+    for name in &names[..3] {
+        room.shell(name, &format!("echo {name} >/who; sync"));
+    }
+    let up = |console: &str| console.matches("guest: up").count();
+    let before = up(&room.console("web-01"));
+    room.shell("web-01", "reboot");
+    room.until("web-01 is up again", || up(&room.console("web-01")) > before);
+    room.until_answers("web-01");
+    assert_eq!(room.shell("web-01", "cat /who; hostname"), "web-01\nweb-01");
+    room.run("vm stop web-02").ok();
+    room.run("vm start web-02").ok();
+    room.until_answers("web-02");
+    assert_eq!(room.shell("web-02", "cat /who"), "web-02");
+    assert_eq!(room.shell("web-03", "cat /who /run/who"), "web-03\nonly here");
+
+    // The parent goes on as well, and the image goes with the last that was made of it.
+    room.run("vm start parent").ok();
+    room.until("the parent counts on", || room.tick("parent").is_some_and(|tick| tick > last));
+    assert_eq!(ticks(&room.console("parent"))[0], last + 1);
+    assert_eq!(room.shell("parent", "cat /who; hostname"), "parent\nguest");
+    room.memory_is_right("parent");
+    assert_eq!(room.images().len(), 1);
+    room.run("vm stop --force parent web-01 web-02 web-03").ok();
+    room.run("vm delete web-01 web-02 web-03").ok();
+    assert_eq!(room.names(), ["parent"]);
+    assert_eq!(room.images(), Vec::<String>::new());
+    assert_eq!(room.memory_files(), Vec::<String>::new());
+    let left = room.run("snapshot list parent --json").ok();
+    assert!(!left.contains("instant-"), "{left}");
+    room.close();
+}
+
+#[test]
+fn children_of_a_running_parent() {
+    let room = Room::new();
+    room.boot("parent", "192M", "workload=48,256");
+    room.until_counts("parent");
+    room.shell("parent", "dd if=/dev/urandom of=/run/random bs=1M count=8; sha256sum </run/random >/run/sum");
+    // The first takes the parent's own memory, those after it what it has changed since.
+    for number in 1..=4 {
+        let name = format!("child-{number}");
+        room.shell("parent", &format!("echo {number} >/run/number; echo {number} >/number; sync"));
+        let made = room.run(&format!("vm clone parent {name} --instant --json")).json();
+        assert!(made["stun_ms"].is_number(), "{made}");
+        assert_eq!(room.shell(&name, "cat /run/number /number"), format!("{number}\n{number}"));
+        assert_eq!(room.shell(&name, "sha256sum </run/random | cmp - /run/sum && echo same"), "same");
+        is_itself(&room, &name);
+        room.memory_is_right(&name);
+        // The parent has noticed nothing but a short stop: no number is missing, none is there twice.
+        room.until_counts("parent");
+        room.memory_is_right("parent");
+        assert_eq!(room.state("parent"), "running");
+    }
+    let counted = ticks(&room.console("parent"));
+    assert!(counted.windows(2).all(|pair| pair[1] == pair[0] + 1), "{counted:?}");
+    assert_eq!(room.shell("parent", "hostname; cat /number; cat /sys/class/net/eth0/carrier"), "guest\n4\n1");
+    for number in 1..=4 {
+        assert_eq!(room.shell(&format!("child-{number}"), "cat /run/number /number"), format!("{number}\n{number}"));
+    }
+    // Firmware and tables came along through all generations: guests start over.
+    for name in ["parent", "child-4"] {
+        room.shell(name, "reboot");
+        room.until(&format!("{name} is up again"), || {
+            room.console(name).rsplit("guest: up").next().is_some_and(|last| last.contains("tick 0"))
+        });
+        room.until_answers(name);
+        assert_eq!(room.shell(name, "cat /number"), "4");
+    }
+    // What has become of it in all that is frozen as well, and goes on.
+    room.shell("parent", "echo frozen >/run/number; sync");
+    room.run("vm freeze parent").ok();
+    room.run("vm clone parent last --instant").ok();
+    room.run("vm start parent").ok();
+    for name in ["last", "parent"] {
+        assert_eq!(room.shell(name, "cat /run/number"), "frozen");
+        room.memory_is_right(name);
+    }
+    room.run("vm stop parent").ok();
+    assert!(room.console("parent").contains("Requesting system poweroff"));
+    room.close();
+}
+
+#[test]
+fn what_fails_leaves_the_parent_running() {
+    let room = Room::new();
+    room.boot("parent", "128M", "workload=8 noagent");
+    room.until_counts("parent");
+
+    // A QEMU that cannot load a state, and one that does not even start with one.
+    for (number, end) in ["exit 1", "exec \"$qemu\" \"$@\" -device nothing"].iter().enumerate() {
+        let broken = room.store.path().join(format!("qemu-{number}"));
+        let text = format!(
+            "#!/bin/sh\nqemu=qemu-system-x86_64\ncase \"$*\" in *-incoming*) {end} ;; *) exec $qemu \"$@\" ;; esac\n"
+        );
+        std::fs::write(&broken, text).unwrap();
+        std::fs::set_permissions(&broken, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let failed = room.run(&format!("vm --qemu {} clone parent child --instant", broken.display()));
+        assert!(failed.code != 0 && failed.stderr.contains("QEMU did not start"), "{failed:?}");
+        assert_eq!((room.names(), room.state("parent").as_str()), (vec!["parent".to_string()], "running"));
+        assert_eq!(room.disks(), BTreeSet::from(["parent".to_string()]));
+        assert_eq!(room.images(), Vec::<String>::new());
+        room.until_counts("parent");
+        std::fs::remove_file(broken).unwrap();
+    }
+
+    // Without an agent there is no new identity: said, and its network stays unplugged.
+    let refused = room.run("vm clone parent strict --instant --identity required");
+    assert!(refused.code != 0 && refused.stderr.contains("no agent"), "{refused:?}");
+    assert_eq!(room.names(), ["parent"]);
+    let made = room.run("vm clone parent child --instant");
+    assert!(made.code == 0 && made.stderr.contains("no guest agent answers"), "{made:?}");
+    room.until_counts("child");
+    let mac = |name: &str| room.ask(name, "query-rx-filter")[0]["main-mac"].clone();
+    assert_eq!(mac("child"), mac("parent"), "nobody told it");
+    room.until_counts("parent");
+    room.close();
+}
+
+#[test]
+fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
+    let room = Room::new();
+    room.boot("parent", "128M", "workload=16,64");
+    room.until_counts("parent");
+    let clone = |round: u32| {
+        let command = format!("vm clone parent --instant --count 2 --parallel 2 --name-pattern r{round}-%d");
+        room.store.command(&command).stdout(std::process::Stdio::null()).spawn().unwrap()
+    };
+    // One that nobody kills says how long it takes; the others are killed from its beginning to its end.
+    let began = Instant::now();
+    assert!(clone(0).wait().unwrap().success());
+    let whole = began.elapsed();
+    for round in 0..=ROUNDS {
+        if round > 0 {
+            let mut manager = clone(round);
+            std::thread::sleep(whole.mul_f64(f64::from(round) / f64::from(ROUNDS)));
+            manager.kill().unwrap();
+            manager.wait().unwrap();
+        }
+        // The next command tells what it had to set right, and then all is well.
+        let next = room.run("vm list");
+        assert_eq!(next.code, 0, "{next:?}");
+        let names = room.names();
+        assert!(names.contains(&"parent".to_string()), "{names:?}");
+        let children: Vec<&String> = names.iter().filter(|name| *name != "parent").collect();
+        let mut expected = BTreeSet::from(["parent".to_string()]);
+        for child in &children {
+            assert!(child.starts_with(&format!("r{round}-")), "{names:?}");
+            assert_eq!(room.state(child), "running", "round {round}");
+            assert_eq!(&room.shell(child, "hostname"), *child, "a clone is itself, or it is not there");
+            room.until_counts(child);
+            expected.insert((*child).clone());
+        }
+        assert!(round > 0 || children.len() == 2, "{names:?}");
+        assert_eq!(room.disks(), expected, "round {round}");
+        assert_eq!(room.state("parent"), "running", "round {round}");
+        room.until_counts("parent");
+        let folders = process::files(&room.store.path().join("machines"));
+        let left: Vec<&String> =
+            folders.iter().filter(|name| name.starts_with(".new") || name.starts_with(".old")).collect();
+        assert!(left.is_empty(), "round {round}: {left:?}");
+        // No process but those of machines that are there.
+        let running = std::fs::read_dir("/proc").unwrap().filter_map(|entry| {
+            let line = std::fs::read(entry.unwrap().path().join("cmdline")).ok()?;
+            let line = String::from_utf8_lossy(&line).into_owned();
+            (line.starts_with("qemu-system") && line.contains(room.store.path().to_str().unwrap())).then_some(())
+        });
+        assert_eq!(running.count(), expected.len(), "round {round}");
+        for child in children {
+            room.run(&format!("vm stop {child} --force")).ok();
+            room.run(&format!("vm delete {child}")).ok();
+        }
+        room.memory_is_right("parent");
+    }
+    assert_eq!(room.images().len(), 1, "what the parent itself goes on from");
+    room.close();
+}

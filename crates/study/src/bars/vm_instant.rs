@@ -1,0 +1,309 @@
+//! Machines, bars 2, 3 and 6: instant clones of real guests, of frozen and of running parents, and what is left of a
+//! parent's own disk speed after it.
+//!
+//! ```text
+//! bar 2   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time until a
+//!         clone's processor executes, for how long the parent stood still, and memory of the guest that a clone has
+//!         copied two seconds later
+//! bar 3   a running parent is cloned ten times, several parents one after the other: for how long it stood still
+//! bar 6   writes of a guest, flushed, before and after it was cloned, in turn with a guest that is left alone: both
+//!         against what they were, one against the other, so that what happens to this host meanwhile cancels out
+//! ```
+//!
+//! Guests are those of `scripts/guest`, in the folder beside the program's. Times of clones are the product's own: from
+//! the beginning of a clone until `cont` has returned; the rate per hour is that of whole commands, new identity inside
+//! the guests included.
+
+use super::{Setting, no_cell, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::{Doing, Error, Result};
+use crate::plan::Mode;
+use crate::process;
+use crate::report::{Finding, Outcome};
+use crate::statistics::{median, ratio};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// What parents have touched, in MiB.
+const TOUCHED: [u64; 3] = [256, 1024, 2048];
+/// What a guest needs for itself, in MiB.
+const GUEST: u64 = 256;
+/// Clones at a time.
+const AT_ONCE: u32 = 3;
+/// Clones of one running parent.
+const IN_A_ROW: usize = 10;
+/// Longest time until a clone executes.
+const RUNNING_MAX_MS: f64 = 150.0;
+/// Most that the largest memory may cost against the smallest.
+const RATIO_MAX: f64 = 1.2;
+/// Most memory of the guest that an idle clone has for itself.
+const OWN_MAX_MIB: f64 = 5.0;
+/// Longest a running parent may stand still.
+const STUN_MAX_MS: f64 = 25.0;
+/// Least of its speed that a parent keeps.
+const SPEED_MIN: f64 = 0.97;
+/// Longest time a guest may take to be up, on a busy machine.
+const BOOT_TIME_MAX: Duration = Duration::from_secs(180);
+/// What the study found that VMware makes in an hour.
+const STUDY_PER_HOUR: [f64; 2] = [700.0, 1400.0];
+
+/// A part of it: what it measured beside its findings.
+type Measure = fn(&Setting, &Room<'_>, &mut Outcome) -> Result<Value>;
+/// The parts by their names.
+const PARTS: [(&str, Measure); 3] = [("frozen", frozen), ("running", running), ("speed", speed)];
+
+/// Machines on a served datastore; all are stopped when this is dropped.
+struct Room<'a> {
+    datastore: &'a Datastore,
+    guest: PathBuf,
+}
+
+impl Drop for Room<'_> {
+    fn drop(&mut self) {
+        let listed = self.datastore.ask(&["vm", "list"]).unwrap_or_default();
+        for one in listed["machines"].as_array().into_iter().flatten() {
+            let _ = self.datastore.verb(&["vm", "stop", one["name"].as_str().unwrap_or_default(), "--force"]);
+        }
+    }
+}
+
+/// Measures them.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let guest = setting.lamina.ancestors().nth(2).unwrap_or(&setting.lamina).join("guest");
+    if !guest.join("vm-initrd").is_file() {
+        let folder = guest.display();
+        return Err(Error::Usage(format!("no guest in {folder}: make it with scripts/guest {folder}")));
+    }
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "machines")?;
+    datastore.create("first", 1 << 20)?;
+    let (server, _) = datastore.serve(&Serving::plain(Mode::Buffered), "first")?;
+    let room = Room { datastore: &datastore, guest };
+    let mut outcome = Outcome::default();
+    let plan = &setting.plan;
+    let wanted: Vec<_> = PARTS.into_iter().filter(|(name, _)| plan.wants(name)).collect();
+    if wanted.is_empty() {
+        return Err(no_cell(plan, &PARTS.map(|(name, _)| name)));
+    }
+    let mut raw = Vec::new();
+    for (name, measure) in wanted {
+        raw.push(json!({ name: measure(setting, &room, &mut outcome)? }));
+    }
+    drop(room);
+    server.service.stop()?;
+    outcome.raw = json!(raw);
+    Ok(outcome)
+}
+
+impl Room<'_> {
+    /// A guest that is up and whose workload counts.
+    fn boot(&self, name: &str, touched: u64) -> Result<()> {
+        let path = |file: &str| self.guest.join(file).display().to_string();
+        let (kernel, initrd, memory) = (path("vmlinuz"), path("vm-initrd"), format!("{}M", touched + GUEST));
+        let line = format!("console=ttyS0 quiet panic=-1 workload={touched}");
+        let what = ["vm", "create", name, "--memory", &memory, "--disk-size", "1G", "--start", "--kernel", &kernel];
+        self.datastore.verb(&[&what[..], &["--initrd", &initrd, "--append", &line]].concat())?;
+        let began = Instant::now();
+        while !self.datastore.text(&["vm", "console", name, "--said"])?.contains("tick 1") || !self.answers(name) {
+            if began.elapsed() > BOOT_TIME_MAX {
+                return Err(Error::Answer(format!("the guest of {name} is not up in time")));
+            }
+            process::pause(Duration::from_millis(100))?;
+        }
+        Ok(())
+    }
+
+    fn answers(&self, name: &str) -> bool {
+        self.datastore.text(&["vm", "exec", name, "--", "/bin/true"]).is_ok()
+    }
+
+    /// Ends machines and what they had.
+    fn delete(&self, names: &[String]) -> Result<()> {
+        for name in names {
+            self.datastore.verb(&["vm", "stop", name, "--force"])?;
+            self.datastore.verb(&["vm", "delete", name])?;
+        }
+        Ok(())
+    }
+
+    /// MiB of its guest's memory that a machine has for itself.
+    fn own_memory(&self, name: &str) -> Result<f64> {
+        let shown = self.datastore.ask(&["vm", "show", name])?;
+        let path = format!("/proc/{}/smaps", shown["pid"]);
+        let maps = std::fs::read_to_string(&path).doing(|| format!("reading {path}"))?;
+        let (mut of_guest, mut kib) = (false, 0.0);
+        for line in maps.lines() {
+            if line.starts_with(|first: char| first.is_ascii_digit() || first.is_ascii_lowercase()) {
+                of_guest = line.contains("/image-");
+            } else if let (true, Some(rest)) = (of_guest, line.strip_prefix("Anonymous:")) {
+                kib += rest.trim().trim_end_matches(" kB").parse().unwrap_or(0.0);
+            }
+        }
+        Ok(kib / 1024.0)
+    }
+}
+
+fn number(value: &Value, key: &str) -> Result<f64> {
+    value[key].as_f64().ok_or_else(|| Error::Answer(format!("no number '{key}' in {value}")))
+}
+
+fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
+    let mut still: Vec<Vec<f64>> = vec![Vec::new(); TOUCHED.len()];
+    let (mut times, mut own, mut commands) = (still.clone(), still.clone(), Vec::new());
+    let name = |touched: u64| format!("frozen{touched}");
+    for touched in TOUCHED {
+        say(&format!("a parent that touches {touched} MiB"));
+        room.boot(&name(touched), touched)?;
+    }
+    for run in 0..setting.plan.runs {
+        for (index, touched) in TOUCHED.into_iter().enumerate() {
+            // The first leaves its own memory, later ones a copy, made before they stand still.
+            let taken = room.datastore.ask(&["vm", "freeze", &name(touched)])?;
+            let (disks, state) = (number(&taken, "disks_ms")?, number(&taken, "state_ms")?);
+            still[index].push(number(&taken, "stop_ms")? + disks.max(state));
+            if run + 1 < setting.plan.runs {
+                room.datastore.verb(&["vm", "start", &name(touched)])?;
+                process::pause(Duration::from_secs(1))?;
+            }
+        }
+    }
+    say("their clones, three at a time, in turn");
+    for run in 0..setting.plan.runs {
+        for (index, touched) in TOUCHED.into_iter().enumerate() {
+            let (pattern, count) = (format!("c{touched}r{run}-%d"), AT_ONCE.to_string());
+            let words = ["vm", "clone", &name(touched), "--instant", "--count", &count, "--parallel", &count];
+            let began = Instant::now();
+            let made = room.datastore.ask(&[&words[..], &["--name-pattern", &pattern]].concat())?;
+            commands.push(began.elapsed().as_secs_f64());
+            for one in made["made"].as_array().into_iter().flatten() {
+                times[index].push(number(one, "running_ms")?);
+            }
+            process::pause(Duration::from_secs(2))?;
+            let names: Vec<String> = (1..=AT_ONCE).map(|number| format!("c{touched}r{run}-{number}")).collect();
+            for name in &names {
+                own[index].push(room.own_memory(name)?);
+            }
+            room.delete(&names)?;
+        }
+    }
+    let idle = {
+        // Cloned without a new identity, nothing but the parent's own life goes on in it.
+        room.datastore.verb(&["vm", "clone", &name(TOUCHED[0]), "idle", "--instant", "--identity", "keep"])?;
+        process::pause(Duration::from_secs(2))?;
+        let own = room.own_memory("idle")?;
+        room.delete(&["idle".into()])?;
+        own
+    };
+    for (index, touched) in TOUCHED.into_iter().enumerate() {
+        let what = format!("frozen parent, {touched} MiB touched");
+        let running = median(&times[index]);
+        outcome.findings.extend([
+            Finding::at_most(2, format!("{what}: clone executes after"), running, RUNNING_MAX_MS, "ms"),
+            Finding::note(2, format!("{what}: stood still"), median(&still[index]), "ms"),
+            Finding::note(2, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
+        ]);
+    }
+    let largest = |of: &[Vec<f64>]| {
+        let medians: Vec<f64> = of.iter().map(|times| median(times)).collect();
+        ratio(medians.iter().copied().fold(0.0, f64::max), medians.iter().copied().fold(f64::INFINITY, f64::min))
+    };
+    let per_hour = f64::from(AT_ONCE) / median(&commands) * 3600.0;
+    outcome.findings.extend([
+        Finding::at_most(
+            2,
+            "time until a clone executes, slowest memory against fastest",
+            largest(&times),
+            RATIO_MAX,
+            "",
+        ),
+        Finding::at_most(
+            2,
+            "time a parent stands still, slowest memory against fastest",
+            largest(&still),
+            RATIO_MAX,
+            "",
+        ),
+        Finding::at_most(2, "an idle clone's own guest memory", idle, OWN_MAX_MIB, "MiB"),
+        Finding::note(2, "instant clones per hour, with their identity", per_hour, ""),
+        Finding::note(2, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
+        Finding::note(2, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
+    ]);
+    for touched in TOUCHED {
+        room.datastore.verb(&["vm", "delete", &name(touched)])?;
+    }
+    Ok(
+        json!({ "touched": TOUCHED, "running_ms": times, "still_ms": still, "own_mib": own, "idle_mib": idle, "commands_s": commands }),
+    )
+}
+
+fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
+    let mut stuns: Vec<Vec<f64>> = vec![Vec::new(); IN_A_ROW];
+    for run in 0..setting.plan.runs.min(3) {
+        let parent = format!("running{run}");
+        say(&format!("{IN_A_ROW} clones of a running parent, {} of {}", run + 1, setting.plan.runs.min(3)));
+        room.boot(&parent, TOUCHED[0])?;
+        for (index, stuns) in stuns.iter_mut().enumerate() {
+            let child = format!("{parent}c{index}");
+            let made = room.datastore.ask(&["vm", "clone", &parent, &child, "--instant"])?;
+            stuns.push(number(&made, "stun_ms")?);
+            room.delete(&[child])?;
+        }
+        room.delete(&[parent])?;
+    }
+    let between: Vec<f64> = stuns[1..IN_A_ROW - 1].concat();
+    outcome.findings.extend([
+        Finding::at_most(3, "running parent stands still, first clone", median(&stuns[0]), STUN_MAX_MS, "ms"),
+        Finding::note(3, "running parent stands still, clones between", median(&between), "ms"),
+        Finding::at_most(
+            3,
+            "running parent stands still, tenth clone",
+            median(&stuns[IN_A_ROW - 1]),
+            STUN_MAX_MS,
+            "ms",
+        ),
+    ]);
+    Ok(json!({ "stun_ms": stuns }))
+}
+
+fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
+    say("a guest's writes before and after it is cloned");
+    let rounds = setting.plan.runs.max(5);
+    for name in ["cloned", "alone"] {
+        room.boot(name, 32)?;
+    }
+    let both = || -> Result<[f64; 2]> { Ok([write(room, "cloned")?, write(room, "alone")?]) };
+    // Files are there, and the guests' programs translated.
+    both()?;
+    let before = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
+    room.datastore.verb(&["vm", "clone", "cloned", "child", "--instant"])?;
+    room.datastore.verb(&["vm", "pause", "child"])?;
+    both()?;
+    let after = (0..rounds).map(|_| both()).collect::<Result<Vec<_>>>()?;
+    let of = |all: &[[f64; 2]], which: usize| median(&all.iter().map(|both| both[which]).collect::<Vec<_>>());
+    let kept = |which: usize| ratio(of(&before, which), of(&after, which));
+    outcome.findings.extend([
+        Finding::at_least(
+            6,
+            "a cloned guest's speed of writes, against one left alone",
+            ratio(kept(0), kept(1)),
+            SPEED_MIN,
+            "",
+        ),
+        Finding::note(6, "a cloned guest's speed of writes, against before", kept(0), ""),
+        Finding::note(6, "speed of writes of the one left alone, against before", kept(1), ""),
+    ]);
+    room.delete(&["child".into(), "cloned".into(), "alone".into()])?;
+    Ok(json!({ "before_s": before, "after_s": after }))
+}
+
+/// Seconds that a guest takes, by its own clock, to overwrite a file past its cache, every part flushed.
+fn write(room: &Room<'_>, name: &str) -> Result<f64> {
+    let line = "read a b </proc/uptime; dd if=/dev/zero of=/io bs=16k count=1536 conv=notrunc oflag=direct 2>/dev/null; \
+                sync; read c d </proc/uptime; echo $a $c";
+    let said = room.datastore.text(&["vm", "exec", name, "--", "/bin/sh", "-c", line])?;
+    let times: Vec<f64> = said.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    match times[..] {
+        [from, to] if to > from => Ok(to - from),
+        _ => Err(Error::Answer(format!("a guest timed its writes so: {said}"))),
+    }
+}
