@@ -11,6 +11,7 @@ use crate::names;
 use crate::native::Native;
 use crate::progress::Progress;
 use crate::switch::Switches;
+use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
 use parking_lot::{Mutex, RwLock};
@@ -73,6 +74,8 @@ pub struct Datastore {
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Moves that go on in the background.
     pub(crate) imports: Imports,
+    /// Receptions that somebody uses.
+    pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
     _lock: Box<dyn Lock>,
 }
@@ -167,7 +170,8 @@ impl Datastore {
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // Whether a disk is incomplete is decided by the migration it comes from.
-        let doubt = migrate::recover(&native, path)?;
+        let mut doubt = migrate::recover(&native, path)?;
+        doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
         let datastore = Arc::new_cyclic(|this| Self {
@@ -180,6 +184,7 @@ impl Datastore {
             guests: Arc::default(),
             reserved: Arc::default(),
             imports: Imports::default(),
+            receptions: Mutex::default(),
             this: Weak::clone(this),
             _lock: lock,
         });

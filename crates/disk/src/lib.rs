@@ -13,6 +13,7 @@ mod names;
 mod native;
 pub mod progress;
 pub mod switch;
+pub mod transfer;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};

@@ -35,3 +35,10 @@ pub fn checksum(bytes: &[u8]) -> u32 {
     // The width of CRC-32/ISCSI is 32 bits: the upper half of the answer is always zero.
     crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
 }
+
+/// The checksum of bytes that lie in several places.
+pub fn checksum_of(parts: &[&[u8]]) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    parts.iter().for_each(|part| digest.update(part));
+    digest.finalize() as u32
+}

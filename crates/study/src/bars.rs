@@ -11,6 +11,7 @@ pub mod migrate;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
+pub mod remote;
 mod slices;
 pub mod snapshots;
 pub mod speed;
@@ -74,6 +75,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::VmLinked => vm_linked::measure(setting),
         Study::VmFull => vm_full::measure(setting),
         Study::VmInstant => vm_instant::measure(setting),
+        Study::Remote => remote::measure(setting),
         Study::All => Ok(Outcome::default()),
     }
 }

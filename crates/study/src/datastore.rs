@@ -76,12 +76,37 @@ pub struct Serving {
     pub metadata_cache: Option<u64>,
     /// Refuse writes.
     pub read_only: bool,
+    /// Receive what other servers send, with this certificate and key.
+    pub receive: Option<Keys>,
+}
+
+/// A certificate that is for this machine and signed by itself: of servers and of clients.
+#[derive(Clone, Debug)]
+pub struct Keys {
+    /// The certificate, PEM.
+    pub certificate: PathBuf,
+    /// Its key, PEM.
+    pub key: PathBuf,
+}
+
+impl Keys {
+    /// Makes one in the work folder.
+    pub fn make(scratch: &Scratch) -> Result<Keys> {
+        let keys = Keys { certificate: scratch.path("certificate.pem"), key: scratch.path("key.pem") };
+        let mut command = Command::new("openssl");
+        command.args(["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]);
+        command.args(["-subj", "/CN=lamina", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]);
+        command.args(["-addext", "basicConstraints=critical,CA:FALSE"]);
+        command.arg("-keyout").arg(&keys.key).arg("-out").arg(&keys.certificate);
+        process::run(&mut command)?;
+        Ok(keys)
+    }
 }
 
 impl Serving {
     /// With defaults in everything but the mode.
     pub fn plain(mode: Mode) -> Serving {
-        Serving { mode, metadata_cache: None, read_only: false }
+        Serving { mode, metadata_cache: None, read_only: false, receive: None }
     }
 }
 
@@ -195,6 +220,10 @@ impl Datastore {
         }
         if serving.read_only {
             command.arg("--read-only");
+        }
+        if let Some(Keys { certificate, key }) = &serving.receive {
+            command.args(["--receive", "127.0.0.1:0", "--tls-cert"]).arg(certificate).arg("--tls-key").arg(key);
+            command.arg("--tls-client-ca").arg(certificate);
         }
         let began = Instant::now();
         let service = Service::start(&mut command, &self.log)?;

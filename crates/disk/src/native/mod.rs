@@ -6,6 +6,7 @@
 //! clones      linked and full
 //! convert     ends of a conversion
 //! moving      ends of a migration
+//! arriving    what comes from another datastore, and what another one may know of us
 //! device      bytes at any alignment over the store's blocks
 //! ```
 //!
@@ -15,6 +16,7 @@
 //! 3. Names are checked and, against disks of other formats, reserved by the datastore; among native disks they are
 //!    unique in the catalog.
 
+mod arriving;
 mod clones;
 mod convert;
 mod device;
@@ -22,6 +24,7 @@ mod disks;
 mod moving;
 mod snapshots;
 
+pub(crate) use arriving::Arrived;
 pub(crate) use disks::{check_capacity, list, stored};
 pub(crate) use moving::{NativeOriginal, NativeReplica};
 

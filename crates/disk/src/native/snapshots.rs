@@ -55,7 +55,7 @@ impl Native {
         Ok(self.engine.with_catalog(|catalog| {
             let disks: Vec<&Object> = match &only {
                 Some(disk) => vec![disk],
-                None => catalog.disks().collect(),
+                None => catalog.disks().filter(|disk| super::is_visible(disk)).collect(),
             };
             let mut clones: std::collections::BTreeMap<u64, Vec<String>> = Default::default();
             for clone in catalog.disks().filter(|clone| clone.origin != 0) {

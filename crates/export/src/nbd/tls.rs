@@ -11,7 +11,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
 
@@ -43,12 +43,7 @@ impl TlsIdentity {
     pub fn load(config: &TlsConfig) -> Result<Self> {
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let chain = certificates(&config.certificate, "certificate")?;
-        let key = PrivateKeyDer::from_pem_file(&config.key).map_err(|error| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!("TLS key {}: {error}; give a PEM file with one unencrypted private key", config.key.display()),
-            )
-        })?;
+        let key = private_key(&config.key)?;
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
             .with_safe_default_protocol_versions()
             .map_err(|error| Error::new(ErrorKind::Unsupported, format!("setting up TLS: {error}")))?;
@@ -85,9 +80,23 @@ impl TlsIdentity {
         })?;
         Ok(Self { config: Arc::new(server) })
     }
+
+    /// For other protocols than this one.
+    pub fn config(&self) -> &Arc<ServerConfig> {
+        &self.config
+    }
 }
 
-fn certificates(path: &std::path::Path, role: &str) -> Result<Vec<CertificateDer<'static>>> {
+/// Reads a private key from a PEM file.
+pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
+    PrivateKeyDer::from_pem_file(path).map_err(|error| {
+        let text = format!("TLS key {}: {error}; give a PEM file with one unencrypted private key", path.display());
+        Error::new(ErrorKind::Invalid, text)
+    })
+}
+
+/// Reads certificates from a PEM file: at least one. `role` says in errors what they are for.
+pub fn certificates(path: &Path, role: &str) -> Result<Vec<CertificateDer<'static>>> {
     let wrong = |what: String| Error::new(ErrorKind::Invalid, format!("TLS {role} {}: {what}", path.display()));
     let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;
     let found: std::result::Result<Vec<_>, _> = found.collect();

@@ -8,7 +8,8 @@ pub mod usage;
 
 pub use arguments::{
     CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, IdentityArgument, ImageCommand,
-    NetworkArgument, ServeArguments, SnapshotCommand, VmArguments, VmClone, VmCommand, VmCreate, VmSnapshotCommand,
+    NetworkArgument, ReceiveCommand, ServeArguments, SnapshotCommand, VmArguments, VmClone, VmCommand, VmCreate,
+    VmSnapshotCommand,
 };
 
 use crate::control::Request;
@@ -83,6 +84,9 @@ pub enum Command {
     /// Show what NBD clients can open.
     #[command(subcommand)]
     Export(ExportCommand),
+    /// Show and manage what other servers send here.
+    #[command(subcommand)]
+    Receive(ReceiveCommand),
     /// Print the completion script of a shell.
     Completion {
         /// The shell.
@@ -107,6 +111,7 @@ impl Command {
             Self::Convert(arguments) => arguments.request()?,
             Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
+            Self::Receive(command) => command.request(),
             Self::Init { .. } | Self::Vm(_) | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => {
                 return Ok(None);
             }

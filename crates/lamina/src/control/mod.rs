@@ -38,7 +38,10 @@ mod server;
 mod socket;
 
 pub use client::Client;
-pub use dispatch::{Service, Watch, alone, dispatch};
-pub use message::{DiskRequest, ImageRequest, Reply, Request, Serving, SnapshotRequest};
+pub use dispatch::{Service, Watch, alone, dispatch, point_name};
+pub use message::{
+    DiskRequest, ImageRequest, ReceiveRequest, Reply, Request, SendPoint, SendRequest, SendTls, SentDisk, Serving,
+    SnapshotRequest,
+};
 pub use server::Server;
 pub use socket::{bind, connect, path, remove_stale};

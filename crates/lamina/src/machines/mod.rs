@@ -3,6 +3,7 @@
 //! ```text
 //! disks     the datastore, as machines need it
 //! clones    clone
+//! send      clone to another server
 //! show      show, list
 //! console   console, exec
 //! follow    progress of many, Ctrl-C
@@ -14,13 +15,14 @@ mod clones;
 mod console;
 mod disks;
 mod follow;
+mod send;
 mod show;
 
 use crate::End;
 use crate::cli::{NetworkArgument, VmArguments, VmCommand, VmCreate, VmSnapshotCommand};
 use crate::output::{self, Form};
 use disk::{Error, ErrorKind, Result};
-use disks::Bound;
+pub use disks::Bound;
 use serde_json::{Value, json};
 use std::io::{self, Write};
 use std::path::Path;
@@ -78,7 +80,10 @@ pub fn run(datastore: &Path, arguments: VmArguments, form: Form) -> std::result:
             );
             say(text, json!({ "name": snapshot.machine, "snapshot": snapshot.name, "state": state }))
         }
-        VmCommand::Clone(clone) => clones::run(&host, &clone, form),
+        VmCommand::Clone(clone) => match &clone.to {
+            Some(remote) => send::run(&datastore, &host, &clone, remote, form),
+            None => clones::run(&host, &clone, form),
+        },
         VmCommand::Freeze { name } => freeze(&host, &name, form),
         VmCommand::Console { name, said, quiet } => {
             console::attach(&host.machines().get(&name)?, said, Duration::from_secs(quiet))

@@ -30,6 +30,8 @@ pub fn value(reply: &Reply) -> Value {
         Reply::ImageCreated(level) => json!(level),
         Reply::Converted(made) => json!(made),
         Reply::Exports(exports) => json!({ "exports": exports }),
+        Reply::Sent(sent) => json!(sent),
+        Reply::Receptions(receptions) => json!({ "receptions": receptions }),
         Reply::Settled => json!({ "settled": true }),
     }
 }

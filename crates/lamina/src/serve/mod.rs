@@ -1,8 +1,8 @@
 //! `lamina serve`: the process that owns a datastore while it is in use.
 //!
 //! ```text
-//!  open datastore -> NBD listens -> control socket listens -> ready
-//!      first SIGTERM or SIGINT -> NBD stops -> control stops -> control socket removed -> datastore closed -> exit 0
+//!  open datastore -> NBD and the receiver listen -> control socket listens -> ready
+//!      first SIGTERM or SIGINT -> receiver and NBD stop -> control stops -> control socket removed -> datastore closed -> exit 0
 //!      second -> exit at once
 //! ```
 //!
@@ -15,6 +15,7 @@
 
 mod exports;
 mod notify;
+mod receiving;
 pub mod uri;
 
 use crate::cli::ServeArguments;
@@ -74,8 +75,10 @@ fn serve(
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let nbd = nbd::Server::start(nbd_config(path, arguments)?, Arc::new(exports))?;
-    let serving = serving(&nbd, arguments);
-    // Should this fail, the NBD server stops as it is dropped.
+    let receiver = receiving::start(path, datastore, arguments)?;
+    let mut serving = serving(&nbd, arguments);
+    serving.receive = receiver.as_ref().map(|receiver| receiver.address());
+    // Should this fail, the servers stop as they are dropped.
     let control = start_control(path, datastore, &serving)?;
     tracing::info!(
         datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
@@ -90,6 +93,8 @@ fn serve(
         }
         notify::service_manager("STOPPING=1");
     }
+    // What it receives may end with a request to the control socket.
+    drop(receiver);
     nbd.stop();
     control.stop();
     control::remove_stale(path)?;
@@ -127,6 +132,7 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
         tcp: None,
         tls: arguments.tls_cert.is_some(),
         read_only: arguments.read_only,
+        receive: None,
     };
     for address in nbd.addresses() {
         match address {
@@ -150,11 +156,16 @@ fn start_control(path: &Path, datastore: &Arc<Datastore>, serving: &Serving) -> 
 
 /// The one line on stdout that says that clients may come.
 fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<()> {
-    let uris = uri::of_export(serving, "");
+    let mut uris = uri::of_export(serving, "");
+    let receive = serving.receive.map(|address| format!("lamina://{address}/"));
+    if form == Form::Text {
+        uris.extend(receive.clone());
+    }
     let line = match form {
         Form::Text => format!("ready: {}", uris.join(" ")),
         Form::Json => json!({
             "ready": true, "nbd": uris, "control": control::path(path), "pid": serving.pid, "engine": engine,
+            "receive": receive,
         })
         .to_string(),
     };

@@ -1,6 +1,8 @@
 //! Filling a disk that nobody uses yet, past the buffer: full clones, eager zeroing, imports.
 
 use super::Engine;
+use super::write::chunks;
+use super::writeback::UNMAP_MAX;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::{IoContext, Result};
@@ -8,10 +10,22 @@ use backend::BLOCK_SIZE;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-/// Writes a disk from its first block to its last, each block at most once.
+/// Writes a disk that nobody else writes, from as many threads as there are; of two writes to a block the later counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
+}
+
+/// Blocks that one of several writers is about to take: the others do not count on them.
+struct Claim<'a> {
+    engine: &'a Engine,
+    blocks: u64,
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        self.engine.claims.fetch_sub(self.blocks, Ordering::AcqRel);
+    }
 }
 
 impl<'a> BulkWriter<'a> {
@@ -29,13 +43,14 @@ impl<'a> BulkWriter<'a> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
-            engine.extend_for(blocks - at)?;
+            let claim = self.claim(blocks - at)?;
             let run = {
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
                 engine.update_headroom(&meta);
                 run
             };
+            drop(claim);
             let bytes = &data[at as usize * BLOCK_SIZE..(at + run.blocks) as usize * BLOCK_SIZE];
             let (file, offset) = engine.files.locate(run)?;
             file.write_at(&[bytes], offset, false)
@@ -61,17 +76,50 @@ impl<'a> BulkWriter<'a> {
         while at < range.end {
             engine.check_running()?;
             engine.make_journal_room()?;
-            engine.extend_for((range.end - at).min(RUN_MAX))?;
+            let claim = self.claim((range.end - at).min(RUN_MAX))?;
             let mut meta = engine.meta.lock();
             let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
             engine.carry_out(&mut meta, operation, 0, None)?;
             engine.update_headroom(&meta);
             drop(meta);
+            drop(claim);
             at += run.blocks;
             self.bound_pending()?;
         }
         Ok(())
+    }
+
+    /// Lets go of a range: it reads as zeros. For disks that begin as a clone; nothing of it may be buffered.
+    pub fn discard(&self, range: Range<u64>) -> Result<()> {
+        let engine = self.engine;
+        for part in chunks(range, UNMAP_MAX) {
+            engine.check_running()?;
+            engine.make_journal_room()?;
+            let operation = Operation::Unmap { disk: self.disk, logical: part.start, blocks: part.blocks };
+            let mut meta = engine.meta.lock();
+            engine.carry_out(&mut meta, operation, 0, None)?;
+            engine.update_headroom(&meta);
+            drop(meta);
+            self.bound_pending()?;
+        }
+        Ok(())
+    }
+
+    /// Makes sure that so many blocks are free beside what others are about to take.
+    fn claim(&self, blocks: u64) -> Result<Claim<'a>> {
+        let engine = self.engine;
+        let claims = engine.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
+        let claim = Claim { engine, blocks };
+        if claims > engine.headroom.load(Ordering::Acquire) {
+            engine.extend(claims)?;
+        }
+        Ok(claim)
+    }
+
+    /// Makes everything durable that was written or let go of before.
+    pub fn commit(&self) -> Result<()> {
+        self.engine.commit_changes()
     }
 
     fn bound_pending(&self) -> Result<()> {

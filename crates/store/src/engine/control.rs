@@ -45,6 +45,29 @@ pub struct Likeness {
     pub created: u64,
 }
 
+/// What becomes of a disk that was made out of sight.
+#[derive(Clone, Debug)]
+pub enum Arrival {
+    /// It is a disk of that name, independent of what it began as.
+    Disk {
+        /// The disk.
+        id: u64,
+        /// Its name.
+        name: String,
+        /// Its identity and age.
+        like: Likeness,
+    },
+    /// Another disk gets its snapshot, and is what the snapshot holds; it goes itself.
+    Update {
+        /// The disk that goes.
+        id: u64,
+        /// Its snapshot.
+        snapshot: u64,
+        /// The disk that gets it.
+        disk: u64,
+    },
+}
+
 impl Engine {
     /// Looks at the catalog.
     pub fn with_catalog<T>(&self, look: impl FnOnce(&crate::catalog::Catalog) -> T) -> T {
@@ -401,6 +424,65 @@ impl Engine {
             }
             let trash = catalog.allocate_id();
             operations.push(Operation::Revert { disk, snapshot, trash });
+            Ok((operations, ()))
+        })
+    }
+
+    /// Disks that were made out of sight take their places: all of them, or none.
+    pub fn arrive(&self, arrivals: &[Arrival]) -> Result<()> {
+        let _control = self.control.lock();
+        for arrival in arrivals {
+            if let Arrival::Update { id, snapshot, disk } = arrival {
+                self.wait_sealed(*snapshot)?;
+                let missing = self.with_catalog(|catalog| {
+                    let (object, snapshot) = (catalog.get(*disk)?, catalog.get(*snapshot)?);
+                    let size = snapshot.capacity.div_ceil(backend::BLOCK_SIZE as u64);
+                    let thick = object.provisioning != Provisioning::Thin;
+                    Ok(if thick { size.saturating_sub(object.reserved) } else { 0 })
+                })?;
+                if missing > 0 {
+                    self.extend_for(missing).map_err(|error| {
+                        error.context("the disk is thick, and what shares its blocks needs its whole size again")
+                    })?;
+                }
+                self.abandon(*id)?;
+                self.abandon(*disk)?;
+            }
+        }
+        self.change(|catalog| {
+            let mut operations = Vec::new();
+            for arrival in arrivals {
+                match arrival {
+                    Arrival::Disk { id, name, like } => {
+                        check_name(name)?;
+                        if catalog.disk(name).is_some() {
+                            return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
+                        }
+                        let (uuid, created) = (like.uuid, like.created);
+                        let made = catalog.get(*id)?.clone();
+                        let name = name.clone();
+                        let object = Object { name, uuid, created, incomplete: false, origin: 0, ..made };
+                        operations.push(Operation::Put { record: object.encode() });
+                    }
+                    Arrival::Update { id, snapshot, disk } => {
+                        let (target, object) = (catalog.get(*disk)?.clone(), catalog.get(*snapshot)?.clone());
+                        if catalog.snapshot(*disk, &object.name).is_some() {
+                            let text = format!("disk '{}' has a snapshot '{}' already", target.name, object.name);
+                            return Err(Error::new(ErrorKind::Exists, text));
+                        }
+                        let size = object.capacity.div_ceil(backend::BLOCK_SIZE as u64);
+                        let moved = Object { disk: *disk, parent: target.parent, ..object };
+                        operations.push(Operation::Put { record: moved.encode() });
+                        if target.provisioning != Provisioning::Thin {
+                            let object = Object { reserved: size, ..target };
+                            operations.push(Operation::Put { record: object.encode() });
+                        }
+                        let trash = catalog.allocate_id();
+                        operations.push(Operation::Revert { disk: *disk, snapshot: *snapshot, trash });
+                        operations.push(Operation::Trash { object: *id });
+                    }
+                }
+            }
             Ok((operations, ()))
         })
     }

@@ -53,7 +53,7 @@ mod writeback;
 
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
-pub use control::{Likeness, NewDisk, NewSnapshot};
+pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
 pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use read::{Media, Planned, Segment, Verdict};

@@ -74,7 +74,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     for run in 0..plan.runs as usize {
         for turn in 0..caches.len() {
             let side = (turn + run) % caches.len();
-            let serving = Serving { mode: plan.mode(), metadata_cache: caches[side], read_only: false };
+            let serving = Serving { metadata_cache: caches[side], ..Serving::plain(plan.mode()) };
             let (server, _) = datastore.serve(&serving, DISK)?;
             // Every leaf of the map at least once, and the data with it.
             read(&server.endpoint, &places, plan.seed, None)?;

@@ -287,6 +287,8 @@ pub enum DiskCommand {
     },
     /// Move a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
     Migrate(DiskMigrate),
+    /// Send a disk to another server, over TLS. Broken off, the same command goes on where it was.
+    Send(super::send::DiskSend),
     /// Make a disk of images that are there already, with the tree of their snapshots.
     Import(DiskImport),
 }
@@ -336,6 +338,7 @@ impl DiskCommand {
                 rate: migrate.rate,
             },
             Self::Import(import) => import.request()?,
+            Self::Send(send) => return send.request(),
             Self::Consolidate { name, rate } => DiskRequest::Consolidate { name: name.clone(), rate: *rate },
         }))
     }

@@ -1,8 +1,10 @@
 //! Verbs of machines.
 
+use super::send::SendArguments;
 use crate::cli::address::{CLONES_MAX, NamePattern, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
+use replication::Remote;
 use std::path::PathBuf;
 use std::str::FromStr;
 use vm::definition::Link;
@@ -286,8 +288,18 @@ pub struct VmClone {
     #[arg(value_name = "SOURCE")]
     pub source: MachineAddress,
     /// Name of the clone; with --count the start of the names (NAME-0001, ...).
-    #[arg(value_name = "VM", required_unless_present = "name_pattern")]
+    #[arg(value_name = "VM", required_unless_present_any = ["name_pattern", "to"])]
     pub name: Option<String>,
+    /// Make a full clone at another server, lamina://HOST:PORT/NAME, which has to be told by --tls-ca and the like.
+    #[arg(
+        long,
+        value_name = "TARGET",
+        conflicts_with_all = ["name", "name_pattern", "count", "linked", "instant", "start"]
+    )]
+    pub to: Option<Remote>,
+    /// How it is sent there.
+    #[command(flatten)]
+    pub how: SendArguments,
     /// Deltas on a snapshot of the source's disks; what is done if nothing is said.
     #[arg(long, group = "way")]
     pub linked: bool,

@@ -5,6 +5,7 @@ mod clone;
 mod disk;
 mod image;
 mod machine;
+mod send;
 mod serve;
 mod snapshot;
 
@@ -13,5 +14,6 @@ pub use clone::CloneArguments;
 pub use disk::DiskCommand;
 pub use image::{ConvertArguments, ImageCommand};
 pub use machine::{IdentityArgument, NetworkArgument, VmArguments, VmClone, VmCommand, VmCreate, VmSnapshotCommand};
+pub use send::ReceiveCommand;
 pub use serve::{ExportCommand, ServeArguments};
 pub use snapshot::SnapshotCommand;

@@ -86,6 +86,13 @@ pub struct ServeArguments {
     /// Let anyone who reaches the TCP port read and write every disk, in clear text.
     #[arg(long, requires = "tcp")]
     pub insecure_tcp: bool,
+    /// Also receive disks and machines that other lamina servers send, on this address, such as 127.0.0.1:10810; always
+    /// over TLS. Beyond loopback it needs client certificates.
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "tls_cert")]
+    pub receive: Option<SocketAddr>,
+    /// Receive only from clients whose certificate is for this name; several times for several.
+    #[arg(long, value_name = "NAME", requires = "receive", requires = "tls_client_ca")]
+    pub receive_from: Vec<String>,
     /// How data files are read and written.
     #[arg(long, value_enum, value_name = "MODE", default_value = "buffered")]
     pub io: IoModeArgument,

@@ -3,9 +3,11 @@
 mod clone;
 mod disk;
 mod image;
+mod send;
 mod snapshot;
 
 pub use image::alone;
+pub use send::point_name;
 
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
@@ -44,6 +46,8 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
         Request::Image(request) => image::dispatch(request, watch)?,
         // Where nobody serves, whoever has gone took his requests with him; where somebody does, the server has waited.
         Request::Settle => Reply::Settled,
+        Request::Send(request) => send::send(datastore, &request, watch)?,
+        Request::Receive(request) => send::receive(datastore, request)?,
         Request::ExportList => Reply::Exports(
             datastore
                 .device_names()

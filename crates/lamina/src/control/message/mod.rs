@@ -1,16 +1,18 @@
-//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`]; their ends in [`reply`], their
+//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`], [`send`]; their ends in [`reply`], their
 //! encoding in [`line`].
 
 mod disk;
 mod image;
 mod line;
 mod reply;
+mod send;
 mod snapshot;
 
 pub use disk::DiskRequest;
 pub use image::ImageRequest;
 pub use line::{FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
 pub use reply::{ExportInfo, Reply, Serving};
+pub use send::{ReceiveRequest, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;
 
 use ::disk::Point;
@@ -51,6 +53,10 @@ pub enum Request {
     Image(ImageRequest),
     /// What NBD clients can open.
     ExportList,
+    /// Send disks to another server.
+    Send(Box<SendRequest>),
+    /// What other servers send here.
+    Receive(ReceiveRequest),
     /// Wait until the requests of clients that have gone are done or given up.
     Settle,
 }
@@ -59,8 +65,8 @@ impl Request {
     /// True for what may take longer than a moment: it can be cancelled, and tells how far it is.
     pub fn takes_long(&self) -> bool {
         match self {
-            Self::Status | Self::ExportList | Self::Settle => false,
-            Self::Check { .. } | Self::Convert(_) => true,
+            Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
+            Self::Check { .. } | Self::Convert(_) | Self::Send(_) => true,
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),

@@ -2,7 +2,9 @@
 
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
+use disk::transfer::ReceptionInfo;
 use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
+use replication::Sent;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -56,6 +58,10 @@ pub enum Reply {
     Converted(Converted),
     /// Of `ExportList`.
     Exports(Vec<ExportInfo>),
+    /// Of `Send`.
+    Sent(Box<Sent>),
+    /// Of `Receive`.
+    Receptions(Vec<ReceptionInfo>),
     /// Of `Settle`.
     Settled,
 }
@@ -75,6 +81,9 @@ pub struct Serving {
     pub tls: bool,
     /// Writes of NBD clients are refused.
     pub read_only: bool,
+    /// Where disks are received from other servers.
+    #[serde(default)]
+    pub receive: Option<SocketAddr>,
 }
 
 /// One thing that NBD clients can open.

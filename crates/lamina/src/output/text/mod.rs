@@ -2,6 +2,7 @@
 
 mod disk;
 mod image;
+mod send;
 mod snapshot;
 
 use super::human::{count, size};
@@ -38,6 +39,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::ImageCreated(level) => image::print_created(out, level),
         Reply::Converted(made) => image::print_converted(out, made),
         Reply::Settled => writeln!(out, "settled"),
+        Reply::Sent(sent) => send::print(out, sent),
+        Reply::Receptions(receptions) => send::print_all(out, receptions),
         Reply::Exports(exports) => {
             let mut table = Table::new(&[("NAME", Align::Left), ("ACCESS", Align::Left), ("URI", Align::Left)]);
             for export in exports {
@@ -81,6 +84,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
             let access = if serving.read_only { ", read-only" } else { "" };
             facts.push(("served by", format!("lamina {} (process {}){access}", serving.version, serving.pid)));
             facts.extend(uri::of_export(serving, "").into_iter().map(|uri| ("nbd", uri)));
+            facts.extend(serving.receive.map(|address| ("receives", format!("lamina://{address}/"))));
         }
         None => facts.push(("served by", "nobody".into())),
     }

@@ -1,0 +1,549 @@
+//! Disks that are being received.
+//!
+//! ```text
+//!              begin: record, then hidden disks          commit: one change of the catalog
+//!   (nothing) ----------------------------------> under way ------------------------------> disks
+//!                                                  ^     |  \
+//!                                         resume   +-----+   \-- delete: hidden disks, then the record
+//! ```
+//!
+//! 1. A reception has one user at a time ([`Reception`]); between two of them it is kept, over restarts too.
+//! 2. A hidden disk without its record goes when the datastore is opened; a record without all of its disks too, with
+//!    those it has: either it was only about to begin, or all have taken their places.
+//! 3. Whoever resumes names the same disks and the same points, by their identities: so what is there is part of what he
+//!    sends.
+
+use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
+use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};
+use crate::datastore::{Datastore, Reservation};
+use crate::info::{DiskInfo, Provisioning};
+use crate::names;
+use crate::native::{Arrived, Native, check_capacity};
+use backend::{BLOCK_SIZE, Buffer};
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+use store::engine::Likeness;
+use store::{Error, ErrorKind, Result};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// A disk that somebody wants to send.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewArrival {
+    /// The name that it is to have here.
+    pub name: String,
+    /// The identity that it is to have.
+    pub uuid: String,
+    /// Bytes.
+    pub capacity: u64,
+    /// How it takes its space.
+    pub provisioning: Provisioning,
+    /// The point of the sender's disk.
+    pub point: SnapshotIdentity,
+    /// It gets the point as a snapshot.
+    pub keep: bool,
+    /// Identities of snapshots that it may begin as, the best first.
+    pub bases: Vec<String>,
+    /// A disk of that name that is there may be brought up to date.
+    pub update: bool,
+}
+
+/// Disks that somebody wants to send together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NewReception {
+    /// Who sends, for people.
+    pub sender: String,
+    /// The disks.
+    pub disks: Vec<NewArrival>,
+    /// What comes with them.
+    pub attachment: Option<String>,
+    /// Only if it was begun before; `NotFound` otherwise.
+    pub resume_only: bool,
+}
+
+/// A reception, as it is shown.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReceptionInfo {
+    /// Its identity.
+    pub id: String,
+    /// Who sends.
+    pub sender: String,
+    /// When it began, in seconds since 1970.
+    pub begun: u64,
+    /// Names of the disks.
+    pub disks: Vec<String>,
+    /// Bytes of data that are there for good.
+    pub bytes: u64,
+    /// True while somebody is connected.
+    pub active: bool,
+    /// True when a machine comes with the disks.
+    pub machine: bool,
+}
+
+/// What an offer leads to.
+pub enum Opened {
+    /// Everything is here already: an earlier end of the same reception went unheard.
+    Already(Vec<DiskInfo>),
+    /// It goes on from here.
+    Open(Arc<Reception>),
+}
+
+/// What is here of one disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Incoming {
+    /// What it began as.
+    pub base: Option<String>,
+    /// Segments that need not be sent.
+    pub done: Vec<(u64, u64)>,
+    /// Bytes of data in them.
+    pub bytes: u64,
+}
+
+/// A reception that is used: by one sender, from any number of threads.
+pub struct Reception {
+    datastore: Arc<Datastore>,
+    records: Records,
+    /// Numbers of the hidden disks.
+    ids: Vec<u64>,
+    state: Mutex<Record>,
+    /// One writes the record at a time.
+    saving: Mutex<()>,
+    _names: Vec<Reservation>,
+}
+
+/// Carries out the records of a datastore that is being opened: names of disks to be kept.
+pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
+    let records = Records::new(Arc::clone(native.engine.directory()));
+    let mut kept = BTreeSet::new();
+    for found in records.all()? {
+        let (id, whole) = match &found {
+            Found::Record(record) => {
+                let there = |disk: usize| native.hidden_id(&record.hidden(disk)).is_some();
+                (record.id.clone(), (0..record.disks.len()).all(there))
+            }
+            Found::Newer(id) => (id.clone(), true),
+            Found::Damaged(id, error) => {
+                tracing::error!("a reception is given up, nothing of it stays: {error}");
+                (id.clone(), false)
+            }
+        };
+        match whole {
+            true => kept.extend(native.hidden(&record::hidden_prefix(&id))),
+            false => records.remove(&id)?,
+        }
+    }
+    Ok(kept)
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+fn parse(uuid: &str) -> Result<[u8; 16]> {
+    names::parse_uuid(uuid)
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("'{}' is no identity", uuid.escape_debug())))
+}
+
+impl NewReception {
+    /// Refuses what could never be received.
+    fn check(&self) -> Result<()> {
+        if self.disks.is_empty() || self.disks.len() > DISKS_MAX {
+            let text = format!("{} disks at once: 1 to {DISKS_MAX} can be received", self.disks.len());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let mut names = BTreeSet::new();
+        for disk in &self.disks {
+            names::check("disk", &disk.name)?;
+            names::check("snapshot", &disk.point.name)?;
+            check_capacity(&disk.name, disk.capacity)?;
+            parse(&disk.uuid)?;
+            parse(&disk.point.uuid)?;
+            disk.bases.iter().try_for_each(|base| parse(base).map(drop))?;
+            if disk.bases.len() > super::BASES_MAX || !names.insert(&disk.name) {
+                let text = format!("disk '{}' is offered twice, or with too many snapshots", disk.name);
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+        }
+        Ok(())
+    }
+
+    fn is_resumed_by(&self, record: &Record) -> bool {
+        let same = |(new, known): (&NewArrival, &Arriving)| {
+            new.name == known.name
+                && new.point == known.point
+                && new.capacity == known.capacity
+                && new.keep == known.keep
+                && known.base.as_ref().is_none_or(|base| new.bases.contains(base))
+        };
+        self.attachment.is_some() == record.attachment.is_some()
+            && self.disks.len() == record.disks.len()
+            && self.disks.iter().zip(&record.disks).all(same)
+    }
+}
+
+impl Datastore {
+    fn records(&self) -> Records {
+        Records::new(Arc::clone(self.native.engine.directory()))
+    }
+
+    fn known_receptions(&self) -> Result<Vec<Record>> {
+        let whole = |found| match found {
+            Found::Record(record) => Some(*record),
+            Found::Newer(_) | Found::Damaged(..) => None,
+        };
+        Ok(self.records().all()?.into_iter().filter_map(whole).collect())
+    }
+
+    /// Begins to receive disks, or goes on with that: `Busy` while another sender does.
+    pub fn receive(&self, new: &NewReception) -> Result<Opened> {
+        new.check()?;
+        // One begins at a time.
+        let mut active = self.receptions.lock();
+        let known = self.known_receptions()?;
+        let resumed = known.iter().find(|record| new.is_resumed_by(record));
+        if let Some(record) = resumed {
+            if active.contains(&record.id) {
+                let text = format!("disk '{}' is being received already", record::title(record));
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            let reception = self.go_on(new, record.clone())?;
+            active.insert(record.id.clone());
+            return Ok(Opened::Open(reception));
+        }
+        if let Some(there) = self.arrived_already(new)? {
+            return Ok(Opened::Already(there));
+        }
+        if new.resume_only {
+            return Err(Error::new(ErrorKind::NotFound, "nothing of these disks was begun to be received"));
+        }
+        for disk in &new.disks {
+            let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
+            if let Some(other) = other {
+                let text = format!(
+                    "another state of disk '{}' was begun to be received and is kept; 'lamina receive delete {}' there \
+                     gives it up",
+                    disk.name, other.id
+                );
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+        }
+        if known.len() >= RECEPTIONS_MAX {
+            let text = format!("{RECEPTIONS_MAX} receptions are kept already; 'lamina receive list' shows them");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        let reception = self.begin(new)?;
+        active.insert(reception.id());
+        Ok(Opened::Open(reception))
+    }
+
+    /// The disks of an offer, if all are here, as they would be after its end.
+    fn arrived_already(&self, new: &NewReception) -> Result<Option<Vec<DiskInfo>>> {
+        let mut there = Vec::with_capacity(new.disks.len());
+        for disk in &new.disks {
+            let Some(object) = self.native.visible(&disk.name) else { return Ok(None) };
+            let point = self.native.snapshot_of_uuid(&parse(&disk.point.uuid)?);
+            let pointed = point.is_some_and(|point| point.disk == object.id && object.parent == point.id);
+            let made = object.uuid == parse(&disk.uuid)?;
+            if !(made || disk.update && disk.keep && !new.resume_only) || disk.keep && !pointed {
+                return Ok(None);
+            }
+            there.push(self.native.disk_info(object.id, false)?);
+        }
+        Ok(Some(there))
+    }
+
+    fn this(&self) -> Result<Arc<Datastore>> {
+        self.this.upgrade().ok_or_else(|| Error::new(ErrorKind::Stopped, "the datastore is being closed"))
+    }
+
+    fn begin(&self, new: &NewReception) -> Result<Arc<Reception>> {
+        let mut record = Record {
+            id: names::uuid_text(&names::new_uuid()?),
+            sender: new.sender.clone(),
+            begun: now(),
+            disks: Vec::with_capacity(new.disks.len()),
+            attachment: new.attachment.clone(),
+        };
+        let mut names = Vec::new();
+        let mut bases = Vec::new();
+        for disk in &new.disks {
+            let there = self.native.visible(&disk.name);
+            let update = there.is_some() && disk.update;
+            let base = match there.filter(|_| disk.update) {
+                Some(there) => {
+                    let base = self.native.unchanged_base(&there)?;
+                    if !disk.bases.contains(&names::uuid_text(&base.uuid)) {
+                        let text = format!(
+                            "disk '{}' cannot be brought up to date: the sender's disk has nothing to do with its \
+                             snapshot '{}'",
+                            disk.name, base.name
+                        );
+                        return Err(Error::new(ErrorKind::Exists, text));
+                    }
+                    Some(base)
+                }
+                None => {
+                    names.push(self.reserve(&disk.name)?);
+                    let known = |base: &String| self.native.snapshot_of_uuid(&names::parse_uuid(base)?);
+                    disk.bases.iter().find_map(known)
+                }
+            };
+            if update && !disk.keep {
+                let text = format!("disk '{}' can only be brought up to date by a snapshot that stays", disk.name);
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            record.disks.push(Arriving {
+                name: disk.name.clone(),
+                uuid: disk.uuid.clone(),
+                capacity: disk.capacity,
+                provisioning: if base.is_some() { Provisioning::Thin } else { disk.provisioning },
+                point: disk.point.clone(),
+                keep: disk.keep,
+                base: base.as_ref().map(|base| names::uuid_text(&base.uuid)),
+                update,
+                done: Vec::new(),
+                bytes: 0,
+            });
+            bases.push(base);
+        }
+        let records = self.records();
+        records.put(&record)?;
+        let made = record.disks.iter().zip(&bases).enumerate().try_for_each(|(index, (disk, base))| {
+            self.native.make_hidden(&record.hidden(index), disk.capacity, disk.provisioning, base.as_ref())
+        });
+        if let Err(error) = made {
+            self.forget(&record)?;
+            return Err(error);
+        }
+        self.open_reception(record, names)
+    }
+
+    fn go_on(&self, new: &NewReception, mut record: Record) -> Result<Arc<Reception>> {
+        // By these the sender will know them, should he not hear that they are there.
+        for (disk, new) in record.disks.iter_mut().zip(&new.disks) {
+            disk.uuid.clone_from(&new.uuid);
+        }
+        record.attachment.clone_from(&new.attachment);
+        let new = record.disks.iter().filter(|disk| !disk.update);
+        let names = new.map(|disk| self.reserve(&disk.name)).collect::<Result<Vec<_>>>()?;
+        self.open_reception(record, names)
+    }
+
+    fn open_reception(&self, record: Record, names: Vec<Reservation>) -> Result<Arc<Reception>> {
+        let id_of = |index: usize| {
+            let hidden = record.hidden(index);
+            self.native
+                .hidden_id(&hidden)
+                .ok_or_else(|| Error::new(ErrorKind::NotFound, format!("'{hidden}' is not there any more")))
+        };
+        let ids = (0..record.disks.len()).map(id_of).collect::<Result<Vec<_>>>()?;
+        Ok(Arc::new(Reception {
+            datastore: self.this()?,
+            records: self.records(),
+            ids,
+            state: Mutex::new(record),
+            saving: Mutex::new(()),
+            _names: names,
+        }))
+    }
+
+    /// Removes what was received, then the record.
+    fn forget(&self, record: &Record) -> Result<()> {
+        for index in 0..record.disks.len() {
+            self.native.remove_hidden(&record.hidden(index))?;
+        }
+        self.records().remove(&record.id)
+    }
+
+    /// Receptions that are under way or kept.
+    pub fn receptions(&self) -> Result<Vec<ReceptionInfo>> {
+        let active = self.receptions.lock();
+        let info = |record: Record| ReceptionInfo {
+            active: active.contains(&record.id),
+            disks: record.disks.iter().map(|disk| disk.name.clone()).collect(),
+            bytes: record.disks.iter().map(|disk| disk.bytes).sum(),
+            machine: record.attachment.is_some(),
+            id: record.id,
+            sender: record.sender,
+            begun: record.begun,
+        };
+        Ok(self.known_receptions()?.into_iter().map(info).collect())
+    }
+
+    /// Gives a reception up: what was received goes. `Busy` while a sender is connected.
+    pub fn delete_reception(&self, id: &str) -> Result<()> {
+        let active = self.receptions.lock();
+        let known = self.known_receptions()?.into_iter().find(|record| record.id == id);
+        let record = known.ok_or_else(|| {
+            let text =
+                format!("there is no reception '{}'; 'lamina receive list' shows what there is", id.escape_debug());
+            Error::new(ErrorKind::NotFound, text)
+        })?;
+        if active.contains(id) {
+            let text =
+                format!("reception '{id}' of disk '{}' is under way: stop its sender first", record::title(&record));
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        self.forget(&record)
+    }
+}
+
+impl Reception {
+    /// Its identity.
+    pub fn id(&self) -> String {
+        self.state.lock().id.clone()
+    }
+
+    /// What is here already, disk by disk.
+    pub fn progress(&self) -> Vec<Incoming> {
+        let of = |disk: &Arriving| Incoming { base: disk.base.clone(), done: disk.done.clone(), bytes: disk.bytes };
+        self.state.lock().disks.iter().map(of).collect()
+    }
+
+    /// What comes with the disks.
+    pub fn attachment(&self) -> Option<String> {
+        self.state.lock().attachment.clone()
+    }
+
+    /// Names of the disks.
+    pub fn disk_names(&self) -> Vec<String> {
+        self.state.lock().disks.iter().map(|disk| disk.name.clone()).collect()
+    }
+
+    /// The capacity of a disk; `Invalid` when there are fewer.
+    pub fn capacity(&self, disk: usize) -> Result<u64> {
+        self.state.lock().disks.get(disk).map(|disk| disk.capacity).ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("disk {disk} is none of those that are being received"))
+        })
+    }
+
+    /// The blocks of a range of bytes, which begins with a block, and ends with one or with the disk.
+    fn blocks(&self, disk: usize, offset: u64, length: u64) -> Result<(u64, Range<u64>)> {
+        let capacity = self.capacity(disk)?;
+        let end = offset.checked_add(length).filter(|end| *end <= capacity && length > 0);
+        match end {
+            Some(end) if offset.is_multiple_of(BLOCK) && (end.is_multiple_of(BLOCK) || end == capacity) => {
+                Ok((self.ids[disk], offset / BLOCK..end.div_ceil(BLOCK)))
+            }
+            _ => {
+                let text = format!("{length} bytes at {offset} are no whole blocks of a disk of {capacity} bytes");
+                Err(Error::new(ErrorKind::Invalid, text))
+            }
+        }
+    }
+
+    /// Writes data.
+    pub fn write(&self, disk: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+        let (id, blocks) = self.blocks(disk, offset, bytes.len() as u64)?;
+        let native = &self.datastore.native;
+        let whole = bytes.len() / BLOCK_SIZE * BLOCK_SIZE;
+        if whole > 0 {
+            native.write_hidden(id, blocks.start, &bytes[..whole])?;
+        }
+        if whole < bytes.len() {
+            let mut last = Buffer::zeroed(1);
+            last[..bytes.len() - whole].copy_from_slice(&bytes[whole..]);
+            native.write_hidden(id, blocks.end - 1, &last)?;
+        }
+        Ok(())
+    }
+
+    /// Makes a range read as zeros.
+    pub fn zero(&self, disk: usize, offset: u64, length: u64) -> Result<()> {
+        let (id, blocks) = self.blocks(disk, offset, length)?;
+        self.datastore.native.discard_hidden(id, blocks)
+    }
+
+    /// A segment has been received whole: `bytes` of data. Remembered with the next [`Reception::save`].
+    pub fn finish_segment(&self, disk: usize, segment: u64, bytes: u64) -> Result<()> {
+        if segment >= self.capacity(disk)?.div_ceil(SEGMENT) {
+            let text = format!("there is no segment {segment} of disk {disk}");
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let mut state = self.state.lock();
+        let Some(disk) = state.disks.get_mut(disk) else { return Ok(()) };
+        let after = disk.done.partition_point(|(from, _)| *from <= segment);
+        if after > 0 && segment < disk.done[after - 1].1 {
+            return Err(Error::new(ErrorKind::Invalid, format!("segment {segment} was sent twice")));
+        }
+        let before = after > 0 && disk.done[after - 1].1 == segment;
+        let behind = disk.done.get(after).is_some_and(|(from, _)| *from == segment + 1);
+        match (before, behind) {
+            (true, true) => {
+                disk.done[after - 1].1 = disk.done[after].1;
+                disk.done.remove(after);
+            }
+            (true, false) => disk.done[after - 1].1 = segment + 1,
+            (false, true) => disk.done[after].0 = segment,
+            (false, false) if disk.done.len() >= RANGES_MAX => {
+                let text = format!("segments come in no order: more than {RANGES_MAX} gaps");
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            (false, false) => disk.done.insert(after, (segment, segment + 1)),
+        }
+        disk.bytes += bytes;
+        Ok(())
+    }
+
+    /// Makes durable what was received, and remembers it.
+    pub fn save(&self) -> Result<()> {
+        let _saving = self.saving.lock();
+        let record = self.state.lock().clone();
+        self.commit_data()?;
+        self.records.put(&record)
+    }
+
+    fn commit_data(&self) -> Result<()> {
+        // One journal for all disks.
+        match self.ids.first() {
+            Some(id) => self.datastore.native.commit_hidden(*id),
+            None => Ok(()),
+        }
+    }
+
+    /// The disks take their places. `expected` is what the sender calls whole: segments and bytes, disk by disk. Nobody
+    /// may write any more.
+    pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
+        let _saving = self.saving.lock();
+        let record = self.state.lock().clone();
+        let here = |disk: &Arriving| (disk.done.iter().map(|(from, to)| to - from).sum::<u64>(), disk.bytes);
+        let received: Vec<(u64, u64)> = record.disks.iter().map(here).collect();
+        if received != expected {
+            let text = format!(
+                "what was received is not what was sent: segments and bytes are {received:?}, and should be {expected:?}"
+            );
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let native = &self.datastore.native;
+        self.commit_data()?;
+        let mut arrived = Vec::with_capacity(record.disks.len());
+        for (index, disk) in record.disks.iter().enumerate() {
+            let like = Likeness { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
+            let base = disk.base.as_deref().map(parse).transpose()?;
+            arrived.push(Arrived {
+                hidden: record.hidden(index),
+                name: disk.name.clone(),
+                uuid: parse(&disk.uuid)?,
+                snapshot: disk.keep.then(|| (disk.point.name.clone(), like)),
+                update_from: base.filter(|_| disk.update),
+                provisioning: disk.provisioning,
+            });
+        }
+        native.arrive(&arrived, now())?;
+        self.records.remove(&record.id)?;
+        let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
+        record.disks.iter().map(info).collect()
+    }
+}
+
+impl Drop for Reception {
+    fn drop(&mut self) {
+        let id = self.state.lock().id.clone();
+        self.datastore.receptions.lock().remove(&id);
+    }
+}

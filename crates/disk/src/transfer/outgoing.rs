@@ -1,0 +1,187 @@
+//! One point of a disk that is sent elsewhere.
+
+use super::{BASES_MAX, SnapshotIdentity};
+use crate::datastore::Datastore;
+use crate::device::{Allocation, Device, ReadPlan, Segment, Verdict};
+use crate::info::Provisioning;
+use crate::names;
+use crate::native::Native;
+use backend::{BLOCK_SIZE, Buffer};
+use std::ops::Range;
+use std::sync::Arc;
+use store::{Error, ErrorKind, Result};
+
+/// Extents asked for at a time.
+const ASK_EXTENTS: usize = 1024;
+/// Bytes asked about at a time.
+const ASK_BYTES: u64 = 1 << 30;
+
+/// A run of bytes that has to be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Byte offset.
+    pub offset: u64,
+    /// Length in bytes.
+    pub length: u64,
+    /// It reads as zeros, and what is there before does not.
+    pub zero: bool,
+}
+
+/// A snapshot that is sent: held until dropped.
+pub struct Outgoing {
+    device: Arc<dyn Device>,
+    provisioning: Provisioning,
+    point: SnapshotIdentity,
+    /// Identities that another datastore may know: the nearest first.
+    bases: Vec<String>,
+    /// Their numbers.
+    base_ids: Vec<u64>,
+    /// Of a native disk.
+    native: Option<(Arc<Native>, u64)>,
+}
+
+impl Datastore {
+    /// A snapshot of a disk, to be sent.
+    pub fn outgoing(&self, disk: &str, snapshot: &str) -> Result<Outgoing> {
+        let device = self.device(&format!("{disk}@{snapshot}"), true)?;
+        let info = self.disk(disk)?;
+        if self.foreign.find(disk).is_some() {
+            // Images know their snapshots by name only: nobody else can have one of the same identity.
+            let uuid = names::uuid_text(&names::new_uuid()?);
+            let taken = self.snapshots(Some(disk))?.into_iter().find(|known| known.name == snapshot);
+            let created = taken.map_or(0, |taken| taken.created);
+            let point = SnapshotIdentity { uuid, name: snapshot.to_owned(), created };
+            return Ok(Outgoing {
+                device,
+                provisioning: Provisioning::Thin,
+                point,
+                bases: Vec::new(),
+                base_ids: Vec::new(),
+                native: None,
+            });
+        }
+        let like = self.native.snapshot_likeness(disk, snapshot)?;
+        let bases = self.native.lineage(disk, snapshot, BASES_MAX)?;
+        let id = self.native.find_snapshot(&self.native.find_disk(disk)?, snapshot)?.id;
+        let uuid = names::uuid_text(&like.uuid);
+        Ok(Outgoing {
+            device,
+            provisioning: info.provisioning,
+            point: SnapshotIdentity { uuid, name: snapshot.to_owned(), created: like.created },
+            bases: bases.iter().map(|(uuid, _)| names::uuid_text(uuid)).collect(),
+            base_ids: bases.iter().map(|(_, id)| *id).collect(),
+            native: Some((Arc::clone(&self.native), id)),
+        })
+    }
+}
+
+impl Outgoing {
+    /// `disk@snapshot`.
+    pub fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    /// Capacity in bytes.
+    pub fn capacity(&self) -> u64 {
+        self.device.capacity()
+    }
+
+    /// How its disk takes space.
+    pub fn provisioning(&self) -> Provisioning {
+        self.provisioning
+    }
+
+    /// The snapshot.
+    pub fn point(&self) -> &SnapshotIdentity {
+        &self.point
+    }
+
+    /// Identities of snapshots from which it can be told what differs, the nearest first.
+    pub fn bases(&self) -> &[String] {
+        &self.bases
+    }
+
+    /// Calls `each` for what has to be sent of a range: all data, or what differs from one of [`Outgoing::bases`].
+    pub fn extents(
+        &self,
+        base: Option<&str>,
+        range: Range<u64>,
+        each: &mut dyn FnMut(Extent) -> Result<()>,
+    ) -> Result<()> {
+        let range = range.start..range.end.min(self.capacity());
+        match (base, &self.native) {
+            (None, _) => self.data(range, each),
+            (Some(base), Some((native, id))) => self.changes(native, *id, base, range, each),
+            (Some(_), None) => Err(self.unknown_base()),
+        }
+    }
+
+    fn unknown_base(&self) -> Error {
+        let text = format!("'{}' cannot be compared with a snapshot that this datastore does not have", self.name());
+        Error::new(ErrorKind::Invalid, text)
+    }
+
+    fn data(&self, range: Range<u64>, each: &mut dyn FnMut(Extent) -> Result<()>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let extents = self.device.status(at, ASK_BYTES.min(range.end - at), ASK_EXTENTS)?;
+            if extents.is_empty() {
+                let text = format!("'{}' does not say what is at {at}", self.name());
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            }
+            for extent in extents {
+                if extent.allocation == Allocation::Data {
+                    each(Extent { offset: at, length: extent.length, zero: false })?;
+                }
+                at += extent.length;
+            }
+        }
+        Ok(())
+    }
+
+    fn changes(
+        &self,
+        native: &Native,
+        id: u64,
+        base: &str,
+        range: Range<u64>,
+        each: &mut dyn FnMut(Extent) -> Result<()>,
+    ) -> Result<()> {
+        let known = self.bases.iter().position(|known| known == base);
+        let from = known.and_then(|index| self.base_ids.get(index)).ok_or_else(|| self.unknown_base())?;
+        let block = BLOCK_SIZE as u64;
+        let blocks = range.start / block..range.end.div_ceil(block);
+        native
+            .engine
+            .diff(*from, id, blocks, &mut |changed| {
+                let offset = (changed.logical * block).max(range.start);
+                let end = ((changed.logical + changed.blocks) * block).min(range.end);
+                if offset < end {
+                    each(Extent { offset, length: end - offset, zero: changed.zero })?;
+                }
+                Ok(true)
+            })
+            .map_err(|error| error.context(format!("comparing '{}' with a snapshot", self.name())))
+    }
+
+    /// Reads a range: whole, and every block of it verified.
+    pub fn read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        loop {
+            let mut plan = self.device.plan_read(offset, length)?;
+            for segment in &mut plan.segments {
+                if let Segment::Media(media) = segment {
+                    let mut buffer = Buffer::recycled(media.length.div_ceil(BLOCK_SIZE));
+                    let read = media.file.read_at(&mut buffer[..media.length], media.offset);
+                    read.map_err(|error| {
+                        let text = format!("reading {} bytes at {offset} of '{}'", media.length, self.name());
+                        Error::io(text, error)
+                    })?;
+                    media.buffer = Some(buffer);
+                }
+            }
+            if self.device.finish_read(&mut plan)? == Verdict::Good {
+                return Ok(plan);
+            }
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! What a datastore remembers of a reception: which disks are being received, and what of them is there.
+//!
+//! 1. The file is there, durably, before anything of the disks is; it goes after they have taken their places, or after
+//!    what was received has been removed.
+//! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed).
+//! 3. What it calls done is durable before the file says so.
+//!
+//! The layout is in `docs/format/reception.md`.
+
+use super::DISKS_MAX;
+use crate::info::Provisioning;
+use crate::names;
+use backend::{Directory, IoMode};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::sync::Arc;
+use store::{Error, ErrorKind, IoContext, Result, checksum};
+
+/// How the files begin.
+const PREFIX: &str = "reception-";
+/// What a file is written as before it has its name.
+const TEMPORARY: &str = ".new";
+/// The version this program writes and reads.
+const VERSION: u32 = 1;
+/// Largest file.
+const LENGTH_MAX: u64 = 4 << 20;
+/// Most receptions that a datastore remembers.
+pub(crate) const RECEPTIONS_MAX: usize = 256;
+/// Most ranges of finished segments that are remembered of a disk: what is beyond is received again.
+pub(crate) const RANGES_MAX: usize = 1024;
+
+/// A snapshot, the same wherever it goes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotIdentity {
+    /// Identity.
+    pub uuid: String,
+    /// Name.
+    pub name: String,
+    /// When it was taken, in seconds since 1970.
+    pub created: u64,
+}
+
+/// One disk that is being received.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Arriving {
+    /// The name that it is to have, or of the disk that it brings up to date.
+    pub name: String,
+    /// The identity that it is to have.
+    pub uuid: String,
+    /// Bytes.
+    pub capacity: u64,
+    /// How it takes its space.
+    pub provisioning: Provisioning,
+    /// The point of the sender's disk.
+    pub point: SnapshotIdentity,
+    /// It gets the point as a snapshot.
+    pub keep: bool,
+    /// Identity of the snapshot that both sides have, and that it began as.
+    pub base: Option<String>,
+    /// It brings a disk up to date, instead of becoming one.
+    pub update: bool,
+    /// Segments that are there: first, and first behind.
+    pub done: Vec<(u64, u64)>,
+    /// Bytes of data in them.
+    pub bytes: u64,
+}
+
+/// One reception.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    /// Its identity, and that of the file.
+    pub id: String,
+    /// Who sends, as it called itself.
+    pub sender: String,
+    /// When it began, in seconds since 1970.
+    pub begun: u64,
+    /// The disks.
+    pub disks: Vec<Arriving>,
+    /// What comes with the disks: the definition of a machine.
+    pub attachment: Option<String>,
+}
+
+impl Record {
+    /// The name of a disk until it takes its place: no person can give it.
+    pub fn hidden(&self, disk: usize) -> String {
+        hidden_name(&self.id, disk)
+    }
+}
+
+pub(crate) fn hidden_name(id: &str, disk: usize) -> String {
+    format!("{}{disk}", hidden_prefix(id))
+}
+
+/// How the names of all disks of a reception begin.
+pub(crate) fn hidden_prefix(id: &str) -> String {
+    format!(".receiving-{id}-")
+}
+
+/// The files of one datastore.
+pub(crate) struct Records {
+    directory: Arc<dyn Directory>,
+}
+
+/// A file that is there.
+pub(crate) enum Found {
+    /// It says this.
+    Record(Box<Record>),
+    /// Of that identity, by a later version of this program.
+    Newer(String),
+    /// Nobody knows what it says.
+    Damaged(String, Error),
+}
+
+fn file_name(id: &str) -> Result<String> {
+    match names::parse_uuid(id).filter(|uuid| names::uuid_text(uuid) == id) {
+        Some(_) => Ok(format!("{PREFIX}{id}")),
+        None => {
+            let text = format!("'{}' is no identity of a reception", id.escape_debug());
+            Err(Error::new(ErrorKind::Invalid, text))
+        }
+    }
+}
+
+impl Records {
+    /// The files in the folder of a datastore.
+    pub fn new(directory: Arc<dyn Directory>) -> Self {
+        Self { directory }
+    }
+
+    /// Writes one, durably; in the place of an earlier one of that identity.
+    pub fn put(&self, record: &Record) -> Result<()> {
+        let name = file_name(&record.id)?;
+        let temporary = format!("{name}{TEMPORARY}");
+        let during = || format!("recording what was received of disk '{}'", title(record));
+        let bytes = encode(record)?;
+        remove_if_there(&*self.directory, &temporary).during(during)?;
+        let file = self.directory.create(&temporary, IoMode::Buffered).during(during)?;
+        let written = file.write_at(&[&bytes], 0, false).and_then(|()| file.sync());
+        let named =
+            written.and_then(|()| self.directory.rename(&temporary, &name)).and_then(|()| self.directory.sync());
+        named.during(during)
+    }
+
+    /// Removes one, durably.
+    pub fn remove(&self, id: &str) -> Result<()> {
+        let name = file_name(id)?;
+        remove_if_there(&*self.directory, &name)
+            .and_then(|()| self.directory.sync())
+            .during(|| format!("removing the record '{name}' of a reception"))
+    }
+
+    /// All of them; what was never whole is removed.
+    pub fn all(&self) -> Result<Vec<Found>> {
+        let names = self.directory.list().during(|| "looking for receptions".into())?;
+        let mut found = Vec::new();
+        for name in &names {
+            let Some(id) = name.strip_prefix(PREFIX) else { continue };
+            if name.ends_with(TEMPORARY) {
+                remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
+                continue;
+            }
+            if found.len() >= RECEPTIONS_MAX || file_name(id).is_err() {
+                continue;
+            }
+            found.push(match self.read(name) {
+                Ok(record) if record.id == id => Found::Record(Box::new(record)),
+                Ok(_) => {
+                    let text = format!("'{name}' is the record of another reception");
+                    Found::Damaged(id.to_owned(), Error::new(ErrorKind::Corrupt, text))
+                }
+                Err(error) if error.kind() == ErrorKind::Unsupported => Found::Newer(id.to_owned()),
+                Err(error) if error.kind() == ErrorKind::Corrupt => Found::Damaged(id.to_owned(), error),
+                Err(error) => return Err(error),
+            });
+        }
+        Ok(found)
+    }
+
+    fn read(&self, name: &str) -> Result<Record> {
+        let during = || format!("reading the record '{name}' of a reception");
+        let file = self.directory.open(name, IoMode::Buffered).during(during)?;
+        let length = file.len().during(during)?;
+        if length > LENGTH_MAX {
+            let text = format!("'{name}' of {length} bytes is no record of a reception");
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_at(&mut bytes, 0).during(during)?;
+        decode(&bytes).map_err(|error| error.context(name))
+    }
+}
+
+/// The disks of a record, for people.
+pub(crate) fn title(record: &Record) -> String {
+    crate::native::list(record.disks.iter().map(|disk| disk.name.as_str()))
+}
+
+fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+fn encode(record: &Record) -> Result<Vec<u8>> {
+    let mut body = serde_json::to_vec_pretty(record).map_err(|error| {
+        Error::new(ErrorKind::Invalid, format!("a record of a reception cannot be written: {error}"))
+    })?;
+    body.push(b'\n');
+    let mut bytes = format!("lamina reception {VERSION} crc32c={:08x}\n", checksum(&body)).into_bytes();
+    bytes.append(&mut body);
+    if bytes.len() as u64 > LENGTH_MAX {
+        let text = format!("a record of a reception of {} bytes is too long", bytes.len());
+        return Err(Error::new(ErrorKind::Invalid, text));
+    }
+    Ok(bytes)
+}
+
+/// Reads a record: any bytes give one that holds together, or an error.
+pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
+    let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the record of a reception {what}"));
+    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| corrupt("has no first line"))?;
+    let (head, body) = (&bytes[..end], &bytes[end + 1..]);
+    let head = std::str::from_utf8(head).map_err(|_| corrupt("has no first line"))?;
+    let rest = head.strip_prefix("lamina reception ").ok_or_else(|| corrupt("begins with something else"))?;
+    let (version, sum) = rest.split_once(" crc32c=").ok_or_else(|| corrupt("has no checksum"))?;
+    match version.parse::<u32>() {
+        Ok(VERSION) => {}
+        Ok(newer) => {
+            let text = format!("the record of a reception has version {newer}, and this program reads {VERSION}");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        Err(_) => return Err(corrupt("has no version")),
+    }
+    if u32::from_str_radix(sum, 16) != Ok(checksum(body)) {
+        return Err(corrupt("fails its checksum"));
+    }
+    let record: Record =
+        serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))?;
+    let identity = |text: &str| names::parse_uuid(text).is_some();
+    let holds = |disk: &Arriving| {
+        let segments = disk.capacity.div_ceil(super::SEGMENT);
+        // In order, apart, not empty, within the disk.
+        let mut last = None;
+        let ranges = disk.done.iter().all(|(from, to)| {
+            let fits = from < to && *to <= segments && last.is_none_or(|last| last < *from);
+            last = Some(*to);
+            fits
+        });
+        ranges
+            && disk.done.len() <= RANGES_MAX
+            && identity(&disk.uuid)
+            && identity(&disk.point.uuid)
+            && disk.base.as_deref().is_none_or(identity)
+            && (!disk.update || disk.base.is_some() && disk.keep)
+            && names::check("disk", &disk.name).is_ok()
+            && names::check("snapshot", &disk.point.name).is_ok()
+            && crate::native::check_capacity(&disk.name, disk.capacity).is_ok()
+    };
+    let some = !record.disks.is_empty() && record.disks.len() <= DISKS_MAX;
+    match some && record.disks.iter().all(holds) && file_name(&record.id).is_ok() {
+        true => Ok(record),
+        false => Err(corrupt("does not hold together")),
+    }
+}
+
+/// Decodes bytes, and encodes again what they say: for fuzzing.
+#[doc(hidden)]
+pub fn recode(bytes: &[u8]) -> Option<Vec<u8>> {
+    decode(bytes).ok().and_then(|record| encode(&record).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+    fn record(done: &[(u64, u64)]) -> Record {
+        Record {
+            id: "0f0e0d0c-0b0a-4908-8706-050403020100".into(),
+            sender: "lamina 0.1.0 on 192.0.2.7".into(),
+            begun: 1_795_000_000,
+            disks: vec![Arriving {
+                name: "größe".into(),
+                uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
+                capacity: 1 << 30,
+                provisioning: Provisioning::Thin,
+                point: SnapshotIdentity {
+                    uuid: "0f0e0d0c-0b0a-4908-8706-050403020102".into(),
+                    name: "monday".into(),
+                    created: 1_794_900_000,
+                },
+                keep: true,
+                base: None,
+                update: false,
+                done: done.to_vec(),
+                bytes: 47 << 20,
+            }],
+            attachment: None,
+        }
+    }
+
+    #[test]
+    fn the_page_about_the_format_shows_this_file() {
+        let page = include_str!("../../../../docs/format/reception.md");
+        let example = String::from_utf8(encode(&record(&[(0, 2), (4, 5)])).unwrap()).unwrap();
+        assert!(page.contains(&example), "docs/format/reception.md should show:\n{example}");
+    }
+
+    #[test]
+    fn what_is_recorded_is_there_or_what_was_before_wherever_the_power_goes() {
+        for cut in 0..40 {
+            for seed in 0..8 {
+                let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+                disk.cut_after(cut);
+                let records = Records::new(disk.directory());
+                let steps = [record(&[]), record(&[(0, 1)])];
+                let mut reached = 0;
+                for step in 0..3 {
+                    let done = match steps.get(step) {
+                        Some(record) => records.put(record),
+                        None => records.remove(&steps[0].id),
+                    };
+                    if done.is_err() {
+                        break;
+                    }
+                    reached += 1;
+                }
+                let disk = disk.crash();
+                let all = Records::new(disk.directory()).all().unwrap();
+                let seen: Vec<Record> = all
+                    .into_iter()
+                    .map(|found| match found {
+                        Found::Record(record) => *record,
+                        _ => panic!("cut {cut} seed {seed}: damaged"),
+                    })
+                    .collect();
+                let expected: [&[Record]; 4] = [&[], &steps[..1], &steps[1..], &[]];
+                let allowed = [expected[reached], expected[(reached + 1).min(3)]];
+                assert!(allowed.contains(&&seen[..]), "cut {cut} seed {seed}: {seen:?} after {reached} steps");
+            }
+        }
+    }
+
+    #[test]
+    fn damage_is_found() {
+        let good = encode(&record(&[(3, 9)])).unwrap();
+        assert_eq!(decode(&good).unwrap(), record(&[(3, 9)]));
+        for at in 0..good.len() {
+            let mut bad = good.clone();
+            bad[at] ^= 0x04;
+            assert!(decode(&bad).is_err(), "byte {at}");
+            assert!(decode(&good[..at]).is_err());
+        }
+        let newer = String::from_utf8(good).unwrap().replace("reception 1", "reception 2");
+        assert_eq!(decode(newer.as_bytes()).unwrap_err().kind(), ErrorKind::Unsupported);
+        for done in [&[(1, 1)][..], &[(2, 1)], &[(0, 65)], &[(0, 2), (2, 3)], &[(5, 6), (0, 1)]] {
+            assert!(decode(&encode(&record(done)).unwrap()).is_err(), "{done:?}");
+        }
+        assert!(file_name("../../etc/passwd").is_err());
+    }
+}

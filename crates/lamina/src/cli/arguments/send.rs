@@ -1,0 +1,110 @@
+//! Sending disks and machines to another server, and what is received from others.
+
+use crate::cli::address::{StateAddress, absolute};
+use crate::cli::size::parse_size;
+use crate::control::{ReceiveRequest, Request, SendPoint, SendRequest, SendTls, SentDisk};
+use clap::{Args, Subcommand};
+use disk::Point;
+use replication::Remote;
+use std::path::PathBuf;
+
+/// How something is sent.
+#[derive(Debug, Args)]
+pub struct SendArguments {
+    /// Send only what differs from the newest snapshot that both sides have, and keep this state as a snapshot on both
+    /// sides for the next time.
+    #[arg(long)]
+    pub incremental: bool,
+    /// Connections that carry data, at the same time.
+    #[arg(long, value_name = "N", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub streams: u32,
+    /// Most bytes of data a second, such as 100M.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
+    pub rate: u64,
+    /// Certificates of the authorities that sign servers, PEM.
+    #[arg(long, value_name = "FILE", env = "LAMINA_TLS_CA")]
+    pub tls_ca: Option<PathBuf>,
+    /// Certificate chain of this client, PEM.
+    #[arg(long, value_name = "FILE", env = "LAMINA_TLS_CERT", requires = "tls_key")]
+    pub tls_cert: Option<PathBuf>,
+    /// Private key of this client, PEM.
+    #[arg(long, value_name = "FILE", env = "LAMINA_TLS_KEY", requires = "tls_cert")]
+    pub tls_key: Option<PathBuf>,
+    /// The name that the server's certificate is for, where it is not the one it is reached by.
+    #[arg(long, value_name = "NAME")]
+    pub tls_name: Option<String>,
+}
+
+impl SendArguments {
+    /// The request to send these disks: paths mean what they mean here, whoever serves the datastore.
+    pub fn request(&self, remote: &Remote, disks: Vec<SentDisk>, point: SendPoint) -> Result<SendRequest, String> {
+        let authorities = self.tls_ca.as_deref().ok_or(
+            "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
+             authorities that sign it",
+        )?;
+        Ok(SendRequest {
+            remote: remote.to_string(),
+            disks,
+            point,
+            attachment: None,
+            incremental: self.incremental,
+            streams: self.streams,
+            rate: self.rate,
+            tls: SendTls {
+                authorities: absolute(authorities)?,
+                certificate: self.tls_cert.as_deref().map(absolute).transpose()?,
+                key: self.tls_key.as_deref().map(absolute).transpose()?,
+                server_name: self.tls_name.clone(),
+            },
+        })
+    }
+}
+
+/// `lamina disk send`.
+#[derive(Debug, Args)]
+pub struct DiskSend {
+    /// The state to send: DISK@SNAPSHOT, or DISK as it is now.
+    #[arg(value_name = "SOURCE")]
+    pub source: StateAddress,
+    /// Where to, and the name of the disk there: lamina://HOST:PORT/NAME. With --incremental a disk of that name that has
+    /// not been changed there is brought up to date.
+    #[arg(value_name = "TARGET")]
+    pub target: Remote,
+    /// How.
+    #[command(flatten)]
+    pub how: SendArguments,
+}
+
+impl DiskSend {
+    /// The request.
+    pub fn request(&self) -> Result<Request, String> {
+        let disks = vec![SentDisk { disk: self.source.disk.clone(), name: self.target.name.clone() }];
+        let point = match &self.source.at {
+            Point::Snapshot(name) => SendPoint::Snapshots(vec![name.clone()]),
+            Point::Head => SendPoint::Now,
+        };
+        Ok(Request::Send(Box::new(self.how.request(&self.target, disks, point)?)))
+    }
+}
+
+/// Verbs of receptions: what other servers have begun to send here.
+#[derive(Debug, Subcommand)]
+pub enum ReceiveCommand {
+    /// List what is being received, or was begun and is kept until its sender comes again.
+    List,
+    /// Give one up: what of it has arrived is removed.
+    Delete {
+        /// Its identity, as 'receive list' shows it.
+        id: String,
+    },
+}
+
+impl ReceiveCommand {
+    /// The request.
+    pub fn request(&self) -> Request {
+        Request::Receive(match self {
+            Self::List => ReceiveRequest::List,
+            Self::Delete { id } => ReceiveRequest::Delete { id: id.clone() },
+        })
+    }
+}

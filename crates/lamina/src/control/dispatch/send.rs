@@ -1,0 +1,163 @@
+//! Disks that are sent to another server, and what is received from one.
+//!
+//! A state that has no snapshot of its own gets one for this: it is what a broken transfer goes on from. Its name begins
+//! with `sending-NAME-`, and it goes when all has arrived; with `--incremental` it begins with `sent-NAME-`, and stays
+//! until the next one has arrived.
+
+use super::Watch;
+use crate::control::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
+use disk::transfer::new_identity;
+use disk::{Datastore, Error, ErrorKind, NoProgress, Progress, Result, SnapshotOptions};
+use replication::{ClientTls, Remote, SendOptions, Sent, Shipment, ShippedDisk};
+
+/// Characters of an identity that make a name unlike others.
+const SUFFIX: usize = 8;
+
+/// Carries out a request about receptions.
+pub fn receive(datastore: &Datastore, request: ReceiveRequest) -> Result<Reply> {
+    match request {
+        ReceiveRequest::List => datastore.receptions().map(Reply::Receptions),
+        ReceiveRequest::Delete { id } => {
+            datastore.delete_reception(&id)?;
+            Ok(Reply::Deleted(id))
+        }
+    }
+}
+
+/// How the names of snapshots begin that are taken to send something under that name.
+pub fn prefix(name: &str, incremental: bool) -> String {
+    let verb = if incremental { "sent" } else { "sending" };
+    format!("{verb}-{name}-")
+}
+
+/// A new name for such a snapshot.
+pub fn point_name(name: &str, incremental: bool) -> Result<String> {
+    let identity = new_identity()?;
+    Ok(format!("{}{}", prefix(name, incremental), &identity[..SUFFIX]))
+}
+
+/// Sends disks.
+pub fn send(datastore: &Datastore, request: &SendRequest, watch: &dyn Watch) -> Result<Reply> {
+    let remote: Remote = request.remote.parse().map_err(|text: String| Error::new(ErrorKind::Invalid, text))?;
+    let sending = Sending { datastore, request, remote, progress: watch };
+    let sent = match &request.point {
+        SendPoint::Snapshots(names) => sending.ship(names, true, false)?,
+        SendPoint::Taken(name) => sending.taken(name)?,
+        SendPoint::Resume => sending.resume()?,
+        SendPoint::Now => match sending.resume() {
+            Err(error) if error.kind() == ErrorKind::NotFound => sending.taken(&sending.take()?)?,
+            outcome => outcome?,
+        },
+    };
+    Ok(Reply::Sent(Box::new(sent)))
+}
+
+struct Sending<'a> {
+    datastore: &'a Datastore,
+    request: &'a SendRequest,
+    remote: Remote,
+    progress: &'a dyn Progress,
+}
+
+impl Sending<'_> {
+    /// Takes the snapshots, all at one point.
+    fn take(&self) -> Result<String> {
+        let name = point_name(&self.remote.name, self.request.incremental)?;
+        let of: Vec<_> = self.request.disks.iter().map(|disk| (disk.disk.clone(), name.clone())).collect();
+        self.datastore.create_snapshots(&of, &SnapshotOptions::default())?;
+        Ok(name)
+    }
+
+    /// Names of snapshots that every disk has and that were taken for this, the newest last.
+    fn left(&self) -> Result<Vec<String>> {
+        let prefix = prefix(&self.remote.name, self.request.incremental);
+        let mut common: Option<Vec<String>> = None;
+        for disk in &self.request.disks {
+            let all = self.datastore.snapshots(Some(&disk.disk))?;
+            let names = all.into_iter().map(|snapshot| snapshot.name).filter(|name| name.starts_with(&prefix));
+            let names: Vec<String> = names.collect();
+            common = Some(match common {
+                None => names,
+                Some(before) => before.into_iter().filter(|name| names.contains(name)).collect(),
+            });
+        }
+        Ok(common.unwrap_or_default())
+    }
+
+    /// Goes on with what an earlier command was sending, if the receiver still has it.
+    fn resume(&self) -> Result<Sent> {
+        let none = || Error::new(ErrorKind::NotFound, "nothing was left to go on with");
+        let name = self.left()?.pop().ok_or_else(none)?;
+        let names = vec![name.clone(); self.request.disks.len()];
+        let outcome = self.ship(&names, self.request.incremental, true);
+        match &outcome {
+            Err(error) if error.kind() == ErrorKind::NotFound && !self.request.incremental => self.forget(&name),
+            Ok(_) => self.arrived(&name),
+            Err(_) => {}
+        }
+        outcome
+    }
+
+    /// Sends snapshots that were taken for this.
+    fn taken(&self, name: &str) -> Result<Sent> {
+        let names = vec![name.to_owned(); self.request.disks.len()];
+        let outcome = self.ship(&names, self.request.incremental, false);
+        match &outcome {
+            Ok(_) => self.arrived(name),
+            // The same command goes on from there.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::Io | ErrorKind::Busy | ErrorKind::Stopped | ErrorKind::Interrupted | ErrorKind::NoSpace
+                ) => {}
+            Err(_) => self.forget(name),
+        }
+        outcome
+    }
+
+    /// The snapshots have served; or they serve the next time, and those before them no more.
+    fn arrived(&self, name: &str) {
+        if !self.request.incremental {
+            return self.forget(name);
+        }
+        let older = self.left().unwrap_or_default();
+        older.iter().filter(|other| *other != name).for_each(|other| self.forget(other));
+    }
+
+    fn forget(&self, name: &str) {
+        for disk in &self.request.disks {
+            if let Err(error) = self.datastore.delete_snapshot(&disk.disk, name, None, &NoProgress) {
+                tracing::warn!("snapshot '{}@{name}' stays: {error}", disk.disk);
+            }
+        }
+    }
+
+    /// Sends a snapshot of each disk; `keep`: it stays there.
+    fn ship(&self, snapshots: &[String], keep: bool, resume_only: bool) -> Result<Sent> {
+        let request = self.request;
+        let mut disks = Vec::with_capacity(request.disks.len());
+        for (disk, snapshot) in request.disks.iter().zip(snapshots) {
+            let outgoing = self.datastore.outgoing(&disk.disk, snapshot)?;
+            disks.push(ShippedDisk { outgoing, name: disk.name.clone(), uuid: new_identity()? });
+        }
+        let shipment = Shipment {
+            disks,
+            attachment: request.attachment.clone(),
+            keep,
+            incremental: request.incremental,
+            update: request.incremental && request.attachment.is_none(),
+            resume_only,
+        };
+        let tls = &request.tls;
+        let options = SendOptions {
+            streams: request.streams as usize,
+            rate: request.rate,
+            tls: ClientTls {
+                authorities: tls.authorities.clone(),
+                identity: tls.certificate.clone().zip(tls.key.clone()),
+                server_name: tls.server_name.clone(),
+            },
+        };
+        replication::send(&shipment, &self.remote, &options, self.progress)
+    }
+}

@@ -1,0 +1,82 @@
+//! Disks and machines that other servers send here.
+
+use crate::cli::ServeArguments;
+use crate::machines::Bound;
+use disk::{Datastore, Error, ErrorKind, Result};
+use export::nbd::TlsConfig;
+use replication::{Attachments, Making, Receiver, ReceiverConfig};
+use std::path::Path;
+use std::sync::Arc;
+use vm::definition::Definition;
+use vm::machines::{Machines, OwnDisk};
+
+/// Machines that come with their disks: their definitions, which become machines when their disks are there.
+struct Arriving {
+    machines: Machines,
+}
+
+/// A machine that is about to be there.
+struct Prepared {
+    making: vm::machines::Making,
+    definition: Definition,
+}
+
+impl Arriving {
+    fn read(&self, text: &str, disks: &[String]) -> Result<Definition> {
+        let definition = Definition::parse(text, "the machine that is sent")?;
+        let name = &definition.name;
+        if definition.disk_names() != disks {
+            let text = format!("machine '{name}' has the disks {:?}, and {disks:?} are sent", definition.disk_names());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        if self.machines.has(name) {
+            return Err(Error::new(ErrorKind::Exists, format!("there is a machine '{name}' already")));
+        }
+        Ok(definition)
+    }
+}
+
+impl Attachments for Arriving {
+    fn check(&self, text: &str, disks: &[String]) -> Result<()> {
+        self.read(text, disks).map(drop)
+    }
+
+    fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>> {
+        let definition = self.read(text, disks)?;
+        let own = |one: &Definition| {
+            let own = one.disk_names().into_iter().map(|name| OwnDisk { name, origin: None });
+            own.collect()
+        };
+        let making = self.machines.make(std::slice::from_ref(&definition), own, Vec::new())?;
+        Ok(Box::new(Prepared { making, definition }))
+    }
+}
+
+impl Making for Prepared {
+    fn finish(self: Box<Self>) -> Result<()> {
+        let Self { making, definition } = *self;
+        making.made(definition.disk_names());
+        making.finish(&definition.name)?;
+        making.settle()
+    }
+}
+
+/// Begins to receive, if that is asked for.
+pub fn start(path: &Path, datastore: &Arc<Datastore>, arguments: &ServeArguments) -> Result<Option<Receiver>> {
+    let Some(listen) = arguments.receive else { return Ok(None) };
+    let (Some(certificate), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) else {
+        return Err(Error::new(ErrorKind::Invalid, "receiving takes a certificate: give --tls-cert and --tls-key"));
+    };
+    let config = ReceiverConfig {
+        listen,
+        tls: TlsConfig {
+            certificate: certificate.clone(),
+            key: key.clone(),
+            client_authorities: arguments.tls_client_ca.clone(),
+            required: true,
+        },
+        clients: arguments.receive_from.clone(),
+    };
+    let machines = Machines::open(path.join("machines"), Arc::new(Bound::new(path)))?;
+    Receiver::start(&config, Arc::clone(datastore), Arc::new(Arriving { machines })).map(Some)
+}

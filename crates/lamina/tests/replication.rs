@@ -1,0 +1,276 @@
+//! Disks and machines sent from one served datastore to another, as a user does it, with processes killed at any
+//! instant: what was sent is there whole or not at all, and the same command goes on where the last one ended.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::Client;
+use pattern::Random;
+use process::{Done, Serving, Store, tool, until};
+use serde_json::Value;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const SIZE: u64 = 64 << 20;
+const PIECE: u64 = 1 << 20;
+
+/// One certificate for everybody: it is for this machine, and signed by itself.
+struct Keys {
+    folder: tempfile::TempDir,
+}
+
+impl Keys {
+    fn new() -> Self {
+        let keys = Self { folder: tempfile::tempdir().unwrap() };
+        let (key, certificate) = (keys.path("key"), keys.path("certificate"));
+        let names = "subjectAltName=DNS:localhost,IP:127.0.0.1";
+        let kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2", "-x509"];
+        let extensions = ["-addext", names, "-addext", "basicConstraints=critical,CA:FALSE"];
+        let files = ["-subj", "/CN=lamina", "-keyout", &key, "-out", &certificate];
+        tool("openssl", &[&["req"], &kind[..], &extensions[..], &files[..]].concat());
+        keys
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn receive(&self, port: u16) -> String {
+        let (key, certificate) = (self.path("key"), self.path("certificate"));
+        format!(
+            "--json --receive 127.0.0.1:{port} --receive-from localhost --tls-cert {certificate} --tls-key {key} \
+             --tls-client-ca {certificate}"
+        )
+    }
+
+    fn send(&self) -> String {
+        let (key, certificate) = (self.path("key"), self.path("certificate"));
+        format!("--tls-ca {certificate} --tls-cert {certificate} --tls-key {key}")
+    }
+}
+
+/// The address that a server receives on.
+fn address(server: &Serving) -> String {
+    let ready: Value = serde_json::from_str(&server.ready).unwrap();
+    ready["receive"].as_str().unwrap().to_owned()
+}
+
+fn port(address: &str) -> u16 {
+    address.trim_end_matches('/').rsplit(':').next().unwrap().parse().unwrap()
+}
+
+fn fill(store: &Store, disk: &str, seed: u64, pieces: impl IntoIterator<Item = u64>) {
+    let mut client = Client::connect(&store.socket(), disk).unwrap();
+    let mut random = Random(seed);
+    for piece in pieces {
+        let mut bytes = Vec::with_capacity(PIECE as usize);
+        while bytes.len() < PIECE as usize {
+            bytes.extend_from_slice(&random.next().to_le_bytes());
+        }
+        client.write(piece * PIECE, &bytes).unwrap();
+    }
+    client.flush().unwrap();
+}
+
+fn content(store: &Store, export: &str) -> Vec<u8> {
+    let mut client = Client::connect(&store.socket(), export).unwrap();
+    let mut content = Vec::with_capacity(client.size as usize);
+    for offset in (0..client.size).step_by(PIECE as usize) {
+        content.extend(client.read(offset, PIECE.min(client.size - offset) as u32).unwrap());
+    }
+    content
+}
+
+fn disks(store: &Store) -> Vec<String> {
+    let list = store.run("--json disk list").json();
+    list["disks"].as_array().unwrap().iter().map(|disk| disk["name"].as_str().unwrap().to_owned()).collect()
+}
+
+#[test]
+fn disks_are_sent_and_sent_again() {
+    let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
+    let (_here, _there) = (here.serve(""), there.serve(&keys.receive(0)));
+    let to = address(&_there);
+    let status = there.run("--json status").json();
+    assert_eq!(format!("lamina://{}/", status["serving"]["receive"].as_str().unwrap()), to);
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 1, 0..40);
+    let send = |source: &str, target: &str, more: &str| -> Done {
+        here.run(&format!("--json disk send {source} {to}{target} {} {more}", keys.send()))
+    };
+    // As it is now: no trace is left on either side.
+    let sent = send("web", "copy", "--streams 2").json();
+    assert_eq!((sent["data"].as_u64(), sent["capacity"].as_u64()), (Some(40 * PIECE), Some(SIZE)));
+    assert!(content(&there, "copy") == content(&here, "web"));
+    for (store, disk) in [(&here, "web"), (&there, "copy")] {
+        assert_eq!(store.run(&format!("--json snapshot list {disk}")).json()["snapshots"], serde_json::json!([]));
+    }
+    // Again and again, with what both sides know.
+    for (round, changed) in [(0u64, 40), (1, 3), (2, 1)] {
+        fill(&here, "web", 10 + round, 50 + round..50 + round + if round == 0 { 0 } else { changed });
+        let sent = send("web", "mirror", "--incremental").json();
+        assert_eq!(sent["data"].as_u64(), Some(changed * PIECE), "{sent}");
+        assert_eq!(sent["incremental"].as_u64(), Some(u64::from(round > 0)));
+        assert!(content(&there, "mirror") == content(&here, "web"));
+    }
+    let kept = here.run("--json snapshot list web").json()["snapshots"].as_array().unwrap().len();
+    assert_eq!(kept, 1, "only the last one is needed for the next time");
+    // A snapshot of one's own.
+    here.run("snapshot create web@monday").ok();
+    let sent = send("web@monday", "weekly", "--incremental").json();
+    assert_eq!((sent["data"].as_u64(), sent["incremental"].as_u64()), (Some(0), Some(1)));
+    assert!(content(&there, "weekly@monday") == content(&here, "web@monday"));
+    let said = here.run(&format!("disk send web@monday {to}other {}", keys.send())).ok();
+    assert!(said.starts_with("sent other: "), "{said}");
+    // What cannot be.
+    send("web@monday", "weekly", "").fails(1, "there is a disk 'weekly' already");
+    send("nothing", "x", "").fails(3, "nothing");
+    send("web", "a@b", "").fails(2, "lamina://HOST:PORT/NAME");
+    here.run(&format!("disk send web {to}x")).fails(2, "--tls-ca");
+    there.run(&format!("serve {}", keys.receive(0).replace("--tls-client-ca", "--socket"))).fails(2, "tls-client-ca");
+    assert_eq!(there.run("--json receive list").json()["receptions"], serde_json::json!([]));
+    there.run("receive delete x").fails(3, "receive list");
+    there.run("check --data").ok();
+}
+
+/// A command that is sending.
+fn start(mut command: Command) -> std::process::Child {
+    command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+}
+
+#[test]
+fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
+    let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
+    let mut random = Random(0x5e4d);
+    let (mut mine, mut theirs) = (here.serve(""), there.serve(&keys.receive(0)));
+    let to = address(&theirs);
+    let receive = keys.receive(port(&to));
+    here.run(&format!("disk create web {SIZE}")).ok();
+    fill(&here, "web", 1, 0..56);
+    here.run("snapshot create web@s0").ok();
+    let (mut goal, mut resumed) = (0, 0);
+    let command = |goal: u64| {
+        // Slow enough to be met at work, quick enough to come to an end.
+        let rate = if goal == 0 { "40M" } else { "12M" };
+        here.command(&format!("--json disk send web@s{goal} {to}web --incremental --rate {rate} {}", keys.send()))
+    };
+    let whole = |goal: u64| {
+        let expected = content(&here, &format!("web@s{goal}"));
+        content(&there, "web") == expected && content(&there, &format!("web@s{goal}")) == expected
+    };
+    for round in 0..12u64 {
+        let mut child = start(command(goal));
+        std::thread::sleep(Duration::from_millis(100 + random.next() % 900));
+        match round % 3 {
+            0 => theirs.kill(),
+            1 => mine.kill(),
+            _ => child.kill().unwrap(),
+        }
+        match round % 3 {
+            0 => {
+                theirs = there.serve(&receive);
+                // It comes again by itself; some rounds it is not let.
+                if random.next() % 2 == 0 {
+                    child.kill().unwrap();
+                }
+            }
+            1 => mine = here.serve(""),
+            _ => {}
+        }
+        child.wait().unwrap();
+        // Whole as it was, or whole as it was to be.
+        let there_now = disks(&there);
+        match goal {
+            0 if there_now.is_empty() => {}
+            _ => {
+                assert_eq!(there_now, ["web"]);
+                assert!(whole(goal) || goal > 0 && whole(goal - 1), "round {round}, goal {goal}");
+            }
+        }
+        let done = there_now == ["web"] && whole(goal);
+        if !done && round % 4 == 3 {
+            // An earlier session may still be ending.
+            let mut sent = None;
+            until("it is sent", || {
+                let outcome: Done = command(goal).output().unwrap().into();
+                sent = serde_json::from_str::<Value>(&outcome.stdout).ok();
+                sent.is_some()
+            });
+            resumed += sent.unwrap()["resumed"].as_u64().unwrap();
+            assert!(whole(goal), "round {round}");
+        }
+        if done || round % 4 == 3 {
+            goal += 1;
+            fill(&here, "web", 100 + round, 10 * (goal % 3)..10 * (goal % 3) + 16);
+            here.run(&format!("snapshot create web@s{goal}")).ok();
+        }
+    }
+    assert!(goal >= 3 && resumed > 0, "{goal} sent, {resumed} bytes of them found there");
+    drop((mine, theirs));
+    here.is_clean();
+    there.is_clean();
+}
+
+#[test]
+fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
+    let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
+    let mut random = Random(77);
+    let (_mine, mut theirs) = (here.serve(""), there.serve(&keys.receive(0)));
+    let to = address(&theirs);
+    let receive = keys.receive(port(&to));
+    here.run(&format!("disk create web {SIZE}")).ok();
+    here.run(&format!("disk create data {SIZE}")).ok();
+    fill(&here, "web", 1, 0..12);
+    fill(&here, "data", 2, 5..20);
+    here.run("vm create web --disk web,data").ok();
+    let command = |name: &str| {
+        here.command(&format!("--json vm clone web --to {to}{name} --incremental --rate 24M {}", keys.send()))
+    };
+    let machines = || -> Vec<String> {
+        let list = there.run("--json vm list").json();
+        list["machines"].as_array().unwrap().iter().map(|one| one["name"].as_str().unwrap().to_owned()).collect()
+    };
+    let mut kills = 0;
+    for number in 0..8 {
+        let name = format!("copy{number}");
+        let mut child = start(command(&name));
+        std::thread::sleep(Duration::from_millis(50 + random.next() % 1500));
+        theirs.kill();
+        kills += 1;
+        theirs = there.serve(&receive);
+        if number % 2 == 0 {
+            child.kill().unwrap();
+        }
+        child.wait().unwrap();
+        // The verb puts in order what a kill has left.
+        let (is_machine, disks) = (machines().contains(&name), disks(&there));
+        let has = |disk: &str| disks.iter().any(|known| known == disk);
+        assert_eq!((has(&name), has(&format!("{name}-2"))), (is_machine, is_machine), "{name}: {disks:?}");
+        if !is_machine {
+            let outcome: Done = command(&name).output().unwrap().into();
+            outcome.json();
+        }
+        assert!(content(&there, &name) == content(&here, "web"));
+        assert!(content(&there, &format!("{name}-2")) == content(&here, "data"));
+        assert!(machines().contains(&name));
+    }
+    assert_eq!(kills, 8);
+    // Its own identity, and only what has changed the second time.
+    let shown = |store: &Store, name: &str| store.run(&format!("--json vm show {name}")).json();
+    let (parent, copy) = (shown(&here, "web"), shown(&there, "copy7"));
+    assert_ne!(parent["uuid"], copy["uuid"]);
+    fill(&here, "web", 9, 40..42);
+    let outcome: Done = command("last").output().unwrap().into();
+    let sent = outcome.json();
+    assert_eq!(sent["incremental"], 2, "{sent}");
+    // The first copy of each name is a full one unless what it is compared with has another name: snapshots of the
+    // earlier ones are on both sides.
+    assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
+    let outcome: Done = command("last").output().unwrap().into();
+    outcome.fails(1, "there is a machine 'last' already");
+    drop(theirs);
+    there.is_clean();
+}

@@ -1,0 +1,175 @@
+//! Frames: 32 bytes of head, then a payload of the length that the head says.
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 4 | magic `LMRP` |
+//! | 4 | 2 | kind |
+//! | 6 | 2 | disk: its number in the offer; 0 in messages |
+//! | 8 | 8 | offset in bytes; of a segment's end its number; 0 in messages |
+//! | 16 | 4 | length of the payload |
+//! | 20 | 4 | CRC32C of the payload |
+//! | 24 | 4 | zero |
+//! | 28 | 4 | CRC32C of the 28 bytes before |
+//!
+//! Numbers are little-endian.
+
+use crate::limits::{MESSAGE_MAX, PIECE_MAX};
+use store::{Error, ErrorKind, Result, checksum};
+
+/// Bytes of a head.
+pub const HEAD: usize = 32;
+
+const MAGIC: [u8; 4] = *b"LMRP";
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A message, as JSON.
+    Message,
+    /// Data of a disk, at an offset.
+    Data,
+    /// Zeros of a disk, at an offset: the payload is their length, eight bytes.
+    Zero,
+    /// A segment of a disk is complete: the payload is the sum of its data's lengths, eight bytes.
+    Segment,
+    /// Nothing more comes on this connection.
+    End,
+}
+
+const KINDS: [(Kind, u16); 5] =
+    [(Kind::Message, 1), (Kind::Data, 2), (Kind::Zero, 3), (Kind::Segment, 4), (Kind::End, 5)];
+
+/// The head of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// What it is.
+    pub kind: Kind,
+    /// Which disk.
+    pub disk: u16,
+    /// Where; of a segment's end, which.
+    pub offset: u64,
+    /// Bytes of payload.
+    pub length: u32,
+    /// Checksum of the payload.
+    pub checksum: u32,
+}
+
+fn malformed(what: &str) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        format!("the peer sent {what}: it is no lamina of this protocol, or the line is bad"),
+    )
+}
+
+impl Head {
+    /// The head of a frame with that payload.
+    pub fn of(kind: Kind, disk: u16, offset: u64, payload: &[u8]) -> Self {
+        Self { kind, disk, offset, length: payload.len() as u32, checksum: checksum(payload) }
+    }
+
+    /// The bytes.
+    pub fn encode(&self) -> [u8; HEAD] {
+        let mut out = [0; HEAD];
+        let kind = KINDS.iter().find(|(kind, _)| *kind == self.kind).map_or(0, |(_, code)| *code);
+        out[..4].copy_from_slice(&MAGIC);
+        out[4..6].copy_from_slice(&kind.to_le_bytes());
+        out[6..8].copy_from_slice(&self.disk.to_le_bytes());
+        out[8..16].copy_from_slice(&self.offset.to_le_bytes());
+        out[16..20].copy_from_slice(&self.length.to_le_bytes());
+        out[20..24].copy_from_slice(&self.checksum.to_le_bytes());
+        let sum = checksum(&out[..28]);
+        out[28..].copy_from_slice(&sum.to_le_bytes());
+        out
+    }
+
+    /// Reads a head: what it says is within the bounds of its kind.
+    pub fn decode(bytes: &[u8; HEAD]) -> Result<Self> {
+        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        if bytes[..4] != MAGIC {
+            return Err(malformed("what is no frame"));
+        }
+        if word(28) != checksum(&bytes[..28]) {
+            return Err(malformed("a head that fails its checksum"));
+        }
+        let code = half(4);
+        let kind = KINDS.iter().find(|(_, known)| *known == code).map(|(kind, _)| *kind);
+        let kind = kind.ok_or_else(|| malformed(&format!("a frame of the unknown kind {code}")))?;
+        let offset = u64::from(word(8)) | u64::from(word(12)) << 32;
+        let head = Self { kind, disk: half(6), offset, length: word(16), checksum: word(20) };
+        let length = head.length as usize;
+        let fits = match kind {
+            Kind::Message => head.disk == 0 && offset == 0 && (1..=MESSAGE_MAX).contains(&length),
+            Kind::Data => (1..=PIECE_MAX).contains(&length),
+            Kind::Zero | Kind::Segment => length == 8,
+            Kind::End => head.disk == 0 && offset == 0 && length == 0,
+        };
+        match fits && word(24) == 0 {
+            true => Ok(head),
+            false => Err(malformed(&format!("a frame that cannot be: {kind:?} of {length} bytes at {offset}"))),
+        }
+    }
+
+    /// Whether the payload is what was sent.
+    pub fn verify(&self, payload: &[u8]) -> Result<()> {
+        match payload.len() == self.length as usize && checksum(payload) == self.checksum {
+            true => Ok(()),
+            false => Err(malformed("a payload that fails its checksum")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn heads_read_back_and_damage_is_found() {
+        for (kind, length) in
+            [(Kind::Message, 7), (Kind::Data, 4096), (Kind::Zero, 8), (Kind::Segment, 8), (Kind::End, 0)]
+        {
+            let payload = vec![3; length];
+            let plain = matches!(kind, Kind::Message | Kind::End);
+            let (disk, offset) = if plain { (0, 0) } else { (5, 1 << 40) };
+            let head = Head::of(kind, disk, offset, &payload);
+            let bytes = head.encode();
+            assert_eq!(Head::decode(&bytes).unwrap(), head);
+            head.verify(&payload).unwrap();
+            for at in 0..HEAD {
+                let mut bad = bytes;
+                bad[at] ^= 0x10;
+                assert_eq!(Head::decode(&bad).unwrap_err().kind(), ErrorKind::Corrupt, "byte {at}");
+            }
+            if length > 0 {
+                let mut bad = payload.clone();
+                bad[length - 1] ^= 1;
+                assert!(head.verify(&bad).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_out_of_bounds_is_refused() {
+        let base = Head { kind: Kind::Data, disk: 0, offset: 0, length: 1, checksum: 0 };
+        for head in [
+            Head { length: 0, ..base },
+            Head { length: PIECE_MAX as u32 + 1, ..base },
+            Head { kind: Kind::Message, length: MESSAGE_MAX as u32 + 1, ..base },
+            Head { kind: Kind::Message, disk: 1, ..base },
+            Head { kind: Kind::Zero, length: 7, ..base },
+            Head { kind: Kind::End, length: 1, ..base },
+        ] {
+            assert!(Head::decode(&head.encode()).is_err(), "{head:?}");
+        }
+    }
+
+    #[test]
+    fn the_page_about_the_protocol_has_this_layout() {
+        let page = include_str!("../../../docs/protocol/replication.md");
+        let here = include_str!("frame.rs");
+        for line in here.lines().filter_map(|line| line.strip_prefix("//! |")).map(|line| format!("|{line}")) {
+            assert!(page.contains(&line), "docs/protocol/replication.md lacks: {line}");
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Disks sent to another lamina server: encrypted, over several connections, resumable, and only what it lacks.
+//!
+//! ```text
+//! frame         the unit on the wire, and what it may say
+//! message       what the two sides tell each other besides data
+//! stream        frames and messages over any stream of bytes
+//! tls           who is who; the encrypted stream
+//! remote        lamina://HOST:PORT/NAME
+//! send          the sending side: a plan, its streams, starting again after a broken connection
+//! receive       the receiving side: listener, sessions, streams
+//! limits        every bound
+//! ```
+//!
+//! The protocol is described in `docs/protocol/replication.md`. What holds:
+//!
+//! 1. Nothing is said before TLS is up, and nothing by a client that the server's certificates and names don't admit.
+//! 2. What a peer says passes one gate ([`frame::Head::decode`], [`message::Message::decode`]); no size of his is used
+//!    before it is checked, and none of his words costs more memory than he has sent bytes.
+//! 3. A session is a control connection, over which every request has one answer, and data connections, over which data
+//!    goes one way. It ends with its control connection; whatever a data connection suffers is told over the control
+//!    connection.
+//! 4. What has arrived and was recorded need not be sent again, whatever breaks. A disk appears whole or not at all.
+//! 5. Nobody waits without end: every wait for a peer has a limit, and he has to give signs of life.
+
+#![forbid(unsafe_code)]
+
+pub mod frame;
+pub mod limits;
+pub mod message;
+pub mod receive;
+pub mod remote;
+pub mod send;
+pub mod stream;
+pub mod tls;
+
+pub use receive::{Attachments, Making, NoAttachments, Receiver, ReceiverConfig};
+pub use remote::Remote;
+pub use send::{SendOptions, Sent, Shipment, ShippedDisk, send};
+pub use tls::ClientTls;

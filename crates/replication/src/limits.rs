@@ -1,0 +1,72 @@
+//! Every bound of the protocol in one place.
+
+use std::time::Duration;
+
+/// Most data in one frame.
+pub const PIECE_MAX: usize = 1 << 20;
+
+/// Longest message: an offer of many disks with many snapshots, or with the definition of a machine.
+pub const MESSAGE_MAX: usize = 4 << 20;
+
+/// What is set aside for a message before its bytes are there.
+pub const MESSAGE_STEP: usize = 64 << 10;
+
+/// Longest description of itself that a peer gives, in bytes.
+pub const PROGRAM_MAX: usize = 256;
+
+/// Ciphertext received at a time.
+pub const RECEIVE_BYTES: usize = 512 << 10;
+
+/// Ciphertext that is gathered before it is sent.
+pub const SEND_BYTES: usize = 512 << 10;
+
+/// Most data connections of one session.
+pub const STREAMS_MAX: usize = 16;
+
+/// Data connections unless told otherwise.
+pub const STREAMS_DEFAULT: usize = 4;
+
+/// Connections at a time.
+pub const CONNECTIONS_MAX: usize = 96;
+
+/// How long connecting may take.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long a client may take from connecting to having said what it wants.
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How often the sender asks how things are.
+pub const PING_INTERVAL: Duration = Duration::from_millis(500);
+
+/// How often somebody who works on an answer says so.
+pub const WORKING_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Silence after which a peer counts as gone.
+pub const SILENCE_MAX: Duration = Duration::from_secs(30);
+
+/// How long an earlier session may take to let go of what its successor wants.
+pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
+
+/// How long data connections may take to leave after the sender has heard that all has come.
+pub const LEAVE_MAX: Duration = Duration::from_secs(5);
+
+/// What has arrived is recorded after that long.
+pub const SAVE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// And after that many bytes.
+pub const SAVE_BYTES: u64 = 1 << 30;
+
+/// Pause before the first new attempt after a broken connection; each further one is twice as long.
+pub const BACKOFF_MIN: Duration = Duration::from_millis(250);
+
+/// Longest pause between two attempts.
+pub const BACKOFF_MAX: Duration = Duration::from_secs(8);
+
+/// Attempts in a row that may bring nothing.
+pub const ATTEMPTS_MAX: u32 = 8;
+
+/// Pause before accepting again when the process or the system has no descriptor left.
+pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// How long sessions may take to end when the server stops.
+pub const STOP_GRACE: Duration = Duration::from_secs(10);

@@ -1,0 +1,259 @@
+//! What the two sides tell each other besides data: one JSON object in a frame.
+//!
+//! | from | message | meaning, and its answer |
+//! |---|---|---|
+//! | sender | `hello` | versions it speaks; answered by `welcome` with the one that holds |
+//! | sender | `offer` | disks, and what comes with them; answered by `accept` or `already` |
+//! | sender | `join` | on a further connection: data of that session comes here; answered by `joined` |
+//! | sender | `ping` | how is it? answered by `pong` |
+//! | sender | `finish` | all was sent: segments and bytes of each disk; answered by `committed` |
+//! | receiver | `working` | the answer takes time; any number of these before it |
+//! | receiver | `failure` | instead of any answer: kind and sentence; the session is over |
+
+use crate::limits::{PROGRAM_MAX, STREAMS_MAX};
+use disk::transfer::{DISKS_MAX, NewArrival};
+use serde::{Deserialize, Serialize};
+use store::{Error, ErrorKind, Result};
+
+/// Versions of the protocol that this program speaks, the newest first.
+pub const VERSIONS: [u32; 1] = [1];
+
+/// An offer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Offer {
+    /// The disks.
+    pub disks: Vec<NewArrival>,
+    /// What comes with them: the definition of a machine.
+    pub attachment: Option<String>,
+    /// Only if that was begun before: otherwise the answer is a failure, `not_found`.
+    pub resume_only: bool,
+}
+
+/// What the receiver has of a disk.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Known {
+    /// The snapshot from which it can be told what differs.
+    pub base: Option<String>,
+    /// Segments that are there: first, and first behind; in order, apart.
+    pub done: Vec<(u64, u64)>,
+    /// Bytes of data in them.
+    pub bytes: u64,
+}
+
+/// One message.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Message {
+    /// The first word.
+    Hello {
+        /// Versions that the sender speaks.
+        versions: Vec<u32>,
+        /// Program and version, for people.
+        program: String,
+    },
+    /// Its answer.
+    Welcome {
+        /// The version that holds from now on.
+        version: u32,
+        /// Program and version, for people.
+        program: String,
+    },
+    /// Disks.
+    Offer(Offer),
+    /// They are welcome.
+    Accept {
+        /// The session, for further connections.
+        session: String,
+        /// What proves that a further connection belongs to it.
+        token: String,
+        /// What is there, disk by disk.
+        disks: Vec<Known>,
+    },
+    /// They are all here.
+    Already {
+        /// Their names.
+        disks: Vec<String>,
+    },
+    /// A further connection.
+    Join {
+        /// The session.
+        session: String,
+        /// What `accept` said.
+        token: String,
+    },
+    /// Data may come.
+    Joined,
+    /// How is it?
+    Ping,
+    /// So.
+    Pong {
+        /// Bytes of data received in this session.
+        bytes: u64,
+    },
+    /// The answer takes time.
+    Working,
+    /// All was sent.
+    Finish {
+        /// Segments and bytes of data, disk by disk, those of earlier sessions included.
+        disks: Vec<(u64, u64)>,
+    },
+    /// The disks are there.
+    Committed {
+        /// Their names.
+        disks: Vec<String>,
+    },
+    /// It is over.
+    Failure {
+        /// Kind.
+        kind: String,
+        /// Sentence.
+        message: String,
+    },
+}
+
+/// Names of the kinds on the wire.
+const KINDS: [(ErrorKind, &str); 11] = [
+    (ErrorKind::NotFound, "not_found"),
+    (ErrorKind::Exists, "exists"),
+    (ErrorKind::Invalid, "invalid"),
+    (ErrorKind::Busy, "busy"),
+    (ErrorKind::NoSpace, "no_space"),
+    (ErrorKind::ReadOnly, "read_only"),
+    (ErrorKind::Corrupt, "corrupt"),
+    (ErrorKind::Io, "io"),
+    (ErrorKind::Unsupported, "unsupported"),
+    (ErrorKind::Interrupted, "interrupted"),
+    (ErrorKind::Stopped, "stopped"),
+];
+
+/// Longest sentence of a peer that is handed on.
+const SENTENCE_MAX: usize = 2000;
+
+fn plain(text: &str, most: usize) -> String {
+    text.chars().filter(|c| !c.is_control()).take(most).collect()
+}
+
+impl Message {
+    /// The message that tells of an error.
+    pub fn failure(error: &Error) -> Self {
+        let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind()).map_or("io", |(_, name)| name);
+        Self::Failure { kind: kind.into(), message: plain(&error.to_string(), SENTENCE_MAX) }
+    }
+
+    /// The error that a failure tells of; any other message is out of turn.
+    pub fn into_error(self) -> Error {
+        match self {
+            Self::Failure { kind, message } => {
+                let known = KINDS.iter().find(|(_, name)| *name == kind);
+                Error::new(known.map_or(ErrorKind::Io, |(kind, _)| *kind), plain(&message, SENTENCE_MAX))
+            }
+            other => Error::new(ErrorKind::Corrupt, format!("the peer said '{}' out of turn", other.name())),
+        }
+    }
+
+    /// What it is, for people.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Hello { .. } => "hello",
+            Self::Welcome { .. } => "welcome",
+            Self::Offer(_) => "offer",
+            Self::Accept { .. } => "accept",
+            Self::Already { .. } => "already",
+            Self::Join { .. } => "join",
+            Self::Joined => "joined",
+            Self::Ping => "ping",
+            Self::Pong { .. } => "pong",
+            Self::Working => "working",
+            Self::Finish { .. } => "finish",
+            Self::Committed { .. } => "committed",
+            Self::Failure { .. } => "failure",
+        }
+    }
+
+    /// The bytes.
+    pub fn encode(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self)
+            .map_err(|error| Error::new(ErrorKind::Invalid, format!("a message cannot be encoded: {error}")))
+    }
+
+    /// Reads a message.
+    pub fn decode(bytes: &[u8]) -> Result<Self> {
+        let refuse = |what: String| Error::new(ErrorKind::Corrupt, format!("the peer sent a message that {what}"));
+        let message: Self =
+            serde_json::from_slice(bytes).map_err(|error| refuse(format!("makes no sense: {error}")))?;
+        let disks = match &message {
+            Self::Hello { versions, program } => {
+                let fits = !versions.is_empty() && versions.len() <= STREAMS_MAX && program.len() <= PROGRAM_MAX;
+                if !fits {
+                    return Err(refuse("introduces nobody".into()));
+                }
+                1
+            }
+            Self::Offer(offer) => offer.disks.len(),
+            Self::Accept { disks, .. } => {
+                let ordered = |known: &Known| {
+                    let mut last = None;
+                    known.done.iter().all(|(from, to)| {
+                        let fits = from < to && last.is_none_or(|last| last < *from);
+                        last = Some(*to);
+                        fits
+                    })
+                };
+                if !disks.iter().all(ordered) {
+                    return Err(refuse("lists segments in no order".into()));
+                }
+                disks.len()
+            }
+            Self::Finish { disks } => disks.len(),
+            Self::Already { disks } | Self::Committed { disks } => disks.len(),
+            _ => 1,
+        };
+        match (1..=DISKS_MAX).contains(&disks) {
+            true => Ok(message),
+            false => Err(refuse(format!("speaks of {disks} disks"))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn messages_read_back_and_nonsense_is_refused() {
+        let known = |done: &[(u64, u64)]| Known { base: None, done: done.to_vec(), bytes: 1 };
+        let accept =
+            |done: &[(u64, u64)]| Message::Accept { session: "s".into(), token: "t".into(), disks: vec![known(done)] };
+        for message in [
+            Message::Hello { versions: vec![1, 2], program: "lamina".into() },
+            accept(&[(0, 1), (2, 3)]),
+            Message::Joined,
+            Message::Pong { bytes: 7 },
+            Message::Finish { disks: vec![(1, 2)] },
+        ] {
+            assert_eq!(Message::decode(&message.encode().unwrap()).unwrap(), message);
+        }
+        for bad in [
+            Message::Hello { versions: vec![], program: String::new() },
+            accept(&[(1, 1)]),
+            accept(&[(2, 3), (0, 1)]),
+            Message::Finish { disks: vec![] },
+            Message::Finish { disks: vec![(0, 0); DISKS_MAX + 1] },
+        ] {
+            assert!(Message::decode(&bad.encode().unwrap()).is_err(), "{bad:?}");
+        }
+        assert!(Message::decode(b"{\"ping\":1}").is_err());
+        assert!(Message::decode(b"\"pingpong\"").is_err());
+    }
+
+    #[test]
+    fn errors_cross_the_wire() {
+        let error = Error::new(ErrorKind::NoSpace, "no room\nfor it");
+        let there = Message::failure(&error).into_error();
+        assert_eq!((there.kind(), there.to_string().as_str()), (ErrorKind::NoSpace, "no roomfor it"));
+        assert_eq!(Message::Ping.into_error().kind(), ErrorKind::Corrupt);
+    }
+}

@@ -1,0 +1,79 @@
+//! Data connections: frames, as they come, to where they belong.
+//!
+//! One buffer of the size of the largest frame is all the memory that a connection takes besides TLS's.
+
+use crate::frame::Kind;
+use crate::limits::PIECE_MAX;
+use crate::message::Message;
+use crate::stream::{ByteStream, Conversation};
+use backend::{BLOCK_SIZE, Buffer};
+use disk::transfer::{Reception, SEGMENT};
+use disk::{Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// What has come of the segment that is being received.
+struct Segment {
+    disk: u16,
+    number: u64,
+    bytes: u64,
+}
+
+/// Takes what comes until the sender ends, and tells it how much that was.
+pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, total: &AtomicU64) -> Result<()> {
+    let mut buffer = Buffer::recycled(PIECE_MAX / BLOCK_SIZE);
+    let mut segment: Option<Segment> = None;
+    let mut all = 0;
+    loop {
+        let head = line.head()?;
+        let number = match head.kind {
+            Kind::Segment => head.offset,
+            _ => head.offset / SEGMENT,
+        };
+        let disk = usize::from(head.disk);
+        let wrong = |what: &str| {
+            let text = format!("a sender {what}: {:?} of disk {disk} at {}", head.kind, head.offset);
+            Err(Error::new(ErrorKind::Invalid, text))
+        };
+        if matches!(head.kind, Kind::Data | Kind::Zero) {
+            let current = segment.get_or_insert(Segment { disk: head.disk, number, bytes: 0 });
+            if (current.disk, current.number) != (head.disk, number) {
+                return wrong("left a segment before its end");
+            }
+        }
+        match head.kind {
+            Kind::Data => {
+                let payload = &mut buffer[..head.length as usize];
+                line.payload(&head, payload)?;
+                let length = u64::from(head.length);
+                if head.offset.checked_add(length).is_none_or(|end| end > (number + 1) * SEGMENT) {
+                    return wrong("sent data beyond its segment");
+                }
+                reception.write(disk, head.offset, payload)?;
+                if let Some(segment) = &mut segment {
+                    segment.bytes += length;
+                }
+                all += length;
+                total.fetch_add(length, Ordering::Relaxed);
+            }
+            Kind::Zero => {
+                let length = line.number(&head)?;
+                if head.offset.checked_add(length).is_none_or(|end| end > (number + 1) * SEGMENT) {
+                    return wrong("sent zeros beyond their segment");
+                }
+                reception.zero(disk, head.offset, length)?;
+            }
+            Kind::Segment => {
+                let bytes = line.number(&head)?;
+                let fits =
+                    |segment: &Segment| (segment.disk, segment.number, segment.bytes) == (head.disk, number, bytes);
+                if !segment.take().as_ref().is_some_and(fits) {
+                    return wrong("ended a segment that it has not sent");
+                }
+                reception.finish_segment(disk, number, bytes)?;
+            }
+            Kind::End if segment.is_none() => return line.tell(&Message::Pong { bytes: all }),
+            Kind::End => return wrong("ended within a segment"),
+            Kind::Message => return wrong("spoke where data was due"),
+        }
+    }
+}

@@ -1,0 +1,413 @@
+//! One attempt: from connecting to disks that are there, or to a reason why not.
+
+use super::pace::Pace;
+use super::plan::DiskPlan;
+use super::{SendOptions, Sent, Shipment, stopped};
+use crate::frame::{Head, Kind};
+use crate::limits::{CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PIECE_MAX, PING_INTERVAL, SILENCE_MAX};
+use crate::message::{Known, Message, Offer, VERSIONS};
+use crate::remote::Remote;
+use crate::stream::Conversation;
+use crate::tls::TlsStream;
+use disk::transfer::{Extent, NewArrival, SEGMENT};
+use disk::{Error, ErrorKind, Progress, Result};
+use parking_lot::{Condvar, Mutex};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
+/// Why an attempt came to nothing.
+pub enum Failed {
+    /// Another one may do better.
+    Broken(Error),
+    /// Another one would end the same way.
+    Refused(Error),
+}
+
+impl Failed {
+    /// Of what the receiver says.
+    fn told(error: Error) -> Self {
+        match error.kind() {
+            ErrorKind::Busy | ErrorKind::Stopped | ErrorKind::Io => Self::Broken(error),
+            _ => Self::Refused(error),
+        }
+    }
+
+    /// Of what happened on a connection.
+    fn happened(error: Error) -> Self {
+        match error.kind() {
+            ErrorKind::Io => Self::Broken(error),
+            _ => Self::Refused(error),
+        }
+    }
+}
+
+type Line = Conversation<TlsStream>;
+type Attempted<T> = std::result::Result<T, Failed>;
+
+/// What all attempts have in common.
+pub struct Attempt<'a> {
+    shipment: &'a Shipment,
+    remote: &'a Remote,
+    options: &'a SendOptions,
+    progress: &'a dyn Progress,
+    config: Arc<ClientConfig>,
+    server: ServerName<'static>,
+    offer: Message,
+    pace: Pace,
+    /// Most bytes that the receiver has said to have, whether for good or not.
+    arrived: u64,
+    resumed: Option<u64>,
+}
+
+/// What the threads of an attempt share.
+struct Shared<'a> {
+    plans: &'a [DiskPlan],
+    /// The next segment: disk, and place in its plan.
+    next: Mutex<(usize, usize)>,
+    sockets: Mutex<Vec<Arc<TcpStream>>>,
+    stop: AtomicBool,
+    failed: Mutex<Option<Failed>>,
+    running: Mutex<usize>,
+    changed: Condvar,
+    data: AtomicU64,
+    wire: AtomicU64,
+}
+
+impl Shared<'_> {
+    /// The first failure counts; the others follow from it.
+    fn fail(&self, failed: Failed) {
+        let mut first = self.failed.lock();
+        if first.is_none() {
+            *first = Some(failed);
+        }
+        drop(first);
+        self.stop.store(true, Ordering::Release);
+        self.changed.notify_all();
+    }
+
+    fn cut(&self) {
+        self.stop.store(true, Ordering::Release);
+        for socket in self.sockets.lock().iter() {
+            // Fails where the connection is gone already.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+
+    fn take(&self) -> Option<(usize, u64)> {
+        let mut next = self.next.lock();
+        loop {
+            let plan = self.plans.get(next.0)?;
+            if let Some(segment) = plan.left.get(next.1) {
+                next.1 += 1;
+                return Some((next.0, *segment));
+            }
+            *next = (next.0 + 1, 0);
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
+    }
+}
+
+impl<'a> Attempt<'a> {
+    /// Prepares attempts.
+    pub fn new(
+        shipment: &'a Shipment,
+        remote: &'a Remote,
+        options: &'a SendOptions,
+        progress: &'a dyn Progress,
+    ) -> Result<Self> {
+        let name = options.tls.server_name.as_ref().unwrap_or(&remote.host);
+        let server = ServerName::try_from(name.clone()).map_err(|_| {
+            let text = format!("'{}' is no name that a server's certificate could be for", name.escape_debug());
+            Error::new(ErrorKind::Invalid, text)
+        })?;
+        let offer = |disk: &super::ShippedDisk| {
+            let outgoing = &disk.outgoing;
+            NewArrival {
+                name: disk.name.clone(),
+                uuid: disk.uuid.clone(),
+                capacity: outgoing.capacity(),
+                provisioning: outgoing.provisioning(),
+                point: outgoing.point().clone(),
+                keep: shipment.keep,
+                bases: if shipment.incremental { outgoing.bases().to_vec() } else { Vec::new() },
+                update: shipment.update,
+            }
+        };
+        let disks = shipment.disks.iter().map(offer).collect();
+        let offer =
+            Message::Offer(Offer { disks, attachment: shipment.attachment.clone(), resume_only: shipment.resume_only });
+        let config = options.tls.load()?;
+        let pace = Pace::new(options.rate);
+        Ok(Self { shipment, remote, options, progress, config, server, offer, pace, arrived: 0, resumed: None })
+    }
+
+    /// Most bytes that the receiver has said to have.
+    pub fn arrived(&self) -> u64 {
+        self.arrived
+    }
+
+    fn dial(&self) -> Result<Arc<TcpStream>> {
+        let (host, port) = (&self.remote.host, self.remote.port);
+        let during = || format!("connecting to {host} port {port}");
+        let addresses = (host.as_str(), port).to_socket_addrs().map_err(|error| Error::io(during(), error))?;
+        let mut last = None;
+        for address in addresses {
+            match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
+                Ok(socket) => {
+                    // An improvement only.
+                    let _ = socket.set_nodelay(true);
+                    let timed = socket.set_write_timeout(Some(SILENCE_MAX));
+                    timed.map_err(|error| Error::io(during(), error))?;
+                    return Ok(Arc::new(socket));
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        let none = || std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address");
+        Err(Error::io(during(), last.unwrap_or_else(none)))
+    }
+
+    /// A connection on which both sides have introduced themselves.
+    fn connect(&self) -> Attempted<(Line, Arc<TcpStream>)> {
+        let socket = self.dial().map_err(Failed::Broken)?;
+        let stream = TlsStream::connect(Arc::clone(&socket), Arc::clone(&self.config), self.server.clone())
+            .map_err(|error| Failed::Refused(Error::io("setting up TLS", error)))?;
+        let mut line = Conversation::new(stream, format!("{}:{}", self.remote.host, self.remote.port));
+        let mut introduce = || {
+            line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT))?;
+            let program = concat!("lamina ", env!("CARGO_PKG_VERSION")).to_owned();
+            line.tell(&Message::Hello { versions: VERSIONS.to_vec(), program })?;
+            line.hear()
+        };
+        match introduce().map_err(Failed::happened)? {
+            Message::Welcome { version, .. } if VERSIONS.contains(&version) => {}
+            Message::Welcome { version, program } => {
+                let text =
+                    format!("'{program}' there speaks version {version} of the protocol, and this is {VERSIONS:?}");
+                return Err(Failed::Refused(Error::new(ErrorKind::Unsupported, text)));
+            }
+            other => return Err(Failed::told(other.into_error())),
+        }
+        line.establish();
+        Ok((line, socket))
+    }
+
+    /// Says something, and waits for the answer: as long as signs of life come.
+    fn ask(&self, line: &mut Line, message: &Message) -> Attempted<Message> {
+        line.tell(message).map_err(Failed::happened)?;
+        loop {
+            line.set_deadline(Some(Instant::now() + SILENCE_MAX)).map_err(Failed::happened)?;
+            match line.hear().map_err(Failed::happened)? {
+                Message::Working if self.progress.cancelled() => return Err(Failed::Refused(stopped())),
+                Message::Working => {}
+                failure @ Message::Failure { .. } => return Err(Failed::told(failure.into_error())),
+                answer => return Ok(answer),
+            }
+        }
+    }
+
+    fn out_of_turn(message: Message) -> Failed {
+        Failed::Refused(message.into_error())
+    }
+
+    /// Sends everything that is not there, and gives the names of the disks there.
+    pub fn run(&mut self, sent: &mut Sent) -> Attempted<Vec<String>> {
+        let (mut line, socket) = self.connect()?;
+        let (session, token, known) = match self.ask(&mut line, &self.offer)? {
+            Message::Already { disks } => return Ok(disks),
+            Message::Accept { session, token, disks } => (session, token, disks),
+            other => return Err(Self::out_of_turn(other)),
+        };
+        let plans = self.plan(&known)?;
+        let there: u64 = known.iter().map(|known| known.bytes).sum();
+        self.arrived = self.arrived.max(there);
+        sent.resumed = *self.resumed.get_or_insert(there);
+        sent.incremental = known.iter().filter(|known| known.base.is_some()).count() as u64;
+        let total = plans.iter().map(|plan| plan.bytes).sum();
+        let shared = Shared {
+            plans: &plans,
+            next: Mutex::new((0, 0)),
+            sockets: Mutex::new(vec![socket]),
+            stop: AtomicBool::new(false),
+            failed: Mutex::new(None),
+            running: Mutex::new(0),
+            changed: Condvar::new(),
+            data: AtomicU64::new(0),
+            wire: AtomicU64::new(0),
+        };
+        let mut arrived = there;
+        let segments: usize = plans.iter().map(|plan| plan.left.len()).sum();
+        let result = std::thread::scope(|scope| {
+            let shared = &shared;
+            let (session, token) = (&session, &token);
+            for number in 0..self.options.streams.min(segments) {
+                *shared.running.lock() += 1;
+                let name = format!("send-{number}");
+                let this = &*self;
+                let work = move || {
+                    if let Err(failed) = this.stream(session, token, shared) {
+                        shared.fail(failed);
+                    }
+                    *shared.running.lock() -= 1;
+                    shared.changed.notify_all();
+                };
+                if let Err(error) = std::thread::Builder::new().name(name).spawn_scoped(scope, work) {
+                    *shared.running.lock() -= 1;
+                    shared.fail(Failed::Refused(Error::io("starting a thread to send", error)));
+                }
+            }
+            let watched = self.watch(&mut line, shared, &mut arrived, total);
+            if watched.is_err() {
+                shared.cut();
+            }
+            watched
+        });
+        self.arrived = self.arrived.max(arrived);
+        sent.data += shared.data.load(Ordering::Relaxed);
+        let finished = match result {
+            Err(failed) => Err(failed),
+            Ok(()) => {
+                let disks = plans.iter().map(|plan| (plan.segments, plan.bytes)).collect();
+                self.ask(&mut line, &Message::Finish { disks })
+            }
+        };
+        sent.wire += shared.wire.load(Ordering::Relaxed) + line.stream.sent();
+        match finished? {
+            Message::Committed { disks } => Ok(disks),
+            other => Err(Self::out_of_turn(other)),
+        }
+    }
+
+    fn plan(&self, known: &[Known]) -> Attempted<Vec<DiskPlan>> {
+        if known.len() != self.shipment.disks.len() {
+            let text = format!("the receiver speaks of {} disks, not {}", known.len(), self.shipment.disks.len());
+            return Err(Failed::Refused(Error::new(ErrorKind::Corrupt, text)));
+        }
+        let plan = |(disk, known): (&super::ShippedDisk, &Known)| {
+            DiskPlan::of(&disk.outgoing, known, &|| self.progress.cancelled())
+        };
+        self.shipment.disks.iter().zip(known).map(plan).collect::<Result<_>>().map_err(Failed::Refused)
+    }
+
+    /// Watches the streams until all have ended, or the first has failed; `arrived` is what the receiver has.
+    fn watch(&self, line: &mut Line, shared: &Shared<'_>, arrived: &mut u64, total: u64) -> Attempted<()> {
+        let there = *arrived;
+        loop {
+            let (running, over) = {
+                let mut running = shared.running.lock();
+                if *running > 0 && !shared.stopped() {
+                    shared.changed.wait_for(&mut running, PING_INTERVAL);
+                }
+                (*running, shared.stopped())
+            };
+            if self.progress.cancelled() {
+                return Err(Failed::Refused(stopped()));
+            }
+            // After a failure too: the receiver may know why.
+            let answer = self.ask(line, &Message::Ping);
+            let own = if over { shared.failed.lock().take() } else { None };
+            match (answer, own) {
+                (Ok(Message::Pong { bytes }), own) => {
+                    *arrived = there.saturating_add(bytes).min(total);
+                    self.progress.update(*arrived, total);
+                    if let Some(failed) = own {
+                        return Err(failed);
+                    }
+                }
+                (Ok(other), _) => return Err(Self::out_of_turn(other)),
+                // A refusal of ours says more than that the line is broken.
+                (Err(Failed::Broken(_)), Some(refused @ Failed::Refused(_))) => return Err(refused),
+                (Err(failed), _) => return Err(failed),
+            }
+            if running == 0 {
+                return Ok(());
+            }
+        }
+    }
+
+    /// One data connection.
+    fn stream(&self, session: &str, token: &str, shared: &Shared<'_>) -> Attempted<()> {
+        let (mut line, socket) = self.connect()?;
+        shared.sockets.lock().push(socket);
+        let sent = self.pour(&mut line, session, token, shared);
+        shared.wire.fetch_add(line.stream.sent(), Ordering::Relaxed);
+        sent
+    }
+
+    fn pour(&self, line: &mut Line, session: &str, token: &str, shared: &Shared<'_>) -> Attempted<()> {
+        let join = Message::Join { session: session.to_owned(), token: token.to_owned() };
+        match self.ask(line, &join)? {
+            Message::Joined => {}
+            other => return Err(Self::out_of_turn(other)),
+        }
+        let mut extents = Vec::new();
+        while !shared.stopped()
+            && let Some((disk, segment)) = shared.take()
+        {
+            self.send_segment(line, disk, segment, &mut extents, shared).map_err(Failed::happened)?;
+        }
+        if shared.stopped() {
+            return Ok(());
+        }
+        let end = Head::of(Kind::End, 0, 0, &[]);
+        line.send(&end, &[]).and_then(|()| line.flush()).map_err(Failed::happened)?;
+        line.set_deadline(Some(Instant::now() + SILENCE_MAX)).map_err(Failed::happened)?;
+        match line.hear().map_err(Failed::happened)? {
+            Message::Pong { .. } => Ok(()),
+            Message::Failure { kind, message } => Err(Failed::told(Message::Failure { kind, message }.into_error())),
+            other => Err(Self::out_of_turn(other)),
+        }
+    }
+
+    fn send_segment(
+        &self,
+        line: &mut Line,
+        disk: usize,
+        segment: u64,
+        extents: &mut Vec<Extent>,
+        shared: &Shared<'_>,
+    ) -> Result<()> {
+        let outgoing = &self.shipment.disks[disk].outgoing;
+        let number = disk as u16;
+        extents.clear();
+        let base = shared.plans[disk].base.as_deref();
+        outgoing.extents(base, segment * SEGMENT..(segment + 1) * SEGMENT, &mut |extent| {
+            extents.push(extent);
+            Ok(())
+        })?;
+        let mut data = 0;
+        for extent in extents.iter() {
+            if extent.zero {
+                let length = extent.length.to_le_bytes();
+                line.send(&Head::of(Kind::Zero, number, extent.offset, &length), &[&length])?;
+                continue;
+            }
+            let end = extent.offset + extent.length;
+            let mut at = extent.offset;
+            while at < end {
+                let length = (end - at).min(PIECE_MAX as u64);
+                if shared.stopped() || !self.pace.wait(length, &|| shared.stopped()) {
+                    return Ok(());
+                }
+                let plan = outgoing.read(at, length as usize)?;
+                let slices = plan.slices();
+                let checksum = store::checksum_of(&slices);
+                let head = Head { kind: Kind::Data, disk: number, offset: at, length: length as u32, checksum };
+                line.send(&head, &slices)?;
+                data += length;
+                shared.data.fetch_add(length, Ordering::Relaxed);
+                at += length;
+            }
+        }
+        let sum = data.to_le_bytes();
+        line.send(&Head::of(Kind::Segment, number, segment, &sum), &[&sum])?;
+        line.flush()
+    }
+}

@@ -1,0 +1,49 @@
+//! How fast data may go, all streams together.
+
+use parking_lot::Mutex;
+use std::time::{Duration, Instant};
+
+/// Longest sleep before it is asked again whether anybody still wants it.
+const SLEEP_MAX: Duration = Duration::from_millis(20);
+
+/// What is saved up at most while nobody sends: a pause is not made up for.
+const CREDIT: Duration = Duration::from_millis(100);
+
+/// A rate that several threads share.
+pub struct Pace {
+    /// Bytes a second; 0 for no limit.
+    rate: u64,
+    /// When the next byte may go.
+    due: Mutex<Instant>,
+}
+
+impl Pace {
+    /// At most `rate` bytes a second; 0 for as fast as it goes.
+    pub fn new(rate: u64) -> Self {
+        Self { rate, due: Mutex::new(Instant::now()) }
+    }
+
+    /// Waits until `bytes` may go; false when `stopped` said so before.
+    pub fn wait(&self, bytes: u64, stopped: &dyn Fn() -> bool) -> bool {
+        if self.rate == 0 {
+            return true;
+        }
+        let time = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+        let mine = {
+            let mut due = self.due.lock();
+            let earliest = Instant::now().checked_sub(CREDIT).unwrap_or(*due);
+            *due = (*due).max(earliest) + time;
+            *due
+        };
+        loop {
+            let left = mine.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            if stopped() {
+                return false;
+            }
+            std::thread::sleep(left.min(SLEEP_MAX));
+        }
+    }
+}

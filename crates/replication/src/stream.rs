@@ -1,0 +1,134 @@
+//! Frames and messages over a stream of bytes.
+
+use crate::frame::{HEAD, Head, Kind};
+use crate::limits::MESSAGE_STEP;
+use crate::message::Message;
+use std::io;
+use std::time::Instant;
+use store::{Error, ErrorKind, Result};
+
+/// A stream of bytes in both directions.
+pub trait ByteStream {
+    /// Fills `into`; `UnexpectedEof` when the peer has ended before.
+    fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()>;
+
+    /// Sends these bytes, now or later.
+    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()>;
+
+    /// Sends what is not sent yet.
+    fn flush(&mut self) -> io::Result<()>;
+
+    /// When waiting for the peer ends with `TimedOut`; `None` for never.
+    fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()>;
+}
+
+/// A stream, spoken over in frames.
+pub struct Conversation<S> {
+    /// The bytes.
+    pub stream: S,
+    /// The peer, for errors.
+    peer: String,
+    /// Both sides have found each other's certificates good: what fails from now on is the line.
+    established: bool,
+}
+
+impl<S: ByteStream> Conversation<S> {
+    /// Speaks over a stream.
+    pub fn new(stream: S, peer: String) -> Self {
+        Self { stream, peer, established: false }
+    }
+
+    /// Certificates are good, and so are versions.
+    pub fn establish(&mut self) {
+        self.established = true;
+    }
+
+    /// Who is there.
+    pub fn peer(&self) -> &str {
+        &self.peer
+    }
+
+    fn broken(&self, what: &str, error: io::Error) -> Error {
+        let peer = &self.peer;
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
+                Error::new(ErrorKind::Io, format!("{peer} has closed the connection"))
+            }
+            io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
+                Error::new(ErrorKind::Io, format!("{peer} has not been heard of for too long"))
+            }
+            // What TLS has to say concerns keys and certificates, or somebody who changes bytes on the way.
+            io::ErrorKind::InvalidData if !self.established => {
+                Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
+            }
+            _ => Error::io(format!("{what} {peer}"), error),
+        }
+    }
+
+    /// When waiting for the peer ends.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) -> Result<()> {
+        self.stream.set_deadline(deadline).map_err(|error| self.broken("waiting for", error))
+    }
+
+    /// Sends a frame, now or later.
+    pub fn send(&mut self, head: &Head, payload: &[&[u8]]) -> Result<()> {
+        let head = head.encode();
+        let sent = self.stream.write(&[&head]).and_then(|()| self.stream.write(payload));
+        sent.map_err(|error| self.broken("sending to", error))
+    }
+
+    /// Sends what is not sent yet.
+    pub fn flush(&mut self) -> Result<()> {
+        self.stream.flush().map_err(|error| self.broken("sending to", error))
+    }
+
+    /// Sends a message at once.
+    pub fn tell(&mut self, message: &Message) -> Result<()> {
+        let payload = message.encode()?;
+        if payload.len() > crate::limits::MESSAGE_MAX {
+            let text = format!("a message of {} bytes to {} is too long", payload.len(), self.peer);
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        self.send(&Head::of(Kind::Message, 0, 0, &payload), &[&payload])?;
+        self.flush()
+    }
+
+    /// The head of the next frame.
+    pub fn head(&mut self) -> Result<Head> {
+        let mut bytes = [0; HEAD];
+        self.stream.read_exact(&mut bytes).map_err(|error| self.broken("listening to", error))?;
+        Head::decode(&bytes).map_err(|error| error.context(&self.peer))
+    }
+
+    /// The payload of a frame, into memory of its length.
+    pub fn payload(&mut self, head: &Head, into: &mut [u8]) -> Result<()> {
+        self.stream.read_exact(into).map_err(|error| self.broken("listening to", error))?;
+        head.verify(into).map_err(|error| error.context(&self.peer))
+    }
+
+    /// A payload of eight bytes: a number.
+    pub fn number(&mut self, head: &Head) -> Result<u64> {
+        let mut bytes = [0; 8];
+        self.payload(head, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    /// The next frame, which has to be a message.
+    pub fn hear(&mut self) -> Result<Message> {
+        let head = self.head()?;
+        if head.kind != Kind::Message {
+            let text = format!("{} sent {:?} where a message was due", self.peer, head.kind);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let length = head.length as usize;
+        let mut payload = Vec::new();
+        // Memory as bytes come: a length is only a word.
+        while payload.len() < length {
+            let have = payload.len();
+            payload.resize(length.min(have + MESSAGE_STEP), 0);
+            self.stream.read_exact(&mut payload[have..]).map_err(|error| self.broken("listening to", error))?;
+        }
+        head.verify(&payload).map_err(|error| error.context(&self.peer))?;
+        Message::decode(&payload).map_err(|error| error.context(&self.peer))
+    }
+}

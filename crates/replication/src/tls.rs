@@ -1,0 +1,399 @@
+//! Who is who, and the encrypted stream.
+//!
+//! The session engine is rustls without its buffers: ciphertext is received into memory of ours in large pieces,
+//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography is
+//! ring's.
+
+use crate::limits::{RECEIVE_BYTES, SEND_BYTES};
+use crate::stream::ByteStream;
+use export::nbd::tls::{TlsConfig, TlsIdentity, certificates, private_key};
+use rustls::client::{Resumption, UnbufferedClientConnection};
+use rustls::crypto::{CryptoProvider, ring};
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::server::UnbufferedServerConnection;
+use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
+use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+use store::{Error, ErrorKind, Result};
+
+/// What a sender needs to be sure of the server, and to be known to it. PEM files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClientTls {
+    /// Authorities that sign servers.
+    pub authorities: PathBuf,
+    /// Certificate chain and private key of the sender.
+    pub identity: Option<(PathBuf, PathBuf)>,
+    /// The name that the server's certificate has to be for, where it is not the one it is reached by.
+    pub server_name: Option<String>,
+}
+
+/// The algorithms, the fastest first: the sender's order counts, and all of them are strong.
+fn provider() -> Arc<CryptoProvider> {
+    let mut provider = ring::default_provider();
+    provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
+    Arc::new(provider)
+}
+
+impl ClientTls {
+    /// Reads and checks the files.
+    pub fn load(&self) -> Result<Arc<ClientConfig>> {
+        let mut roots = RootCertStore::empty();
+        for authority in certificates(&self.authorities, "authorities")? {
+            roots.add(authority).map_err(|error| {
+                let path = self.authorities.display();
+                let text = format!("TLS authorities {path}: {error}; each must be a CA certificate");
+                Error::new(ErrorKind::Invalid, text)
+            })?;
+        }
+        let builder = ClientConfig::builder_with_provider(provider())
+            .with_safe_default_protocol_versions()
+            .map_err(|error| Error::new(ErrorKind::Unsupported, format!("setting up TLS: {error}")))?
+            .with_root_certificates(roots);
+        let mut config = match &self.identity {
+            None => builder.with_no_client_auth(),
+            Some((certificate, key)) => {
+                let chain = certificates(certificate, "certificate")?;
+                builder.with_client_auth_cert(chain, private_key(key)?).map_err(|error| {
+                    let (certificate, key) = (certificate.display(), key.display());
+                    let text = format!(
+                        "TLS certificate {certificate} with key {key}: {error}; the key must belong to the first \
+                         certificate"
+                    );
+                    Error::new(ErrorKind::Invalid, text)
+                })?
+            }
+        };
+        config.resumption = Resumption::disabled();
+        Ok(Arc::new(config))
+    }
+}
+
+/// The server's side, of the files that its NBD server has too.
+pub fn server_config(tls: &TlsConfig) -> Result<Arc<ServerConfig>> {
+    let mut config = ServerConfig::clone(TlsIdentity::load(tls)?.config());
+    config.send_tls13_tickets = 0;
+    Ok(Arc::new(config))
+}
+
+/// A name of clients, as certificates bear it.
+pub fn client_name(name: &str) -> Result<ServerName<'static>> {
+    ServerName::try_from(name.to_owned()).map_err(|_| {
+        let text = format!("'{}' is no name that a certificate could be for", name.escape_debug());
+        Error::new(ErrorKind::Invalid, text)
+    })
+}
+
+/// Whether a certificate is for one of the names.
+fn is_for(certificate: &CertificateDer<'_>, names: &[ServerName<'static>]) -> bool {
+    let Ok(certificate) = webpki::EndEntityCert::try_from(certificate) else { return false };
+    names.iter().any(|name| certificate.verify_is_valid_for_subject_name(name).is_ok())
+}
+
+enum Session {
+    Client(Box<UnbufferedClientConnection>),
+    Server(Box<UnbufferedServerConnection>),
+}
+
+/// A socket under TLS. The TLS handshake happens within the first reads and writes.
+pub struct TlsStream {
+    session: Session,
+    out: Out,
+    /// Ciphertext: what is to be decrypted lies from `start` to `end`.
+    incoming: Vec<u8>,
+    start: usize,
+    end: usize,
+    /// Plaintext that nobody has asked for yet, from `plain_at` on.
+    plain: Vec<u8>,
+    plain_at: usize,
+    deadline: Option<Instant>,
+    ended: bool,
+}
+
+/// Ciphertext on its way out.
+struct Out {
+    socket: Arc<TcpStream>,
+    bytes: Vec<u8>,
+    used: usize,
+    sent: u64,
+}
+
+/// What a step of the session engine has led to.
+enum Step {
+    /// Another one is due.
+    Again,
+    /// It waits for the peer.
+    Blocked,
+    /// What was to be encrypted is.
+    Encrypted,
+    /// The peer says nothing more.
+    Ended,
+}
+
+fn invalid(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, error)
+}
+
+impl Out {
+    /// Makes room for `more` bytes behind those that are there.
+    fn reserve(&mut self, more: usize) {
+        if self.bytes.len() < self.used + more {
+            self.bytes.resize(self.used + more, 0);
+        }
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        if self.used > 0 {
+            (&*self.socket).write_all(&self.bytes[..self.used])?;
+            self.sent += self.used as u64;
+            self.used = 0;
+        }
+        Ok(())
+    }
+}
+
+/// Does what the session engine wants now. Plaintext goes to `take`; `parts` are encrypted where that is possible.
+fn step<D>(
+    status: UnbufferedStatus<'_, '_, D>,
+    out: &mut Out,
+    take: &mut dyn FnMut(&[u8]),
+    parts: Option<&[&[u8]]>,
+    discard: &mut usize,
+) -> io::Result<Step> {
+    *discard += status.discard;
+    let step = match status.state.map_err(invalid)? {
+        ConnectionState::ReadTraffic(mut traffic) => {
+            while let Some(record) = traffic.next_record() {
+                let record = record.map_err(invalid)?;
+                *discard += record.discard;
+                take(record.payload);
+            }
+            Step::Again
+        }
+        ConnectionState::EncodeTlsData(mut data) => {
+            loop {
+                match data.encode(&mut out.bytes[out.used..]) {
+                    Ok(bytes) => {
+                        out.used += bytes;
+                        break;
+                    }
+                    Err(EncodeError::InsufficientSize(size)) => out.reserve(size.required_size),
+                    Err(error) => return Err(invalid(error)),
+                }
+            }
+            Step::Again
+        }
+        ConnectionState::TransmitTlsData(data) => {
+            out.send()?;
+            data.done();
+            Step::Again
+        }
+        ConnectionState::WriteTraffic(mut traffic) => match parts {
+            None => Step::Blocked,
+            Some(parts) => {
+                for part in parts.iter().filter(|part| !part.is_empty()) {
+                    loop {
+                        match traffic.encrypt(part, &mut out.bytes[out.used..]) {
+                            Ok(bytes) => {
+                                out.used += bytes;
+                                break;
+                            }
+                            Err(EncryptError::InsufficientSize(size)) => out.reserve(size.required_size),
+                            Err(error) => return Err(invalid(error)),
+                        }
+                    }
+                }
+                Step::Encrypted
+            }
+        },
+        ConnectionState::BlockedHandshake => Step::Blocked,
+        ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
+        // There is no early data: nobody asks for it.
+        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to a state that nobody asked for")),
+    };
+    Ok(step)
+}
+
+impl TlsStream {
+    fn over(socket: Arc<TcpStream>, session: Session) -> Self {
+        let out = Out { socket, bytes: Vec::new(), used: 0, sent: 0 };
+        Self {
+            session,
+            out,
+            incoming: Vec::new(),
+            start: 0,
+            end: 0,
+            plain: Vec::new(),
+            plain_at: 0,
+            deadline: None,
+            ended: false,
+        }
+    }
+
+    /// As the client, of a server of that name.
+    pub fn connect(socket: Arc<TcpStream>, config: Arc<ClientConfig>, name: ServerName<'static>) -> io::Result<Self> {
+        let session = UnbufferedClientConnection::new(config, name).map_err(invalid)?;
+        Ok(Self::over(socket, Session::Client(Box::new(session))))
+    }
+
+    /// As the server.
+    pub fn accept(socket: Arc<TcpStream>, config: Arc<ServerConfig>) -> io::Result<Self> {
+        let session = UnbufferedServerConnection::new(config).map_err(invalid)?;
+        Ok(Self::over(socket, Session::Server(Box::new(session))))
+    }
+
+    /// Bytes sent, as they are on the wire.
+    pub fn sent(&self) -> u64 {
+        self.out.sent
+    }
+
+    /// Whether the client's certificate, which TLS has found good, is for one of the names.
+    pub fn client_is(&self, names: &[ServerName<'static>]) -> bool {
+        let chain = match &self.session {
+            Session::Client(_) => None,
+            Session::Server(session) => session.peer_certificates(),
+        };
+        chain.and_then(<[_]>::first).is_some_and(|certificate| is_for(certificate, names))
+    }
+
+    fn advance(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
+        let done = self.advance_once(take, parts);
+        if done.is_err() {
+            self.say_why();
+        }
+        done
+    }
+
+    fn advance_once(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
+        let (input, out) = (&mut self.incoming[self.start..self.end], &mut self.out);
+        let mut discard = 0;
+        let step = match &mut self.session {
+            Session::Client(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
+            Session::Server(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
+        };
+        self.start += discard;
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+        step
+    }
+
+    /// Sends the alert that tells the peer what was wrong, if there is one.
+    fn say_why(&mut self) {
+        const STEPS: usize = 4;
+        for _ in 0..STEPS {
+            if !matches!(self.advance_once(&mut |_| (), None), Ok(Step::Again)) {
+                break;
+            }
+        }
+        // Nobody can be told of a failure to tell.
+        let _ = self.out.send();
+    }
+
+    /// Receives more ciphertext.
+    fn receive(&mut self) -> io::Result<()> {
+        if self.incoming.is_empty() {
+            self.incoming.resize(RECEIVE_BYTES, 0);
+        }
+        if self.end == self.incoming.len() {
+            // Part of a record is left: a record is much smaller than this memory.
+            self.incoming.copy_within(self.start..self.end, 0);
+            self.end -= self.start;
+            self.start = 0;
+        }
+        if self.end == self.incoming.len() {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "a TLS message without an end"));
+        }
+        loop {
+            if let Some(deadline) = self.deadline {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+                self.out.socket.set_read_timeout(Some(left))?;
+            }
+            match (&*self.out.socket).read(&mut self.incoming[self.end..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(bytes) => {
+                    self.end += bytes;
+                    return Ok(());
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl ByteStream for TlsStream {
+    fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
+        let mut filled = 0;
+        while filled < into.len() {
+            if self.plain_at < self.plain.len() {
+                let count = (self.plain.len() - self.plain_at).min(into.len() - filled);
+                into[filled..filled + count].copy_from_slice(&self.plain[self.plain_at..self.plain_at + count]);
+                self.plain_at += count;
+                filled += count;
+                continue;
+            }
+            self.plain.clear();
+            self.plain_at = 0;
+            if self.ended {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let mut rest = std::mem::take(&mut self.plain);
+            // Records go to where they are wanted; what is beyond is kept.
+            let mut take = |record: &[u8]| {
+                let count = record.len().min(into.len() - filled);
+                into[filled..filled + count].copy_from_slice(&record[..count]);
+                filled += count;
+                rest.extend_from_slice(&record[count..]);
+            };
+            let step = self.advance(&mut take, None);
+            self.plain = rest;
+            match step? {
+                Step::Again | Step::Encrypted => {}
+                Step::Ended => self.ended = true,
+                Step::Blocked => {
+                    // The peer may wait for what we have not sent.
+                    self.out.send()?;
+                    self.receive()?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        loop {
+            let mut kept = std::mem::take(&mut self.plain);
+            let step = self.advance(&mut |record| kept.extend_from_slice(record), Some(parts));
+            self.plain = kept;
+            match step? {
+                Step::Encrypted => break,
+                Step::Again => {}
+                Step::Blocked => {
+                    self.out.send()?;
+                    self.receive()?;
+                }
+                Step::Ended => return Err(io::ErrorKind::BrokenPipe.into()),
+            }
+        }
+        if self.out.used >= SEND_BYTES { self.out.send() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.send()
+    }
+
+    fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
+        self.deadline = deadline;
+        if deadline.is_none() {
+            self.out.socket.set_read_timeout(None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,178 @@
+//! Lines that break, servers that stop: what has arrived stays, what is not whole is not to be seen.
+
+use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
+use disk::transfer::SEGMENT;
+use disk::{ErrorKind, NoProgress, Progress};
+use replication::send;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+#[test]
+fn a_line_that_breaks_at_any_byte_only_costs_time() {
+    let keys = Keys::new();
+    for seed in 0..6 {
+        let (here, there) = (Site::new(), Site::new());
+        let mut random = Random(100 + seed);
+        let device = furnished(&here, "web", seed);
+        here.snapshot("web", "monday");
+        let receiver = there.receiver(&keys);
+        // From within the TLS handshake to late in the data.
+        let budgets = (0..4).map(|round| match round {
+            0 => random.below(6000),
+            _ => 20_000 + random.below(12 << 20),
+        });
+        let line = Line::to(receiver.address().port(), budgets.collect());
+        let shipment = here.shipment(&[("web", "monday", "web")]);
+        let sent = send(&shipment, &remote_at(line.port), &options(&keys, 3), &NoProgress).unwrap();
+        assert!(line.cuts.load(Ordering::SeqCst) > 0 && sent.reconnects > 0, "seed {seed}: {sent:?}");
+        same(&there.content("web"), &here.content("web@monday"));
+
+        scribble(&*device, &mut random, 30, 400_000);
+        device.discard(random.below(4 * SEGMENT), SEGMENT, false).unwrap();
+        here.snapshot("web", "tuesday");
+        let budgets = (0..3).map(|_| 15_000 + random.below(3 << 20)).collect();
+        let line = Line::to(receiver.address().port(), budgets);
+        let mut shipment = here.shipment(&[("web", "tuesday", "web")]);
+        (shipment.incremental, shipment.update) = (true, true);
+        let sent = send(&shipment, &remote_at(line.port), &options(&keys, 3), &NoProgress).unwrap();
+        assert_eq!(sent.incremental, 1);
+        same(&there.content("web"), &here.content("web@tuesday"));
+        same(&there.content("web@monday"), &here.content("web@monday"));
+        assert!(there.datastore.receptions().unwrap().is_empty());
+        there.check();
+    }
+}
+
+/// Stops the sender once so much has arrived.
+struct Until {
+    bytes: u64,
+    reached: AtomicU64,
+    stop: AtomicBool,
+}
+
+impl Progress for Until {
+    fn update(&self, done: u64, _: u64) {
+        self.reached.fetch_max(done, Ordering::SeqCst);
+        self.stop.fetch_or(done >= self.bytes, Ordering::SeqCst);
+    }
+    fn cancelled(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn what_has_arrived_stays_over_restarts_of_both_sides() {
+    let keys = Keys::new();
+    let (here, mut there) = (Site::new(), Site::new());
+    let device = here.disk("web", 12 * SEGMENT);
+    for segment in 0..12 {
+        crate::site::write(&*device, segment * SEGMENT + 4096, &Random(segment).bytes(2 << 20));
+    }
+    drop(device);
+    here.snapshot("web", "monday");
+    let total = 24 << 20;
+    let receiver = there.receiver(&keys);
+    let mut slow = options(&keys, 2);
+    slow.rate = 12 << 20;
+    let until = Until { bytes: total / 3, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    let error = send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+    drop(receiver);
+    assert_eq!(there.datastore.disk("web").unwrap_err().kind(), ErrorKind::NotFound);
+    assert!(there.datastore.disks().unwrap().is_empty() && there.datastore.snapshots(None).unwrap().is_empty());
+    let kept = there.datastore.receptions().unwrap();
+    assert_eq!((kept.len(), kept[0].active, kept[0].disks.as_slice()), (1, false, &["web".to_owned()][..]));
+    assert!(kept[0].bytes > 0 && kept[0].bytes < total);
+
+    there = there.reopen();
+    assert_eq!(there.datastore.receptions().unwrap(), kept);
+    there.check();
+    let receiver = there.receiver(&keys);
+    // Another state of the same name does not push it aside.
+    let device = here.datastore.device("web", false).unwrap();
+    crate::site::write(&*device, 0, b"new");
+    drop(device);
+    here.snapshot("web", "tuesday");
+    let other = here.shipment(&[("web", "tuesday", "web")]);
+    let error = send(&other, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
+    assert!(error.to_string().contains(&kept[0].id), "{error}");
+    // The same state goes on, whatever identity the new command has thought of.
+    let mut shipment = here.shipment(&[("web", "monday", "web")]);
+    shipment.disks[0].uuid = "0f0e0d0c-0b0a-4908-8706-0000000000ff".into();
+    let sent = send(&shipment, &remote(&receiver), &options(&keys, 2), &NoProgress).unwrap();
+    assert_eq!((sent.resumed, sent.data), (kept[0].bytes, total - kept[0].bytes));
+    same(&there.content("web"), &here.content("web@monday"));
+    there.check();
+}
+
+#[test]
+fn an_abandoned_reception_can_be_given_up() {
+    let keys = Keys::new();
+    let (here, there) = (Site::new(), Site::new());
+    drop(furnished(&here, "web", 7));
+    here.snapshot("web", "monday");
+    let receiver = there.receiver(&keys);
+    let mut slow = options(&keys, 2);
+    slow.rate = 8 << 20;
+    let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
+    drop(receiver);
+    let kept = there.datastore.receptions().unwrap();
+    assert_eq!(kept.len(), 1);
+    assert_eq!(there.datastore.delete_reception("x").unwrap_err().kind(), ErrorKind::NotFound);
+    there.datastore.delete_reception(&kept[0].id).unwrap();
+    assert!(there.datastore.receptions().unwrap().is_empty());
+    assert_eq!(there.datastore.delete_reception(&kept[0].id).unwrap_err().kind(), ErrorKind::NotFound);
+    there.check();
+    let there = there.reopen();
+    assert!(there.datastore.receptions().unwrap().is_empty());
+    let left =
+        std::fs::read_dir(there.path()).unwrap().filter_map(|entry| entry.unwrap().file_name().into_string().ok());
+    assert!(!left.into_iter().any(|name| name.starts_with("reception-")));
+    there.check();
+}
+
+#[test]
+fn a_damaged_record_costs_the_reception_and_nothing_else() {
+    let keys = Keys::new();
+    let (here, mut there) = (Site::new(), Site::new());
+    drop(furnished(&here, "web", 8));
+    drop(there.disk("mine", 1 << 20));
+    here.snapshot("web", "monday");
+    let receiver = there.receiver(&keys);
+    let mut slow = options(&keys, 2);
+    slow.rate = 8 << 20;
+    let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
+    drop(receiver);
+    let id = there.datastore.receptions().unwrap()[0].id.clone();
+    let path = there.path().join(format!("reception-{id}"));
+    let mut bytes = std::fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    there = there.reopen();
+    assert!(there.datastore.receptions().unwrap().is_empty() && !path.exists());
+    assert_eq!(there.datastore.disks().unwrap().len(), 1);
+    there.check();
+}
+
+#[test]
+fn a_server_that_is_not_there_is_given_up_on() {
+    let keys = Keys::new();
+    let here = Site::new();
+    drop(here.disk("web", SEGMENT));
+    here.snapshot("web", "monday");
+    let until = Until { bytes: u64::MAX, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    // A port on which nobody listens; the wish to stop ends the attempts.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let error = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(std::time::Duration::from_millis(400));
+            until.stop.store(true, Ordering::SeqCst);
+        });
+        let shipment = here.shipment(&[("web", "monday", "web")]);
+        send(&shipment, &remote_at(port), &options(&keys, 2), &until).unwrap_err()
+    });
+    assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+}

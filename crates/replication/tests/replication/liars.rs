@@ -1,0 +1,241 @@
+//! Peers that lie, on either side: a clear end, and nothing of anybody's lost.
+
+use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
+use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
+use disk::{ErrorKind, NoProgress, Provisioning};
+use replication::frame::{Head, Kind};
+use replication::message::{Known, Message, Offer};
+use replication::stream::{ByteStream, Conversation};
+use replication::tls::{TlsStream, server_config};
+use replication::{Receiver, send};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+
+type Line = Conversation<TlsStream>;
+
+fn dial(keys: &Keys, receiver: &Receiver) -> Line {
+    let socket = Arc::new(TcpStream::connect(receiver.address()).unwrap());
+    let config = keys.client("client").load().unwrap();
+    let stream = TlsStream::connect(socket, config, "127.0.0.1".try_into().unwrap()).unwrap();
+    let mut line = Conversation::new(stream, "the server".into());
+    line.tell(&Message::Hello { versions: vec![1], program: "a liar".into() }).unwrap();
+    assert!(matches!(line.hear().unwrap(), Message::Welcome { version: 1, .. }));
+    line
+}
+
+fn arrival(name: &str, capacity: u64) -> NewArrival {
+    NewArrival {
+        name: name.into(),
+        uuid: "0f0e0d0c-0b0a-4908-8706-050403020101".into(),
+        capacity,
+        provisioning: Provisioning::Thin,
+        point: SnapshotIdentity {
+            uuid: "0f0e0d0c-0b0a-4908-8706-050403020102".into(),
+            name: "monday".into(),
+            created: 1,
+        },
+        keep: true,
+        bases: Vec::new(),
+        update: false,
+    }
+}
+
+fn offer(line: &mut Line, disk: NewArrival) -> Message {
+    line.tell(&Message::Offer(Offer { disks: vec![disk], attachment: None, resume_only: false })).unwrap();
+    line.hear().unwrap()
+}
+
+/// A control connection, and a data connection that belongs to it.
+fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
+    let mut control = dial(keys, receiver);
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("lie", 2 * SEGMENT + 4096)) else {
+        panic!("an ordinary offer is accepted");
+    };
+    let mut data = dial(keys, receiver);
+    data.tell(&Message::Join { session, token }).unwrap();
+    assert_eq!(data.hear().unwrap(), Message::Joined);
+    (control, data)
+}
+
+/// What the control connection says after everything that the data connection brought has been looked at.
+fn outcome(control: &mut Line, data: &mut Line) -> Message {
+    let _ = data.flush();
+    // Whatever there is to say; or the end.
+    let _ = data.hear();
+    control.tell(&Message::Ping).unwrap();
+    control.hear().unwrap()
+}
+
+#[test]
+fn data_that_cannot_be_is_refused() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let receiver = there.receiver(&keys);
+    let block = Random(1).bytes(4096);
+    let eight = |number: u64| number.to_le_bytes().to_vec();
+    let frame = |kind, disk, offset, payload: &[u8]| (Head::of(kind, disk, offset, payload), payload.to_vec());
+    type Frames = Vec<(Head, Vec<u8>)>;
+    let lies: Vec<(&str, Frames)> = vec![
+        ("a wrong checksum", vec![(Head { checksum: 7, ..frame(Kind::Data, 0, 0, &block).0 }, block.clone())]),
+        ("behind the end", vec![frame(Kind::Data, 0, 2 * SEGMENT + 4096, &block)]),
+        ("over the end", vec![frame(Kind::Data, 0, 2 * SEGMENT, &[7; 8192])]),
+        ("at the end of numbers", vec![frame(Kind::Data, 0, u64::MAX - 4095, &block)]),
+        ("another disk", vec![frame(Kind::Data, 1, 0, &block)]),
+        ("the last disk there could be", vec![frame(Kind::Data, u16::MAX, 0, &block)]),
+        ("part of a block", vec![frame(Kind::Data, 0, 0, &block[..512])]),
+        ("between blocks", vec![frame(Kind::Data, 0, 512, &block)]),
+        ("over the segment", vec![frame(Kind::Data, 0, SEGMENT - 4096, &[7; 8192])]),
+        ("two segments", vec![frame(Kind::Data, 0, 0, &block), frame(Kind::Data, 0, SEGMENT, &block)]),
+        ("zeros without end", vec![frame(Kind::Zero, 0, 0, &eight(u64::MAX))]),
+        ("no zeros", vec![frame(Kind::Zero, 0, 0, &eight(0))]),
+        ("a segment from nowhere", vec![frame(Kind::Segment, 0, 0, &eight(0))]),
+        ("too much", vec![frame(Kind::Data, 0, 0, &block), frame(Kind::Segment, 0, 0, &eight(4097))]),
+        (
+            "a segment twice",
+            [0, 0].map(|_| [frame(Kind::Data, 0, 0, &block), frame(Kind::Segment, 0, 0, &eight(4096))]).concat(),
+        ),
+        ("the end of half a segment", vec![frame(Kind::Data, 0, 0, &block), frame(Kind::End, 0, 0, &[])]),
+        ("a message", vec![frame(Kind::Message, 0, 0, b"\"ping\"")]),
+    ];
+    for (lie, frames) in lies {
+        let (mut control, mut data) = session(&keys, &receiver);
+        for (head, payload) in &frames {
+            // The server may have heard enough.
+            let _ = data.send(head, &[payload]);
+        }
+        match outcome(&mut control, &mut data) {
+            Message::Failure { kind, message } => {
+                assert!(kind == "invalid" || kind == "corrupt", "{lie}: {kind} {message}");
+            }
+            other => panic!("{lie}: {other:?}"),
+        }
+    }
+    // Bytes that are no frame at all.
+    let (mut control, mut data) = session(&keys, &receiver);
+    data.stream.write(&[&[0x55; 64]]).unwrap();
+    assert!(matches!(outcome(&mut control, &mut data), Message::Failure { kind, .. } if kind == "corrupt"));
+    assert!(there.datastore.disks().unwrap().is_empty());
+    drop((control, data));
+    drop(receiver);
+    there.check();
+}
+
+#[test]
+fn a_disk_of_which_too_little_came_does_not_appear() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let receiver = there.receiver(&keys);
+    for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {
+        let mut control = dial(&keys, &receiver);
+        assert!(matches!(offer(&mut control, arrival("lie", SEGMENT)), Message::Accept { .. }));
+        control.tell(&Message::Finish { disks: claim.clone() }).unwrap();
+        assert!(matches!(control.hear().unwrap(), Message::Failure { .. }), "{claim:?}");
+    }
+    assert!(there.datastore.disks().unwrap().is_empty());
+    // While a connection still sends, nothing is whole.
+    let (mut control, data) = session_of(&keys, &receiver, SEGMENT);
+    control.tell(&Message::Finish { disks: vec![(0, 0)] }).unwrap();
+    // It is waited for a while, and said so.
+    let answer = std::iter::repeat_with(|| control.hear().unwrap()).find(|message| *message != Message::Working);
+    assert!(matches!(answer, Some(Message::Failure { kind, .. }) if kind == "invalid"));
+    drop(data);
+}
+
+fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
+    let mut control = dial(keys, receiver);
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("lie", capacity)) else {
+        panic!("an ordinary offer is accepted");
+    };
+    let mut data = dial(keys, receiver);
+    data.tell(&Message::Join { session, token }).unwrap();
+    assert_eq!(data.hear().unwrap(), Message::Joined);
+    (control, data)
+}
+
+#[test]
+fn offers_that_cannot_be_are_refused() {
+    let (keys, there) = (Keys::new(), Site::new());
+    let receiver = there.receiver(&keys);
+    let good = arrival("web", SEGMENT);
+    let other = |name: &str| SnapshotIdentity { name: name.into(), ..good.point.clone() };
+    for bad in [
+        NewArrival { name: "../../etc/passwd".into(), ..good.clone() },
+        NewArrival { name: ".receiving-0-0".into(), ..good.clone() },
+        NewArrival { name: "a@b".into(), ..good.clone() },
+        NewArrival { uuid: "no".into(), ..good.clone() },
+        NewArrival { capacity: 0, ..good.clone() },
+        NewArrival { capacity: 513, ..good.clone() },
+        NewArrival { capacity: u64::MAX, ..good.clone() },
+        NewArrival { point: other("-x"), ..good.clone() },
+        NewArrival { bases: vec!["../x".into()], ..good.clone() },
+    ] {
+        let answer = offer(&mut dial(&keys, &receiver), bad.clone());
+        assert!(matches!(answer, Message::Failure { ref kind, .. } if kind == "invalid"), "{bad:?}: {answer:?}");
+    }
+    let mut control = dial(&keys, &receiver);
+    let machine = Message::Offer(Offer {
+        disks: vec![good.clone()],
+        attachment: Some("name = \"web\"".into()),
+        resume_only: false,
+    });
+    control.tell(&machine).unwrap();
+    assert!(matches!(control.hear().unwrap(), Message::Failure { kind, .. } if kind == "unsupported"));
+    // A token is not to be guessed, and a first word not to be left out.
+    let mut data = dial(&keys, &receiver);
+    data.tell(&Message::Join { session: "x".into(), token: "y".into() }).unwrap();
+    assert!(matches!(data.hear().unwrap(), Message::Failure { .. }));
+    let mut old = dial(&keys, &receiver);
+    old.tell(&Message::Hello { versions: vec![1], program: "again".into() }).unwrap();
+    assert!(matches!(old.hear().unwrap(), Message::Failure { .. }));
+    assert!(there.datastore.receptions().unwrap().is_empty());
+}
+
+/// A server that says what it was told to say.
+fn lying_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let config = server_config(&keys.server()).unwrap();
+    std::thread::spawn(move || {
+        for socket in listener.incoming().map_while(Result::ok) {
+            let stream = TlsStream::accept(Arc::new(socket), Arc::clone(&config)).unwrap();
+            let mut line = Conversation::new(stream, "the client".into());
+            let Ok(Message::Hello { .. }) = line.hear() else { continue };
+            let _ = line.tell(&Message::Welcome { version: 1, program: "a liar".into() });
+            if let Ok(Message::Offer(offer)) = line.hear() {
+                says(&mut line, offer);
+            }
+        }
+    });
+    port
+}
+
+#[test]
+fn a_receiver_that_lies_is_found_out() {
+    let (keys, here) = (Keys::new(), Site::new());
+    drop(furnished(&here, "web", 3));
+    here.snapshot("web", "monday");
+    let accept = |known: Vec<Known>| Message::Accept { session: "s".into(), token: "t".into(), disks: known };
+    let known = |base: Option<&str>, done: &[(u64, u64)], bytes| Known {
+        base: base.map(str::to_owned),
+        done: done.to_vec(),
+        bytes,
+    };
+    let lies = vec![
+        ("segments that there are not", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
+        ("bytes that there are not", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
+        ("bytes without segments", accept(vec![known(None, &[], 1)])),
+        ("a snapshot that nobody has", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
+        ("too few disks", accept(vec![known(None, &[], 0); 2])),
+        ("something else", Message::Committed { disks: vec!["web".into()] }),
+        ("a question", Message::Ping),
+    ];
+    for (lie, message) in lies {
+        let port = lying_server(&keys, move |line, _| {
+            let _ = line.tell(&message);
+            let _ = line.hear();
+        });
+        let shipment = here.shipment(&[("web", "monday", "web")]);
+        let error = send(&shipment, &remote_at(port), &options(&keys, 2), &NoProgress).unwrap_err();
+        assert!(matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid), "{lie}: {error}");
+    }
+    same(&here.content("web"), &here.content("web@monday"));
+    here.check();
+}

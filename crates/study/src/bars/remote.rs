@@ -1,0 +1,127 @@
+//! Bar 5 of virtual machines, the part about other servers: a disk sent to a second server on this machine, over TLS,
+//! against a full clone in the first one's own datastore; and a second one after a part of it has changed.
+//!
+//! Both verbs answer when the new disk is durable. Both read a source that is in the page cache, and write to the same
+//! file system; the two servers share the processors that one has for itself in a local clone.
+
+use super::{BLOCK, Setting, fill, say, write_blocks};
+use crate::datastore::{Datastore, Keys, Serving};
+use crate::error::{Error, Result};
+use crate::plan::Mode;
+use crate::random::Random;
+use crate::report::{Finding, Outcome};
+use crate::scratch;
+use crate::statistics::{median, ratio};
+use serde_json::{Value, json};
+use std::time::Duration;
+
+/// Least speed of a remote clone against a local one.
+const SPEED_SHARE_MIN: f64 = 0.5;
+/// Part of the disk that is changed for the second clone, in percent.
+const CHANGED_PERCENT: u64 = 5;
+/// Most bytes that the second clone sends, against those that were changed.
+const SENT_SHARE_MAX: f64 = 1.01;
+/// Bytes of one change.
+const CHANGE: u64 = 64 << 10;
+
+const DISK: &str = "disk";
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let keys = Keys::make(&setting.scratch)?;
+    let here = Datastore::init(&setting.lamina, &setting.scratch, "here")?;
+    let there = Datastore::init(&setting.lamina, &setting.scratch, "there")?;
+    here.create(DISK, plan.disk_size)?;
+    there.create("some", BLOCK)?;
+    let (server, _) = here.serve(&Serving::plain(Mode::Buffered), DISK)?;
+    let receiving = Serving { receive: Some(keys.clone()), ..Serving::plain(Mode::Buffered) };
+    let (receiver, _) = there.serve(&receiving, "some")?;
+    let status = there.ask(&["status"])?;
+    let address = status["serving"]["receive"].as_str();
+    let address = address.ok_or_else(|| Error::Answer("the server does not say where it receives".into()))?;
+    fill(&server.endpoint, plan.disk_size)?;
+    here.snapshot(DISK, "golden")?;
+
+    let (certificate, key) = (keys.certificate.display().to_string(), keys.key.display().to_string());
+    let send = |snapshot: &str, name: &str| -> Result<(Duration, Value)> {
+        let (source, target) = (format!("{DISK}@{snapshot}"), format!("lamina://{address}/{name}"));
+        let began = std::time::Instant::now();
+        let sent = here.ask(&[
+            "disk",
+            "send",
+            &source,
+            &target,
+            "--incremental",
+            "--tls-ca",
+            &certificate,
+            "--tls-cert",
+            &certificate,
+            "--tls-key",
+            &key,
+        ])?;
+        Ok((began.elapsed(), sent))
+    };
+    say("clones at another server against clones on the spot");
+    let mut times = Vec::new();
+    let mut raw = Vec::new();
+    for run in 0..plan.runs {
+        let remote = || -> Result<f64> {
+            prepare(setting, &here, &there)?;
+            let (time, _) = send("golden", "copy")?;
+            there.delete("copy")?;
+            Ok(time.as_secs_f64())
+        };
+        let local = || -> Result<f64> {
+            prepare(setting, &here, &there)?;
+            let time = here.verb(&["clone", &format!("{DISK}@golden"), "copy", "--full"])?;
+            here.delete("copy")?;
+            Ok(time.as_secs_f64())
+        };
+        let (remote, local) = if run % 2 == 0 {
+            let first = remote()?;
+            (first, local()?)
+        } else {
+            let first = local()?;
+            (remote()?, first)
+        };
+        times.push((remote, local));
+        raw.push(json!({ "remote_s": remote, "local_s": local }));
+    }
+    let (remote, local): (Vec<f64>, Vec<f64>) = times.into_iter().unzip();
+    let mut outcome = Outcome::default();
+    let share = ratio(median(&local), median(&remote));
+    outcome.findings.extend([
+        Finding::note(5, "clone at another server", median(&remote), "s"),
+        Finding::note(5, "full clone on the spot", median(&local), "s"),
+        Finding::at_least(5, "remote clone: speed against a local one", share, SPEED_SHARE_MIN, ""),
+    ]);
+
+    say("a second clone after a change");
+    send("golden", "first")?;
+    let pieces = plan.disk_size / CHANGE;
+    let mut changed = Random::new(plan.seed).order(pieces as u32);
+    changed.truncate((pieces * CHANGED_PERCENT / 100) as usize);
+    write_blocks(&server.endpoint, changed.iter().map(|piece| u64::from(*piece)), CHANGE)?;
+    here.snapshot(DISK, "later")?;
+    let (time, sent) = send("later", "second")?;
+    let bytes = changed.len() as u64 * CHANGE;
+    let data = sent["data"].as_u64().unwrap_or(u64::MAX);
+    let wire = sent["wire"].as_u64().unwrap_or(u64::MAX);
+    outcome.findings.extend([
+        Finding::at_most(5, "second clone: data sent against changed", data as f64 / bytes as f64, SENT_SHARE_MAX, ""),
+        Finding::note(5, "second clone: bytes on the wire against changed", wire as f64 / bytes as f64, ""),
+        Finding::note(5, "second clone", time.as_secs_f64(), "s"),
+    ]);
+    outcome.raw = json!({ "runs": raw, "changed": bytes, "second": sent });
+    receiver.service.stop()?;
+    server.service.stop()?;
+    Ok(outcome)
+}
+
+/// Nobody is measured while the space of the clone before is still being given back.
+fn prepare(setting: &Setting, here: &Datastore, there: &Datastore) -> Result<()> {
+    setting.scratch.rest(here.path())?;
+    setting.scratch.rest(there.path())?;
+    scratch::warm(here.path())
+}
