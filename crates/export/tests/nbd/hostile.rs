@@ -31,6 +31,9 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
+/// Many times the timeout, because the machine may be busy with other things: who is not cut off by then never is.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 #[test]
 fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
     let config = ServerConfig { handshake_timeout: Duration::from_millis(400), ..ServerConfig::default() };
@@ -40,23 +43,23 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
     let begun = Instant::now();
     dripping.write_all(&3u32.to_be_bytes()).unwrap();
     // One byte at a time of an endless option.
-    while dripping.write_all(b"I").is_ok() && begun.elapsed() < Duration::from_secs(10) {
+    while dripping.write_all(b"I").is_ok() {
+        assert!(begun.elapsed() < PATIENCE, "the dripping client was never cut off");
         std::thread::sleep(Duration::from_millis(20));
         if begun.elapsed() < Duration::from_millis(20) {
             dripping.write_all(b"HAVEOPT\0\0\0\x03\0\0\xff\xff").unwrap();
         }
     }
-    assert!(begun.elapsed() < Duration::from_secs(5), "the dripping client was never cut off");
     // Busy with complete options, without ever choosing.
     let mut busy = Client::unix(&running.socket);
     busy.greet(3);
     let begun = Instant::now();
     let cut = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        while begun.elapsed() < Duration::from_secs(10) {
+        while begun.elapsed() < PATIENCE {
             busy.option(OPT_LIST, &[]);
         }
     }));
-    assert!(cut.is_err() && begun.elapsed() < Duration::from_secs(5), "the busy client was never cut off");
+    assert!(cut.is_err(), "the busy client was never cut off");
     eventually("all handshakes end", || running.server.connections() == 0);
     drop(silent);
 }
