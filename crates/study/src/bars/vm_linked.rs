@@ -1,8 +1,8 @@
 //! Machines, bar 1: linked clones of a machine by the hundred, their disks and definitions durable, on disks of several
 //! sizes.
 //!
-//! Nothing is started: what is timed is the whole command, its process included. The content of the planned disk size is
-//! spread evenly over each disk.
+//! Nothing is started: what is timed is the whole command, its process included. The content of the planned disk size
+//! is spread evenly over each disk.
 
 use super::{LAYOUT_DEPTH, Setting, say};
 use crate::datastore::{Datastore, Serving};

@@ -7,8 +7,8 @@
 //!
 //! ```text
 //! memory of its own     the file itself becomes the image's: no memory moves
-//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is put
-//!                       in; while it stands still, that is done once more, over pages that are there already. What is
+//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is
+//!                       put in; while it stands still, that is done once more, over pages that are there already. What is
 //!                       changed is what the guest wrote since its last clone: the next one counts from this one
 //! ```
 //!
