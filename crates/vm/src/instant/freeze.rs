@@ -87,7 +87,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
 }
 
 /// The memory of the image to be.
-pub(super) enum Memories {
+pub(crate) enum Memories {
     /// It is there: the old process maps nothing else.
     Whole,
     /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
@@ -96,7 +96,7 @@ pub(super) enum Memories {
 
 impl Memories {
     /// While the guest runs.
-    pub(super) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
+    pub(crate) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
         let file = &image.record.memory;
         match record {
             MemoryRecord::Own(own) => {
@@ -119,7 +119,7 @@ impl Memories {
     }
 
     /// While it stands still: the state of its devices to `file`, and what memory of the image still lacks.
-    pub(super) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
+    pub(crate) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
         match self {
             Self::Whole => state::save(monitor, features, file),
             Self::Copy { pid, mapped, copy, began } => {
