@@ -71,7 +71,9 @@ fn image(
 ) -> Result<(Image, Option<bool>, Option<Duration>)> {
     let machine = change.machine();
     if let Some(id) = freeze::frozen(machine)? {
-        return Ok((host.images().get(&id)?, None, None));
+        let image = host.images().get(&id)?;
+        let agent = image.record.agent;
+        return Ok((image, agent, None));
     }
     match machine.state()? {
         State::Running => {}
