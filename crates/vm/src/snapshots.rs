@@ -274,7 +274,7 @@ fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: Sta
     let process = machine.running()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let image = host.images().begin(machine.definition()?)?;
+    let image = host.images().begin(machine.definition()?, None)?;
     let saved = Memories::prepare(machine.memory()?, host.images(), &image, process.pid()).and_then(|memories| {
         host.disks().snapshot(of)?;
         memories.save(&mut monitor, features, &image.state())?;

@@ -62,7 +62,8 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     Ok(Outcome { made, failed: each.failed, quiet: None, stun })
 }
 
-/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood still.
+/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood
+/// still.
 fn image(
     host: &Host,
     change: &crate::machine::Change,
@@ -70,7 +71,9 @@ fn image(
 ) -> Result<(Image, Option<bool>, Option<Duration>)> {
     let machine = change.machine();
     if let Some(id) = freeze::frozen(machine)? {
-        return Ok((host.images().get(&id)?, None, None));
+        let image = host.images().get(&id)?;
+        let agent = image.record.agent;
+        return Ok((image, agent, None));
     }
     match machine.state()? {
         State::Running => {}
