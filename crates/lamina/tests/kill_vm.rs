@@ -16,7 +16,7 @@ use std::collections::BTreeSet;
 use std::process::Stdio;
 use std::time::Duration;
 
-const KILLS: u64 = 72;
+const KILLS: u64 = 60;
 /// The latest moment of a kill after the command began.
 const KILL_AFTER_MS_MAX: u64 = 160;
 
@@ -46,7 +46,9 @@ fn parents(fleet: &Fleet) {
 
 /// What must hold after the command that follows a killed one.
 fn look(fleet: &Fleet, what: &str) {
-    // The command that follows: whatever it is, it takes away what was left first.
+    // The command that follows: whatever it is, it takes away what was left first, and says so.
+    let next = fleet.command("list").output().unwrap();
+    assert!(next.status.success(), "{what}: {}", String::from_utf8_lossy(&next.stderr));
     let list = fleet.list();
     assert!(fleet.unfinished().is_empty(), "{what}: {:?}", fleet.unfinished());
     let mut disks = BTreeSet::new();

@@ -59,10 +59,8 @@ pub fn write_many(files: &[(PathBuf, String)]) -> Result<()> {
     }
     thread::scope(|scope| {
         let workers: Vec<_> = (0..SYNCED_AT_ONCE.min(files.len())).map(|_| scope.spawn(worker)).collect();
-        workers.into_iter().map(|worker| worker.join()).fold(Ok(()), |sum, one| {
-            let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread that wrote has panicked"));
-            sum.and(one.unwrap_or_else(panicked))
-        })
+        let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread that wrote has panicked"));
+        workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(panicked))
     })
 }
 

@@ -114,7 +114,8 @@ impl Host {
         {
             return Ok(known.features);
         }
-        let features = Features::detect(&self.qemu, self.machines.folder())?;
+        // Not among the machines: its folder would pass for one.
+        let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
             // Kept for speed alone: whoever cannot keep it asks again.

@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// How long disks may take to be free of whoever used them last.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
+/// How long the guest's agent may take to answer before the power button is pressed instead.
+const AGENT_PATIENCE: Duration = Duration::from_secs(2);
 /// How often they are looked at.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -130,9 +132,14 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let process = machine.running()?;
     match how {
         Stop::Now => {
-            // Told to quit it lets its own requests to the disks end; a guest's caches are lost either way.
-            let quit = machine.monitor().and_then(|mut monitor| monitor.send(&json!({ "execute": "quit" })));
-            if quit.is_err() || !process.wait(QUIT_PATIENCE)? {
+            // Told to quit it lets its own requests to the disks end; a guest's caches are lost either way. The
+            // connection stays until it has: QEMU forgets what it was told by somebody who has gone.
+            let mut monitor = machine.monitor();
+            let told = match &mut monitor {
+                Ok(monitor) => monitor.send(&json!({ "execute": "quit" })).is_ok(),
+                Err(_) => false,
+            };
+            if !told || !process.wait(QUIT_PATIENCE)? {
                 process.kill()?;
                 process.wait(QUIT_PATIENCE)?;
             }
@@ -143,8 +150,10 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
                     format!("the guest of machine '{}' is paused and cannot hear; resume it first", machine.name());
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
-            match machine.agent(Duration::from_millis(300))? {
-                Some(mut agent) => agent.shut_down()?,
+            // Whoever was told stays connected until it is done.
+            let mut agent = machine.agent(AGENT_PATIENCE)?;
+            match &mut agent {
+                Some(agent) => agent.shut_down()?,
                 None => drop(machine.monitor()?.execute("system_powerdown", json!({}))?),
             }
             if !process.wait(patience)? {

@@ -403,6 +403,13 @@ impl Change {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
             Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
         };
+        if crate::instant::freeze::frozen(&self.machine)?.is_some() {
+            // It is an image now, and goes on from there: its process would go on beside it.
+            for process in self.machine.processes()? {
+                process.kill()?;
+                process.wait(END_PATIENCE)?;
+            }
+        }
         self.sweep()?;
         if self.machine.process()?.is_some() {
             if hold.resume {

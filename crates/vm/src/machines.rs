@@ -84,7 +84,8 @@ impl Machines {
 
     /// All machines, by name.
     pub fn list(&self) -> Result<Vec<Machine>> {
-        let mut names: Vec<String> = self.folders()?.into_iter().filter(|name| check_name(name).is_ok()).collect();
+        let is_one = |name: &String| check_name(name).is_ok() && self.folder.join(name).join(DEFINITION).exists();
+        let mut names: Vec<String> = self.folders()?.into_iter().filter(is_one).collect();
         names.sort();
         Ok(names.into_iter().map(|name| Machine::at(self.folder.join(name))).collect())
     }

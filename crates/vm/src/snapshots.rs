@@ -17,6 +17,7 @@ use crate::definition::Definition;
 use crate::disks::Disks;
 use crate::durable;
 use crate::host::Host;
+use crate::instant::freeze::Memories;
 use crate::instant::{pages, running, state};
 use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, remove_if_there};
 use crate::machines::Snapshot;
@@ -273,28 +274,15 @@ fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: Sta
     let process = machine.running()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    host.disks().snapshot(of)?;
-    let (state, target) = (new.join("state"), new.join("memory"));
-    match machine.memory()? {
-        MemoryRecord::Own(file) => {
-            state::save(&mut monitor, features, &state)?;
-            keep(&file, &target)?;
-        }
-        MemoryRecord::Image(id) => {
-            let began = host.images().get(&id)?;
-            state::save_above(&mut monitor, features, &began.state(), &state)?;
-            let image = began.record.memory;
-            let copy = pages::copy_file(&image, &target)?;
-            pages::copy_changed(process.pid(), &image, &copy)?;
-            copy.sync_all().during(|| format!("writing '{}'", target.display()))?;
-        }
-        MemoryRecord::Private => {
-            let text = format!("the memory of machine '{}' is in no file and cannot be kept", machine.name());
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-    }
-    durable::sync_folder(new)?;
-    Ok(Duration::ZERO)
+    let image = host.images().begin(machine.definition()?, None)?;
+    let saved = Memories::prepare(machine.memory()?, host.images(), &image, process.pid()).and_then(|memories| {
+        host.disks().snapshot(of)?;
+        memories.save(&mut monitor, features, &image.state())?;
+        keep(&image.record.memory, &new.join("memory"))?;
+        keep(&image.state(), &new.join("state"))
+    });
+    host.images().abandon(&image, host.disks());
+    saved.map(|()| Duration::ZERO)
 }
 
 /// A durable copy.

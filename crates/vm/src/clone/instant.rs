@@ -20,8 +20,10 @@ use std::time::{Duration, Instant};
 
 /// How long the agent of a guest may take to answer whose parent's answered.
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
+/// How long it may take if that is not known.
+const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take: it has nothing to wait for.
-const PARENT_PATIENCE: Duration = Duration::from_millis(1500);
+const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
 pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
     if let Some(snapshot) = &source.snapshot {
@@ -31,8 +33,8 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    let change = host.change(&source.machine)?;
-    let (image, agent, stun) = image(host, &change, options)?;
+    // The parent is free as soon as there is an image, which nobody sweeps while we work.
+    let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
     if watch.cancelled() {
         return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
     }
@@ -68,7 +70,9 @@ fn image(
 ) -> Result<(Image, Option<bool>, Option<Duration>)> {
     let machine = change.machine();
     if let Some(id) = freeze::frozen(machine)? {
-        return Ok((host.images().get(&id)?, None, None));
+        let image = host.images().get(&id)?;
+        let agent = image.record.agent;
+        return Ok((image, agent, None));
     }
     match machine.state()? {
         State::Running => {}
@@ -140,7 +144,7 @@ fn run(
 
 /// The guest gets its identity; `None` when it has no agent.
 fn become_itself(machine: &Machine, heir: &Definition, agent: Option<bool>) -> Result<Option<Given>> {
-    let patience = if agent == Some(true) { AGENT_PATIENCE } else { PARENT_PATIENCE };
+    let patience = if agent == Some(true) { AGENT_PATIENCE } else { UNKNOWN_PATIENCE };
     let agent: Option<Agent> = machine.agent(patience)?;
     match agent {
         Some(mut agent) => personality::give(&mut agent, heir).map(Some),

@@ -122,8 +122,11 @@ fn start(host: &Host, outcome: &mut Outcome, options: &Options, watch: &dyn Watc
     }
 }
 
+/// Names that can be had, and those that cannot with the reason.
+type Names = (Vec<String>, Vec<(String, Error)>);
+
 /// The names that can be given, and the others with why not.
-fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<(Vec<String>, Vec<(String, Error)>)> {
+fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
     let count = source.definition(host)?.disks.len();
     let disks = host.disks().all()?;
     let (mut free, mut failed, mut seen) = (Vec::with_capacity(names.len()), Vec::new(), BTreeSet::new());

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 pub const PREFIX: &str = "instant-";
 /// The file in a machine's folder that names the image it was frozen to.
 const FROZEN: &str = "frozen";
+/// How long the guest's agent may take to answer.
+const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 /// How long QEMU may take to end.
 const END_PATIENCE: Duration = Duration::from_secs(20);
 
@@ -58,7 +60,12 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     };
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let image = images.begin(machine.definition()?)?;
+    // What its children will have to be waited for: nobody can ask a guest that stands still.
+    let agent = match executes {
+        true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
+        false => None,
+    };
+    let image = images.begin(machine.definition()?, agent)?;
     let taken = Memories::prepare(machine.memory()?, images, &image, process.pid())
         .and_then(|memory| take(&mut monitor, images, disks, features, image.clone(), &memory))
         // From here on the machine is this file, and its process has nothing more to say.
@@ -87,7 +94,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
 }
 
 /// The memory of the image to be.
-pub(super) enum Memories {
+pub(crate) enum Memories {
     /// It is there: the old process maps nothing else.
     Whole,
     /// It is a copy of what the old process maps copy-on-write, and lacks what that has changed.
@@ -96,7 +103,7 @@ pub(super) enum Memories {
 
 impl Memories {
     /// While the guest runs.
-    pub(super) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
+    pub(crate) fn prepare(record: MemoryRecord, images: &Images, image: &Image, pid: i32) -> Result<Self> {
         let file = &image.record.memory;
         match record {
             MemoryRecord::Own(own) => {
@@ -119,7 +126,7 @@ impl Memories {
     }
 
     /// While it stands still: the state of its devices to `file`, and what memory of the image still lacks.
-    pub(super) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
+    pub(crate) fn save(&self, monitor: &mut Client, features: &Features, file: &Path) -> Result<()> {
         match self {
             Self::Whole => state::save(monitor, features, file),
             Self::Copy { pid, mapped, copy, began } => {

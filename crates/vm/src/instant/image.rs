@@ -43,6 +43,9 @@ pub struct Record {
     pub version: u32,
     /// When it was taken, in seconds since 1970.
     pub created: u64,
+    /// Whether an agent answered in the guest, if it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub agent: Option<bool>,
     /// The guest's memory.
     pub memory: PathBuf,
     /// The snapshots of its disks, in their order.
@@ -145,7 +148,7 @@ impl Images {
     }
 
     /// Begins an image of a machine: says what it will be, before any of it is there.
-    pub fn begin(&self, machine: Definition) -> Result<Image> {
+    pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
         let id = Uuid::new()?.to_string();
         let folder = self.folder.join(&id);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -154,7 +157,7 @@ impl Images {
             .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
             .collect();
         let memory = self.memory.join(format!("image-{id}"));
-        let record = Record { version: VERSION, created, memory, snapshots, machine };
+        let record = Record { version: VERSION, created, agent, memory, snapshots, machine };
         let text = toml::to_string(&record)
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of an image cannot be written: {e}")))?;
         fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;

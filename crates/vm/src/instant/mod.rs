@@ -9,11 +9,10 @@
 //! child    a machine from an image
 //! ```
 //!
-//! The way of QEMU's `x-ignore-shared`: memory that lies in a shared file is left out of a saved state, so the state has
-//! some hundred kilobytes, and whoever maps the file and loads the state goes on where the other stopped. A child maps
-//! it copy-on-write. What holds:
+//! Memory that lies in a file is left out of a saved state, so the state has some hundred kilobytes, and whoever maps the
+//! file and loads the state goes on where the other stopped. A child maps it copy-on-write. What holds:
 //!
-//! 1. An image is immutable: its memory file is read-only from the moment its record is there, its disks are
+//! 1. An image is immutable: nobody writes its memory file from the moment its record is there, its disks are
 //!    snapshots. It goes when no machine refers to it ([`image::Images::sweep`]); references are found, not counted, so
 //!    that nobody can be killed between a change and its count.
 //! 2. Memory, device state and disks are of one moment: the guest stands still from before the first is taken until

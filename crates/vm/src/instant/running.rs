@@ -39,7 +39,7 @@ pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Feat
     let nbd = disks.server()?;
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    let image = images.begin(machine.definition()?)?;
+    let image = images.begin(machine.definition()?, None)?;
     let outcome = Memories::prepare(machine.memory()?, images, &image, process.pid()).and_then(|memory| {
         let mut successor = change.set_up(Start {
             features,
