@@ -173,7 +173,7 @@ fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
             0 => {
                 theirs = there.serve(&receive);
                 // It comes again by itself; some rounds it is not let.
-                if random.next() % 2 == 0 {
+                if random.next().is_multiple_of(2) {
                     child.kill().unwrap();
                 }
             }

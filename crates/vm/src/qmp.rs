@@ -1,5 +1,5 @@
 //! QMP: the protocol by which QEMU and its guest agent are asked, one JSON object per line
-//! (QEMU, docs/interop/qmp-spec). Blocking, one request at a time.
+//! (QEMU's "QMP protocol specification"). Blocking, one request at a time.
 //!
 //! 1. Every wait has an end: a peer that says nothing is an error after the client's patience, never a hang.
 //! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.

@@ -15,8 +15,9 @@ use std::os::fd::{AsRawFd, RawFd};
 pub(crate) const VECTORS_MAX: usize = 1024;
 
 /// Most bytes of one write into the page cache, and what such writes are cut at. Linux keeps a fresh file in folios as
-/// large as the writes that made it, and ext4 looks at every block of a folio for each later write into it: after writes
-/// of 1 MiB, random ones of 4 KiB went at 180 MiB/s, after writes of 64 KiB at 810, and the large ones lost nothing.
+/// large as the writes that made it, and ext4 looks at every block of a folio for each later write into it: after
+/// writes of 1 MiB, random ones of 4 KiB went at 180 MiB/s, after writes of 64 KiB at 810, and the large ones lost
+/// nothing.
 const CACHED_WRITE_MAX: u64 = 64 << 10;
 
 /// Zeros written at a time where a file system cannot punch holes.

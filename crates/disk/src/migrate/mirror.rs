@@ -37,8 +37,8 @@ use store::{Error, ErrorKind, Result};
 /// Bytes that one step of the copier moves, at the most and where steps turn out slow.
 pub const STEP_MAX: u64 = 256 << 10;
 ///
-/// No less than what a native target takes past its write buffer: a smaller step would wait, again and again, for room in
-/// a buffer that the guest's own writes fill.
+/// No less than what a native target takes past its write buffer: a smaller step would wait, again and again, for room
+/// in a buffer that the guest's own writes fill.
 const STEP_MIN: u64 = 128 << 10;
 /// A step that takes longer is followed by a smaller one.
 const STEP_TIME: Duration = Duration::from_millis(10);

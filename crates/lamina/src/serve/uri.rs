@@ -44,6 +44,7 @@ mod tests {
             socket: Some("/var/lib/my store/nbd.sock".into()),
             tcp: Some(([0, 0, 0, 0, 0, 0, 0, 1], 10809).into()),
             tls: true,
+            receive: None,
             read_only: false,
         };
         assert_eq!(
