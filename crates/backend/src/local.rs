@@ -203,7 +203,7 @@ impl Directory for LocalDirectory {
             }
         });
         match lock {
-            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), Box::new(LocalLock { _file: lock }))),
+            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), Box::new(LocalLock(lock)))),
             Err(error) => {
                 // Whoever was quicker to lock it decides on it.
                 if error.kind() != io::ErrorKind::WouldBlock {
@@ -258,7 +258,7 @@ impl Directory for LocalDirectory {
             self.take_lock(name, &file)?;
             // Its last owner may have removed or renamed it since it was opened here.
             if self.leads_to(name, &file)? {
-                return Ok(Box::new(LocalLock { _file: file }));
+                return Ok(Box::new(LocalLock(file)));
             }
         }
     }
@@ -293,11 +293,17 @@ impl Directory for LocalDirectory {
 }
 
 /// Holds the open file description that carries the lock.
-struct LocalLock {
-    _file: std::fs::File,
-}
+struct LocalLock(std::fs::File);
 
 impl Lock for LocalLock {}
+
+impl Drop for LocalLock {
+    /// Closing would not do: a process being started shares every open file description until it executes its program,
+    /// and the lock would outlast its owner by as long.
+    fn drop(&mut self) {
+        let _ = retry(|| rustix::fs::flock(&self.0, FlockOperation::Unlock));
+    }
+}
 
 fn probe_uring() -> io::Result<()> {
     #[cfg(target_os = "linux")]
@@ -325,4 +331,21 @@ fn named(error: io::Error, what: &str, path: &Path) -> io::Error {
 /// Repeats a system call that a signal interrupted.
 fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> io::Result<T> {
     Ok(rustix::io::retry_on_intr(&mut call)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_given_up_is_free_though_a_process_being_started_still_has_its_file() {
+        let path = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open_resolved(path.path()).unwrap();
+        let file = directory.open_with("lock", IoMode::Buffered, OFlags::CREATE).unwrap();
+        directory.take_lock("lock", &file).unwrap();
+        let inherited = file.try_clone().unwrap();
+        drop(LocalLock(file));
+        drop(directory.lock("lock").unwrap());
+        drop(inherited);
+    }
 }

@@ -142,6 +142,8 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
     let mut model = disk_with_tree(&datastore, "a", FORMATS[0], 7);
     check(&datastore, "a", &model, "as made");
     let uuid = datastore.disk("a").unwrap().uuid;
+    let times = || datastore.snapshots(Some("a")).unwrap().into_iter().map(|s| (s.name, s.created)).collect::<Vec<_>>();
+    let taken = times();
     let mut moves = Vec::new();
     for (index, from) in FORMATS.iter().enumerate() {
         for to in &FORMATS[index + 1..] {
@@ -176,6 +178,7 @@ fn every_format_moves_to_every_other_with_its_snapshots_under_a_client() {
         let info = datastore.disk("a").unwrap();
         assert_eq!((info.clients, info.snapshots), (1, 4), "{what}");
         check(&datastore, "a", &model, &what);
+        assert_eq!(times(), taken, "{what}");
         now = to;
     }
     drop(client);

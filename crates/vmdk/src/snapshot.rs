@@ -35,6 +35,8 @@ pub struct NewSnapshot {
     pub folder: Option<PathBuf>,
     /// The format of the new head; the disk's usual one if nothing is said.
     pub delta: Option<DeltaFormat>,
+    /// When it was taken, in seconds since 1970: that of the snapshot it is a copy of. Now, if nothing is said.
+    pub created: Option<u64>,
 }
 
 impl NewSnapshot {
@@ -225,7 +227,7 @@ impl Disk {
             name: new.name.clone(),
             uid: after.last_uid,
             node: before.head,
-            created: now_micros(),
+            created: new.created.map_or_else(now_micros, |seconds| seconds.saturating_mul(1_000_000)),
             capacity,
             description: new.description.clone(),
         });

@@ -209,6 +209,7 @@ impl Replica for ForeignReplica {
         let new = vmdk::NewSnapshot {
             name: node.name.clone(),
             description: node.description.clone(),
+            created: Some(node.created),
             ..vmdk::NewSnapshot::default()
         };
         self.disk.snapshot(&new).map(|_| ())

@@ -118,6 +118,7 @@ impl Foreign {
                     description: options.description.clone(),
                     folder: options.folder.clone(),
                     delta: options.delta,
+                    created: None,
                 },
             ));
         }

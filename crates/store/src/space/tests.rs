@@ -301,7 +301,7 @@ fn more_regions_than_bitmaps_in_memory() {
         }
         assert_eq!(world.space.counts(), world.counts());
     }
-    assert!(world.space.loaded <= super::LOADED_REGIONS_MAX);
+    assert!(world.space.loaded <= super::allocation::LOADED_REGIONS_MAX);
     world.compare();
 }
 

@@ -62,7 +62,7 @@ impl History {
         let delta = Some(self.random.choose(&self.formats));
         let description =
             if self.random.percent(30) { "a \"quoted\" | word\nand a line".to_owned() } else { String::new() };
-        match self.disk.snapshot(&NewSnapshot { name: name.clone(), description, folder: None, delta }) {
+        match self.disk.snapshot(&NewSnapshot { name: name.clone(), description, delta, ..NewSnapshot::default() }) {
             Ok(_) => drop(self.snapshots.insert(name, self.content())),
             Err(error) => assert!(error.to_string().contains("levels"), "{error}"),
         }

@@ -1,5 +1,6 @@
 //! Wipe and shrink as people use them: what they return, that they can be stopped, and what guests notice of them.
 
+use super::super::entry::{Entry, Grain, Run};
 use super::*;
 use crate::ErrorKind;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -142,4 +143,39 @@ fn only_marked_regions_are_recounted() {
         let found = stamps(&layer, MIB, 4 * MIB).unwrap();
         assert!(found.iter().all(|stamp| *stamp == 1));
     }
+}
+
+/// What a guest writes in place between the copy of a grain and the change of its entry is in the old place alone.
+#[test]
+fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
+    let disk = simulated(12);
+    let layer = create(&disk, IoMode::Buffered, 256 * MIB, writing());
+    layer.write(0, &[&stamped(64, 1)]).unwrap();
+    layer.zero(0..8 * GRAIN, false).unwrap();
+    layer.flush().unwrap();
+    let mut work = layer.begin_work(full_pace(), "moving grains").unwrap();
+    let (held, allocated) = layer.held(Run { start: 0, count: 64 }).unwrap();
+    assert_eq!((held.len(), allocated), (56, 56));
+    let announced = layer.announce(&held, &mut work).unwrap();
+    let copied = layer.read_grains(&held[..2]).unwrap();
+    let written = u64::from(held[0].owner.entry) * GRAIN;
+    layer.write(written, &[&stamped(1, 2)]).unwrap();
+    let places = layer
+        .settle(|state| {
+            let free = state.space.lowest().unwrap();
+            state.claim_run(Run { start: free.start, count: 2 })
+        })
+        .unwrap();
+    layer.write_places(places, &[&copied]).unwrap();
+    assert!(!layer.repoint(held[0], Entry::Data(Grain(places.start))).unwrap());
+    assert!(layer.repoint(held[1], Entry::Data(Grain(places.start + 1))).unwrap());
+    layer.give_back(&[Run { start: places.start, count: 1 }]);
+    drop((announced, work));
+    let found = stamps(&layer, 8 * GRAIN, 56 * GRAIN).unwrap();
+    for (grain, sectors) in found.chunks(SECTORS as usize).enumerate() {
+        let stamp = if (grain as u64 + 8) * GRAIN == written { 2 } else { 1 };
+        assert!(sectors.iter().all(|sector| *sector == stamp), "grain {grain}");
+    }
+    layer.flush().unwrap();
+    assert_clean(&layer);
 }

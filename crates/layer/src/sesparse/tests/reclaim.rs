@@ -231,10 +231,11 @@ fn what_is_forgotten_is_found_when_opened_again() {
             layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
         }
         layer.flush().unwrap();
+        drop(reader);
         if closed {
             layer.close().unwrap();
         }
-        drop((reader, layer));
+        drop(layer);
         let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
         assert_clean(&layer);
         assert_eq!(layer.usage().unwrap().mapped, grains / 2 * GRAIN);

@@ -1,0 +1,183 @@
+//! What may be allocated: bitmaps in memory, built from the table region by region when they are first needed.
+
+use super::region::{self, Bitmaps, REGION_BLOCKS, REGION_PAGES};
+use super::table::{self, TABLE_ENTRIES};
+use super::{Run, Space, SpaceKind};
+use crate::pages::{PageFile, PageKey, Pages};
+use crate::{Error, ErrorKind, Result};
+
+/// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that they meet the end of it.
+pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
+/// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only when no longer one is left.
+const GOOD_RUN: u64 = 16;
+
+impl Space {
+    /// Sets or clears `used` bits where bitmaps are in memory, keeping the free count.
+    pub(super) fn mark(&mut self, run: Run, used: bool) {
+        for (number, first, count) in region::parts(run) {
+            if let Some(bitmaps) = &mut self.regions[number as usize].bitmaps {
+                let changed = bitmaps.set_used(first, count, used);
+                if used {
+                    self.counts.free -= changed;
+                } else {
+                    self.counts.free += changed;
+                }
+            }
+        }
+    }
+
+    pub(super) fn load(&mut self, pages: &mut Pages, number: u64) -> Result<()> {
+        let region = &self.regions[number as usize];
+        if region.damaged {
+            return Err(lost(self.table, number));
+        }
+        if region.bitmaps.is_some() {
+            return Ok(());
+        }
+        if self.loaded >= LOADED_REGIONS_MAX {
+            self.unload_some();
+        }
+        let mut bitmaps = Box::new(Bitmaps::new());
+        let mut backed_count = 0;
+        let base = number * REGION_BLOCKS;
+        for page in 0..REGION_PAGES {
+            let key = PageKey::new(self.table, number * REGION_PAGES + page);
+            let page_bytes = pages.get(key)?;
+            for index in 0..TABLE_ENTRIES {
+                let entry = table::read(page_bytes, index as usize);
+                let block = page * TABLE_ENTRIES + index;
+                if entry.references > 0 {
+                    bitmaps.set_used(block, 1, true);
+                }
+                let backed = match self.kind {
+                    SpaceKind::Data => entry.backed,
+                    SpaceKind::Map => base + block < self.backed_length,
+                };
+                if backed {
+                    bitmaps.set_backed(block, 1, true);
+                    backed_count += 1;
+                }
+            }
+        }
+        let region = &mut self.regions[number as usize];
+        let before = region.estimate();
+        let known = (u64::from(region.used), u64::from(region.backed));
+        let counted = (bitmaps.used(), backed_count);
+        if counted.0 < known.0 || counted.1 < known.1 {
+            // Pages of the table are gone: what they described must not be taken for free space.
+            region.damaged = true;
+            self.counts.free -= before;
+            return Err(lost(self.table, number));
+        }
+        if known != counted {
+            // A summary that was lost is made anew from the table (invariant 3).
+            tracing::warn!(region = number, file = self.summary.name(), ?known, ?counted, "a summary is put right");
+            (region.used, region.backed) = (counted.0 as u16, counted.1 as u16);
+            self.counts.used = self.counts.used + counted.0 - known.0;
+            self.counts.backed = self.counts.backed + counted.1 - known.1;
+            self.dirty_regions.insert(number);
+        }
+        self.counts.free = self.counts.free + bitmaps.free() - before;
+        region.bitmaps = Some(bitmaps);
+        self.loaded += 1;
+        Ok(())
+    }
+
+    /// Why there may be less to allocate than the file system has: a region that is damaged.
+    pub fn damage(&self) -> Option<Error> {
+        (0..).zip(&self.regions).find(|(_, region)| region.damaged).map(|(number, _)| lost(self.table, number))
+    }
+
+    /// Loads a region to allocate from it; false when it is damaged: then it is passed over.
+    pub(super) fn load_whole(&mut self, pages: &mut Pages, number: u64) -> Result<bool> {
+        if self.regions[number as usize].damaged {
+            return Ok(false);
+        }
+        match self.load(pages, number) {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                tracing::error!(%error, "a region is not allocated from any more");
+                let region = &mut self.regions[number as usize];
+                self.counts.free -= region.estimate();
+                region.damaged = true;
+                Ok(false)
+            }
+            other => other.map(|()| true),
+        }
+    }
+
+    /// Gives up bitmaps that hold nothing the table does not know.
+    fn unload_some(&mut self) {
+        let mut give_up = LOADED_REGIONS_MAX / 8;
+        for region in &mut self.regions {
+            let Some(bitmaps) = &region.bitmaps else { continue };
+            if bitmaps.used() == u64::from(region.used) {
+                let estimate = u64::from(region.backed.saturating_sub(region.used));
+                self.counts.free = self.counts.free + estimate - bitmaps.free();
+                region.bitmaps = None;
+                self.loaded -= 1;
+                give_up -= 1;
+                if give_up == 0 {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes up to `want` free backed blocks that lie next to each other; `None` when nothing is free. The run is
+    /// held until [`Space::adopt`] and, if that never comes, [`Space::release`].
+    pub fn allocate(&mut self, pages: &mut Pages, want: u64) -> Result<Option<Run>> {
+        let good = want.min(GOOD_RUN);
+        if !(self.fragmented && good > 1) {
+            if let Some(run) = self.search(pages, good, want)? {
+                return Ok(Some(run));
+            }
+            self.fragmented = good > 1;
+        }
+        if good > 1 { self.search(pages, 1, want) } else { Ok(None) }
+    }
+
+    fn search(&mut self, pages: &mut Pages, least: u64, want: u64) -> Result<Option<Run>> {
+        let count = self.regions();
+        if count == 0 || self.counts.free == 0 {
+            return Ok(None);
+        }
+        let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
+        // The region of the cursor comes twice: its part before the cursor last.
+        for step in 0..=count {
+            let number = (start + step) % count;
+            let region = &self.regions[number as usize];
+            if region.estimate() >= least && self.load_whole(pages, number)? {
+                let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
+                if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
+                    let run = Run { start: number * REGION_BLOCKS + first, blocks };
+                    self.mark(run, true);
+                    self.cursor = run.start + run.blocks;
+                    if self.cursor >= self.blocks() {
+                        self.cursor = 0;
+                    }
+                    return Ok(Some(run));
+                }
+            }
+            from = 0;
+        }
+        Ok(None)
+    }
+
+    /// Makes a run allocatable again: its freeing is durable and nobody reads it, or it was never adopted.
+    pub fn release(&mut self, run: Run) {
+        self.mark(run, false);
+        if run.blocks >= GOOD_RUN {
+            self.fragmented = false;
+        }
+    }
+}
+
+fn lost(file: PageFile, region: u64) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        format!(
+            "region {region} in {} has lost blocks that are in use: it was damaged; run 'lamina check --repair'",
+            file.name()
+        ),
+    )
+}

@@ -1,0 +1,135 @@
+//! Which blocks the file system has given, which it is to give next, and which it can have back.
+
+use super::region::{self, REGION_BLOCKS};
+use super::{Run, Space, SpaceKind};
+use crate::Result;
+use crate::pages::Pages;
+
+/// The shortest unbacked run inside existing regions worth reserving again, in blocks (1 MiB).
+const EXTENSION_RUN: u64 = 256;
+
+impl Space {
+    /// Blocks of a region that the file system gave; none where there is no such region.
+    pub fn backed_in(&self, region: u64) -> u64 {
+        self.regions.get(region as usize).map_or(0, |region| u64::from(region.backed))
+    }
+
+    /// Map only: the file is now reserved up to this many blocks.
+    pub fn set_backed_length(&mut self, blocks: u64) {
+        debug_assert_eq!(self.kind, SpaceKind::Map);
+        let more = blocks.saturating_sub(self.backed_length);
+        self.counts.backed += more;
+        self.counts.free += more;
+        let from = self.backed_length;
+        self.backed_length = self.backed_length.max(blocks);
+        self.grow_regions(self.backed_length.div_ceil(REGION_BLOCKS));
+        for number in from / REGION_BLOCKS..self.regions() {
+            let length = self.backed_length;
+            let region = &mut self.regions[number as usize];
+            region.backed = length.saturating_sub(number * REGION_BLOCKS).min(REGION_BLOCKS) as u16;
+            if let Some(bitmaps) = &mut region.bitmaps {
+                bitmaps.set_backed(0, u64::from(region.backed), true);
+            }
+        }
+    }
+
+    /// Where to reserve about `want` more blocks: an unbacked hole inside, or new regions at the end.
+    pub fn plan_extension(&mut self, pages: &mut Pages, want: u64) -> Result<Run> {
+        debug_assert_eq!(self.kind, SpaceKind::Data);
+        let count = self.regions();
+        for step in 0..count {
+            let number = (self.extension_hint + step) % count;
+            if u64::from(self.regions[number as usize].backed) + EXTENSION_RUN.min(want) > REGION_BLOCKS {
+                continue;
+            }
+            if !self.load_whole(pages, number)? {
+                continue;
+            }
+            let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
+            if let Some((first, blocks)) = bitmaps.find_unbacked(EXTENSION_RUN.min(want), want) {
+                self.extension_hint = number;
+                return Ok(Run { start: number * REGION_BLOCKS + first, blocks });
+            }
+        }
+        self.extension_hint = count;
+        self.grow_regions(count + 1);
+        Ok(Run { start: count * REGION_BLOCKS, blocks: want.min(REGION_BLOCKS) })
+    }
+
+    /// Notes that the file system gave (or is about to take back) a run.
+    pub fn set_backed(&mut self, pages: &mut Pages, run: Run, backed: bool) -> Result<()> {
+        debug_assert_eq!(self.kind, SpaceKind::Data);
+        self.grow_for(run)?;
+        for (number, first, count) in region::parts(run) {
+            if !backed {
+                // What is taken away must have been counted: see there.
+                self.load(pages, number)?;
+            }
+            let part = Run { start: number * REGION_BLOCKS + first, blocks: count };
+            let mut changed = 0u64;
+            self.change(pages, part, |_, entry| {
+                changed += u64::from(entry.backed != backed);
+                entry.backed = backed;
+                Ok(())
+            })?;
+            let region = &mut self.regions[number as usize];
+            let before = region.estimate();
+            if backed {
+                region.backed += changed as u16;
+                self.counts.backed += changed;
+            } else {
+                region.backed -= changed as u16;
+                self.counts.backed -= changed;
+            }
+            if let Some(bitmaps) = &mut region.bitmaps {
+                bitmaps.set_backed(first, count, backed);
+            }
+            let after = region.estimate();
+            self.counts.free = (self.counts.free + after).saturating_sub(before);
+            self.dirty_regions.insert(number);
+            if backed {
+                self.fragmented = false;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes free backed runs of at least `least` blocks out of allocation, up to `most` blocks in all, from region
+    /// `*region` on (advanced past what was searched). The caller clears their backed flags, punches and releases.
+    pub fn take_reclaimable(&mut self, pages: &mut Pages, region: &mut u64, least: u64, most: u64) -> Result<Vec<Run>> {
+        let mut runs = Vec::new();
+        let mut taken = 0;
+        while *region < self.regions() && taken + least <= most {
+            let number = *region;
+            let candidate = &self.regions[number as usize];
+            if candidate.estimate() < least || !self.load_whole(pages, number)? {
+                *region += 1;
+                continue;
+            }
+            let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
+            let mut from = 0;
+            let mut found = Vec::new();
+            // Never more than was asked for: the rest is promised to somebody.
+            while taken + least <= most
+                && let Some((first, blocks)) = bitmaps.find_free(from, least, most - taken)
+            {
+                found.push(Run { start: number * REGION_BLOCKS + first, blocks });
+                from = first + blocks;
+                taken += blocks;
+            }
+            for run in &found {
+                self.mark(*run, true);
+            }
+            runs.append(&mut found);
+            if taken + least <= most {
+                *region += 1;
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Free blocks that the file system could have back.
+    pub fn reclaimable(&self) -> u64 {
+        self.counts.free
+    }
+}
