@@ -1,9 +1,10 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A face, not a place for storage logic: but for machines ([`machines`]), every verb becomes a [`control::Request`], is carried out by
-//! [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the datastore), and the
-//! reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests), [`session`] (to the
-//! owner, or as the owner), [`control`] (requests, their dispatch, the socket), [`output`], and [`serve`].
+//! A face, not a place for storage logic: but for machines ([`machines`]), every verb becomes a [`control::Request`],
+//! is carried out by [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the
+//! datastore), and the reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests),
+//! [`session`] (to the owner, or as the owner), [`control`] (requests, their dispatch, the socket), [`output`], and
+//! [`serve`].
 
 #![forbid(unsafe_code)]
 

@@ -11,8 +11,8 @@
 //! 1. A machine runs when the process behind `run` lives; nothing else says so, and nothing has to be kept in step.
 //! 2. Exchanging the link is how one process takes over from another: at every instant there is one that counts.
 //! 3. One change of a machine at a time ([`Machine::change`]); looking at it waits for nobody.
-//! 4. A process that the link does not name never executes a guest: it is a successor that did not come to take over, or
-//!    a predecessor that stands still. Whoever changes the machine next ends it ([`Change::sweep`]).
+//! 4. A process that the link does not name never executes a guest: it is a successor that did not come to take over,
+//!    or a predecessor that stands still. Whoever changes the machine next ends it ([`Change::sweep`]).
 //! 5. A guest that a command holds still goes on, whoever is killed: with the next command at the latest.
 
 use crate::agent::Agent;
@@ -358,7 +358,8 @@ impl Change {
         }
     }
 
-    /// Ends processes that do not count, removes what ended ones have left, and the memory files that were theirs alone.
+    /// Ends processes that do not count, removes what ended ones have left, and the memory files that were theirs
+    /// alone.
     pub fn sweep(&self) -> Result<()> {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {

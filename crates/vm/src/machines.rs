@@ -9,8 +9,8 @@
 //!
 //! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
 //!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
-//! 2. `intent.toml` is durable before the first disk is made. So what somebody who was killed leaves half done is told by
-//!    such a folder: disks that it names go while their machine's folder is still in it ([`Machines::recover`]).
+//! 2. `intent.toml` is durable before the first disk is made. So what somebody who was killed leaves half done is told
+//!    by such a folder: disks that it names go while their machine's folder is still in it ([`Machines::recover`]).
 //! 3. Such a folder is locked while somebody works on it, and then left alone.
 
 mod intent;

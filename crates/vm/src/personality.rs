@@ -7,10 +7,10 @@
 //! 1. Randomness before everything else: whatever the guest makes new is made from it. That the kernel starts over from
 //!    what it is given takes a request that no shell can make; `reseed-kernel`, Perl or Python make it, whichever the
 //!    guest has. One with none of them uses the new entropy within a minute, as kernels do by themselves: it is said.
-//! 2. The steps are those of a shell script that any POSIX shell runs, given by its standard input; no value of it comes
-//!    from the guest, and all are checked to hold nothing that a shell would obey.
-//! 3. A network card is found by its place on the bus, which is the same in every copy, and its address is looked at after
-//!    it was set. The guest's driver tells the card, so QEMU's filter has it too.
+//! 2. The steps are those of a shell script that any POSIX shell runs, given by its standard input; no value of it
+//!    comes from the guest, and all are checked to hold nothing that a shell would obey.
+//! 3. A network card is found by its place on the bus, which is the same in every copy, and its address is looked at
+//!    after it was set. The guest's driver tells the card, so QEMU's filter has it too.
 //! 4. If the guest has `/etc/lamina/clone-hook`, it runs last, with the new name as its argument: for what only the
 //!    guest's owner knows (keys of an SSH server, an agent's registration).
 

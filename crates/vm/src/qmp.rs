@@ -4,8 +4,8 @@
 //! 1. Every wait has an end: a peer that says nothing is an error after the client's patience, never a hang.
 //! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
 //! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
-//! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never taken
-//!    for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
+//! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never
+//!    taken for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
 
 use backend::{Error, ErrorKind, IoContext, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -92,8 +92,8 @@ impl Client {
     /// Asks, and waits for the answer.
     ///
     /// # Errors
-    /// `Unsupported` when the peer does not know the command, `Invalid` with the peer's words when it refuses, `Io` when
-    /// it is gone or silent.
+    /// `Unsupported` when the peer does not know the command, `Invalid` with the peer's words when it refuses, `Io`
+    /// when it is gone or silent.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
         let request = self.request(command, arguments);
         self.send(&request)?;

@@ -2,9 +2,9 @@
 //! parent's own disk speed after it.
 //!
 //! ```text
-//! bar 2   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time until a
-//!         clone's processor executes, for how long the parent stood still, and memory of the guest that a clone has
-//!         copied two seconds later
+//! bar 2   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time
+//!         until a clone's processor executes, for how long the parent stood still, and memory of the guest that a
+//!         clone has copied two seconds later
 //! bar 3   a running parent is cloned ten times, several parents one after the other: for how long it stood still
 //! bar 6   writes of a guest, flushed, before and after it was cloned, in turn with a guest that is left alone: both
 //!         against what they were, one against the other, so that what happens to this host meanwhile cancels out

@@ -62,7 +62,8 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     Ok(Outcome { made, failed: each.failed, quiet: None, stun })
 }
 
-/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood still.
+/// What the clones start from, whether their guests have an agent if that is known, and how long the parent stood
+/// still.
 fn image(
     host: &Host,
     change: &crate::machine::Change,

@@ -8,8 +8,8 @@
 //! progress   bytes of many copies as one figure
 //! ```
 //!
-//! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of its
-//!    network cards.
+//! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
+//!    its network cards.
 //! 2. What cannot be made is told by its name, and takes nothing away from the others.
 //! 3. All disks of a clone are of one point of its parent's life.
 

@@ -9,8 +9,8 @@
 //! child    a machine from an image
 //! ```
 //!
-//! Memory that lies in a file is left out of a saved state, so the state has some hundred kilobytes, and whoever maps the
-//! file and loads the state goes on where the other stopped. A child maps it copy-on-write. What holds:
+//! Memory that lies in a file is left out of a saved state, so the state has some hundred kilobytes, and whoever maps
+//! the file and loads the state goes on where the other stopped. A child maps it copy-on-write. What holds:
 //!
 //! 1. An image is immutable: nobody writes its memory file from the moment its record is there, its disks are
 //!    snapshots. It goes when no machine refers to it ([`image::Images::sweep`]); references are found, not counted, so

@@ -1,8 +1,8 @@
 //! The pages that a process has changed in a file it maps copy-on-write.
 //!
 //! A child's memory is its image's file, and its own copies of the pages it wrote. `/proc/PID/pagemap` tells which: a
-//! page that is there or in swap, and does not belong to a file, is a copy (Linux, Documentation/admin-guide/mm/pagemap).
-//! Reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
+//! page that is there or in swap, and does not belong to a file, is a copy (Linux,
+//! Documentation/admin-guide/mm/pagemap). Reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
 
 use backend::{Error, ErrorKind, IoContext, Result};
 use std::fs::File;

@@ -7,9 +7,9 @@
 //!
 //! ```text
 //! memory of its own     the file itself becomes the image's: no memory moves
-//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is put
-//!                       in; while it stands still, that is done once more, over pages that are there already. What is
-//!                       changed is what the guest wrote since its last clone: the next one counts from this one
+//! memory of an image    a copy of that file is made while the guest runs, and what its process has changed since is
+//!                       put in; while it stands still, that is done once more, over pages that are there already. What
+//!                       is changed is what the guest wrote since its last clone: the next one counts from this one
 //! ```
 //!
 //! 1. Until the successor's guest executes the old process can go on as if nothing had been: an error resumes it.

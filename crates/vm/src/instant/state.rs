@@ -6,9 +6,9 @@
 //!
 //! 1. A state holds no memory of the guest but the small blocks beside it (firmware, tables). Of a process whose memory
 //!    is a shared file, QEMU's `x-ignore-shared` leaves that out of a migration. A process that maps an image
-//!    copy-on-write has none that it shares: there the devices come by `xen-save-devices-state` (which is every guest's,
-//!    whatever its name says), and the small blocks from the state that the process began with. They are the same: a
-//!    running guest does not change its firmware.
+//!    copy-on-write has none that it shares: there the devices come by `xen-save-devices-state` (which is every
+//!    guest's, whatever its name says), and the small blocks from the state that the process began with. They are the
+//!    same: a running guest does not change its firmware.
 //! 2. Where the devices begin in that older state is found by the header of the first one, which must be there exactly
 //!    once. A QEMU that writes something else is told so, and nothing has happened.
 //! 3. States go through open files that are handed to QEMU: no pipe, no process for it, and no copy of QEMU's own

@@ -170,8 +170,8 @@ pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose
     Intent::remove(folder)
 }
 
-/// Whether a disk that is there is the one that was meant: same origin, and no older. Clocks of two processes may differ
-/// by the second that they are cut to.
+/// Whether a disk that is there is the one that was meant: same origin, and no older. Clocks of two processes may
+/// differ by the second that they are cut to.
 fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     let origin = disk.origin.as_ref().map(|origin| (&*origin.disk, &*origin.name));
     let has = facts.origin.as_ref().map(|(disk, snapshot)| (&**disk, &**snapshot));
