@@ -131,7 +131,8 @@ fuzz_target!(|data: &[u8]| {
             let sessions = Sessions::new(Arc::clone(&datastore), Arc::new(NoAttachments));
             let mut left = Vec::new();
             message(&mut left, b"{\"hello\":{\"versions\":[1],\"program\":\"f\"}}");
-            input.0.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).for_each(|line| message(&mut left, line));
+            let lines = input.0.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+            lines.for_each(|line| message(&mut left, line));
             let _ = converse(&sessions, Stream { left, at: 0 }, "f".into());
             let report = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress).expect("a check");
             assert!(report.findings.is_empty(), "{:?}", report.findings);

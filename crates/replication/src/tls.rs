@@ -1,8 +1,8 @@
 //! Who is who, and the encrypted stream.
 //!
 //! The session engine is rustls without its buffers: ciphertext is received into memory of ours in large pieces,
-//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography is
-//! ring's.
+//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography
+//! is ring's.
 
 use crate::limits::{RECEIVE_BYTES, SEND_BYTES};
 use crate::stream::ByteStream;

@@ -35,8 +35,8 @@ pub(crate) struct Arrived {
 }
 
 impl Native {
-    /// Identities and numbers of the snapshots that `snapshot` may have much in common with: itself, those before it, then the other
-    /// ones of its disk.
+    /// Identities and numbers of the snapshots that `snapshot` may have much in common with: itself, those before it,
+    /// then the other ones of its disk.
     pub fn lineage(&self, disk: &str, snapshot: &str, most: usize) -> Result<Vec<([u8; 16], u64)>> {
         let disk = self.find_disk(disk)?;
         let snapshot = self.find_snapshot(&disk, snapshot)?;

@@ -10,8 +10,8 @@
 //! 1. A reception has one user at a time ([`Reception`]); between two of them it is kept, over restarts too.
 //! 2. A hidden disk without its record goes when the datastore is opened; a record without all of its disks too, with
 //!    those it has: either it was only about to begin, or all have taken their places.
-//! 3. Whoever resumes names the same disks and the same points, by their identities: so what is there is part of what he
-//!    sends.
+//! 3. Whoever resumes names the same disks and the same points, by their identities: so what is there is part of what
+//!    he sends.
 
 use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
 use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};

@@ -8,8 +8,8 @@
 //!
 //! 1. A snapshot keeps its identity wherever it goes; two snapshots of one identity have the same content. So two
 //!    datastores find what both have by comparing identities.
-//! 2. Content moves in segments ([`SEGMENT`]). A segment counts once its data is durable and the record says so; what was
-//!    received of others is received again, which changes nothing.
+//! 2. Content moves in segments ([`SEGMENT`]). A segment counts once its data is durable and the record says so; what
+//!    was received of others is received again, which changes nothing.
 //! 3. What was received is to be seen whole, or not at all: disks that came together appear together.
 
 mod incoming;

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!  open datastore -> NBD and the receiver listen -> control socket listens -> ready
-//!      first SIGTERM or SIGINT -> receiver and NBD stop -> control stops -> control socket removed -> datastore closed -> exit 0
-//!      second -> exit at once
+//!      first SIGTERM or SIGINT -> receiver and NBD stop -> control stops -> control socket removed -> datastore
+//!      closed -> exit 0 second -> exit at once
 //! ```
 //!
 //! What holds:

@@ -7,8 +7,8 @@
 //!      +---- pause <---- a connection breaks
 //! ```
 //!
-//! 1. A plan names every segment that has something in it: which ones, and how many bytes, follows from the disk's point
-//!    and the base alone, so it is the same at every attempt.
+//! 1. A plan names every segment that has something in it: which ones, and how many bytes, follows from the disk's
+//!    point and the base alone, so it is the same at every attempt.
 //! 2. Each segment is sent over one connection, as a whole.
 //! 3. A broken connection is made again, a limited number of times in a row; what the receiver refuses is not offered
 //!    again.

@@ -66,8 +66,8 @@ pub struct DiskSend {
     /// The state to send: DISK@SNAPSHOT, or DISK as it is now.
     #[arg(value_name = "SOURCE")]
     pub source: StateAddress,
-    /// Where to, and the name of the disk there: lamina://HOST:PORT/NAME. With --incremental a disk of that name that has
-    /// not been changed there is brought up to date.
+    /// Where to, and the name of the disk there: lamina://HOST:PORT/NAME. With --incremental a disk of that name that
+    /// has not been changed there is brought up to date.
     #[arg(value_name = "TARGET")]
     pub target: Remote,
     /// How.

@@ -1,8 +1,8 @@
 //! Disks that are sent to another server, and what is received from one.
 //!
-//! A state that has no snapshot of its own gets one for this: it is what a broken transfer goes on from. Its name begins
-//! with `sending-NAME-`, and it goes when all has arrived; with `--incremental` it begins with `sent-NAME-`, and stays
-//! until the next one has arrived.
+//! A state that has no snapshot of its own gets one for this: it is what a broken transfer goes on from. Its name
+//! begins with `sending-NAME-`, and it goes when all has arrived; with `--incremental` it begins with `sent-NAME-`,
+//! and stays until the next one has arrived.
 
 use super::Watch;
 use crate::control::message::{ReceiveRequest, Reply, SendPoint, SendRequest};

@@ -1,5 +1,5 @@
-//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`], [`send`]; their ends in [`reply`], their
-//! encoding in [`line`].
+//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`], [`send`]; their ends in
+//! [`reply`], their encoding in [`line`].
 
 mod disk;
 mod image;
