@@ -28,6 +28,8 @@ const QUIET_PAUSE: Duration = Duration::from_micros(200);
 /// Bytes cut off a file at a time. The file system holds the file while it discards them, and a guest's write to it
 /// waits.
 const CUT_STEP: u64 = 16 << 20;
+/// Into how many steps an end is cut that is too long for small ones.
+const CUT_STEPS: u64 = 1024;
 
 /// A grain that is to move, or to be looked at, and the entry that names it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -194,7 +196,9 @@ impl SeSparse {
         let Some(end) = self.settle(State::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
-        let shorter = bytes.max(length.saturating_sub(CUT_STEP));
+        // A length may be a lie of many petabytes, all of them a hole: steps grow with what there is to cut.
+        let step = CUT_STEP.max(length.saturating_sub(bytes) / CUT_STEPS);
+        let shorter = bytes.max(length.saturating_sub(step));
         if length <= shorter {
             return Ok(0);
         }
