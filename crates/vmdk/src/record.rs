@@ -489,7 +489,7 @@ impl Record {
             return corrupt("is none: it does not begin as one");
         };
         let text = &bytes[end + 1..];
-        if u32::from_str_radix(sum, 16).ok() != Some(checksum(text)) {
+        if *sum != format!("{:08X}", checksum(text)) {
             return corrupt("fails its checksum");
         }
         let record: Self = serde_json::from_slice(text)

@@ -223,7 +223,7 @@ fn decode(bytes: &[u8]) -> Result<Intent> {
         }
         Err(_) => return Err(corrupt("has no version")),
     }
-    if u32::from_str_radix(sum, 16) != Ok(checksum(body)) {
+    if *sum != format!("{:08x}", checksum(body)) {
         return Err(corrupt("fails its checksum"));
     }
     let intent: Intent =
