@@ -16,21 +16,18 @@
 //!
 //! The layout is in `docs/format/migration-intent.md`.
 
-use backend::{Directory, IoMode};
+use crate::sealed::{self, Kind, TEMPORARY};
+use backend::Directory;
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result, checksum};
+use store::{Error, ErrorKind, IoContext, Result};
 
 /// How the files begin.
 const PREFIX: &str = "migration-";
-/// What a file is written as before it has its name.
-const TEMPORARY: &str = ".new";
-/// The version this program writes and reads.
-const VERSION: u32 = 1;
-/// Largest file: names and paths are all it holds.
-const LENGTH_MAX: u64 = 64 << 10;
+/// What they are: names and paths are all that one holds.
+const KIND: Kind = Kind { word: "migration", version: 1, length_max: 64 << 10 };
 /// Most migrations that a datastore remembers.
 pub(crate) const INTENTS_MAX: usize = 256;
 
@@ -114,22 +111,13 @@ impl Intents {
     /// Writes one, durably; in the place of an earlier one of that identity.
     pub fn put(&self, intent: &Intent) -> Result<()> {
         let name = file_name(&intent.id)?;
-        let temporary = format!("{name}{TEMPORARY}");
-        let during = || format!("recording the migration of disk '{}'", intent.disk);
-        remove_if_there(&*self.directory, &temporary).during(during)?;
-        let file = self.directory.create(&temporary, IoMode::Buffered).during(during)?;
-        let written = file.write_at(&[&encode(intent)?], 0, false).and_then(|()| file.sync());
-        let named =
-            written.and_then(|()| self.directory.rename(&temporary, &name)).and_then(|()| self.directory.sync());
-        named.during(during)
+        sealed::put(&*self.directory, &name, &KIND.encode(intent)?)
+            .during(|| format!("recording the migration of disk '{}'", intent.disk))
     }
 
     /// Removes one, durably.
     pub fn remove(&self, id: &str) -> Result<()> {
-        let name = file_name(id)?;
-        remove_if_there(&*self.directory, &name)
-            .and_then(|()| self.directory.sync())
-            .during(|| format!("removing the record '{name}' of a migration"))
+        KIND.remove(&*self.directory, &file_name(id)?)
     }
 
     /// All of them, by identity; what was never whole is removed.
@@ -138,7 +126,7 @@ impl Intents {
         let mut found = Vec::new();
         for name in names.iter().filter(|name| name.starts_with(PREFIX)) {
             if name.ends_with(TEMPORARY) {
-                remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
+                sealed::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
                 continue;
             }
             if found.len() >= INTENTS_MAX {
@@ -155,22 +143,8 @@ impl Intents {
     }
 
     fn read(&self, name: &str) -> Result<Option<Intent>> {
-        let during = || format!("reading the record '{name}' of a migration");
-        let file = match self.directory.open(name, IoMode::Buffered) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(Error::io(during(), error)),
-        };
-        let length = file.len().during(during)?;
-        if length > LENGTH_MAX {
-            return Err(Error::new(
-                ErrorKind::Corrupt,
-                format!("'{name}' of {length} bytes is no record of a migration"),
-            ));
-        }
-        let mut bytes = vec![0; length as usize];
-        file.read_at(&mut bytes, 0).during(during)?;
-        decode(&bytes).map(Some).map_err(|error| error.context(name))
+        let bytes = KIND.read(&*self.directory, name)?;
+        bytes.map(|bytes| decode(&bytes).map_err(|error| error.context(name))).transpose()
     }
 }
 
@@ -187,47 +161,12 @@ pub(crate) fn peek(datastore: &Path, id: &str) -> Result<Option<Intent>> {
         Err(error) => return Err(Error::io(during(), error)),
     };
     let mut bytes = Vec::new();
-    file.take(LENGTH_MAX).read_to_end(&mut bytes).during(during)?;
+    file.take(KIND.length_max).read_to_end(&mut bytes).during(during)?;
     decode(&bytes).map(Some).map_err(|error| error.context(path.display()))
 }
 
-fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
-    match directory.remove(name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
-}
-
-fn encode(intent: &Intent) -> Result<Vec<u8>> {
-    let mut body = serde_json::to_vec_pretty(intent).map_err(|error| {
-        Error::new(ErrorKind::Invalid, format!("a record of a migration cannot be written: {error}"))
-    })?;
-    body.push(b'\n');
-    let mut bytes = format!("lamina migration {VERSION} crc32c={:08x}\n", checksum(&body)).into_bytes();
-    bytes.append(&mut body);
-    Ok(bytes)
-}
-
 fn decode(bytes: &[u8]) -> Result<Intent> {
-    let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the record of a migration {what}"));
-    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| corrupt("has no first line"))?;
-    let (head, body) = (&bytes[..end], &bytes[end + 1..]);
-    let head = std::str::from_utf8(head).map_err(|_| corrupt("has no first line"))?;
-    let rest = head.strip_prefix("lamina migration ").ok_or_else(|| corrupt("begins with something else"))?;
-    let (version, sum) = rest.split_once(" crc32c=").ok_or_else(|| corrupt("has no checksum"))?;
-    match version.parse::<u32>() {
-        Ok(VERSION) => {}
-        Ok(newer) => {
-            let text = format!("the record of a migration has version {newer}, and this program reads {VERSION}");
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-        Err(_) => return Err(corrupt("has no version")),
-    }
-    if *sum != format!("{:08x}", checksum(body)) {
-        return Err(corrupt("fails its checksum"));
-    }
-    let intent: Intent =
-        serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))?;
+    let intent: Intent = KIND.decode(bytes)?;
     // What it calls a folder of images is removed one day.
     let leads_out = |copy: &Copy| {
         matches!(copy, Copy::Images { folder }
@@ -235,7 +174,7 @@ fn decode(bytes: &[u8]) -> Result<Intent> {
     };
     let away = intent.source.iter().chain([&intent.target]).any(leads_out);
     match away {
-        true => Err(corrupt("names a folder that is none of the datastore's")),
+        true => Err(KIND.corrupt("names a folder that is none of the datastore's")),
         false => Ok(intent),
     }
 }
@@ -245,6 +184,10 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+    fn encode(intent: &Intent) -> Result<Vec<u8>> {
+        KIND.encode(intent)
+    }
 
     fn intent(stage: Stage) -> Intent {
         Intent {

@@ -10,20 +10,16 @@
 use super::DISKS_MAX;
 use crate::info::Provisioning;
 use crate::names;
-use backend::{Directory, IoMode};
+use crate::sealed::{self, Kind, TEMPORARY};
+use backend::Directory;
 use serde::{Deserialize, Serialize};
-use std::io;
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result, checksum};
+use store::{Error, ErrorKind, IoContext, Result};
 
 /// How the files begin.
 const PREFIX: &str = "reception-";
-/// What a file is written as before it has its name.
-const TEMPORARY: &str = ".new";
-/// The version this program writes and reads.
-const VERSION: u32 = 1;
-/// Largest file.
-const LENGTH_MAX: u64 = 4 << 20;
+/// What they are.
+const KIND: Kind = Kind { word: "reception", version: 1, length_max: 4 << 20 };
 /// Most receptions that a datastore remembers.
 pub(crate) const RECEPTIONS_MAX: usize = 256;
 /// Most ranges of finished segments that are remembered of a disk: what is beyond is received again.
@@ -133,23 +129,13 @@ impl Records {
     /// Writes one, durably; in the place of an earlier one of that identity.
     pub fn put(&self, record: &Record) -> Result<()> {
         let name = file_name(&record.id)?;
-        let temporary = format!("{name}{TEMPORARY}");
-        let during = || format!("recording what was received of disk '{}'", title(record));
-        let bytes = encode(record)?;
-        remove_if_there(&*self.directory, &temporary).during(during)?;
-        let file = self.directory.create(&temporary, IoMode::Buffered).during(during)?;
-        let written = file.write_at(&[&bytes], 0, false).and_then(|()| file.sync());
-        let named =
-            written.and_then(|()| self.directory.rename(&temporary, &name)).and_then(|()| self.directory.sync());
-        named.during(during)
+        sealed::put(&*self.directory, &name, &encode(record)?)
+            .during(|| format!("recording what was received of disk '{}'", title(record)))
     }
 
     /// Removes one, durably.
     pub fn remove(&self, id: &str) -> Result<()> {
-        let name = file_name(id)?;
-        remove_if_there(&*self.directory, &name)
-            .and_then(|()| self.directory.sync())
-            .during(|| format!("removing the record '{name}' of a reception"))
+        KIND.remove(&*self.directory, &file_name(id)?)
     }
 
     /// All of them; what was never whole is removed.
@@ -159,7 +145,7 @@ impl Records {
         for name in &names {
             let Some(id) = name.strip_prefix(PREFIX) else { continue };
             if name.ends_with(TEMPORARY) {
-                remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
+                sealed::remove_if_there(&*self.directory, name).during(|| format!("removing '{name}'"))?;
                 continue;
             }
             if found.len() >= RECEPTIONS_MAX || file_name(id).is_err() {
@@ -180,15 +166,8 @@ impl Records {
     }
 
     fn read(&self, name: &str) -> Result<Record> {
-        let during = || format!("reading the record '{name}' of a reception");
-        let file = self.directory.open(name, IoMode::Buffered).during(during)?;
-        let length = file.len().during(during)?;
-        if length > LENGTH_MAX {
-            let text = format!("'{name}' of {length} bytes is no record of a reception");
-            return Err(Error::new(ErrorKind::Corrupt, text));
-        }
-        let mut bytes = vec![0; length as usize];
-        file.read_at(&mut bytes, 0).during(during)?;
+        let gone = || Error::new(ErrorKind::NotFound, format!("the record '{name}' of a reception is gone"));
+        let bytes = KIND.read(&*self.directory, name)?.ok_or_else(gone)?;
         decode(&bytes).map_err(|error| error.context(name))
     }
 }
@@ -198,21 +177,9 @@ pub(crate) fn title(record: &Record) -> String {
     crate::native::list(record.disks.iter().map(|disk| disk.name.as_str()))
 }
 
-fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
-    match directory.remove(name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
-}
-
 fn encode(record: &Record) -> Result<Vec<u8>> {
-    let mut body = serde_json::to_vec_pretty(record).map_err(|error| {
-        Error::new(ErrorKind::Invalid, format!("a record of a reception cannot be written: {error}"))
-    })?;
-    body.push(b'\n');
-    let mut bytes = format!("lamina reception {VERSION} crc32c={:08x}\n", checksum(&body)).into_bytes();
-    bytes.append(&mut body);
-    if bytes.len() as u64 > LENGTH_MAX {
+    let bytes = KIND.encode(record)?;
+    if bytes.len() as u64 > KIND.length_max {
         let text = format!("a record of a reception of {} bytes is too long", bytes.len());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
@@ -221,25 +188,7 @@ fn encode(record: &Record) -> Result<Vec<u8>> {
 
 /// Reads a record: any bytes give one that holds together, or an error.
 pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
-    let corrupt = |what: &str| Error::new(ErrorKind::Corrupt, format!("the record of a reception {what}"));
-    let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| corrupt("has no first line"))?;
-    let (head, body) = (&bytes[..end], &bytes[end + 1..]);
-    let head = std::str::from_utf8(head).map_err(|_| corrupt("has no first line"))?;
-    let rest = head.strip_prefix("lamina reception ").ok_or_else(|| corrupt("begins with something else"))?;
-    let (version, sum) = rest.split_once(" crc32c=").ok_or_else(|| corrupt("has no checksum"))?;
-    match version.parse::<u32>() {
-        Ok(VERSION) => {}
-        Ok(newer) => {
-            let text = format!("the record of a reception has version {newer}, and this program reads {VERSION}");
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-        Err(_) => return Err(corrupt("has no version")),
-    }
-    if *sum != format!("{:08x}", checksum(body)) {
-        return Err(corrupt("fails its checksum"));
-    }
-    let record: Record =
-        serde_json::from_slice(body).map_err(|error| corrupt(&format!("says nothing that makes sense: {error}")))?;
+    let record: Record = KIND.decode(bytes)?;
     let identity = |text: &str| names::parse_uuid(text).is_some();
     let holds = |disk: &Arriving| {
         let segments = disk.capacity.div_ceil(super::SEGMENT);
@@ -263,7 +212,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     let some = !record.disks.is_empty() && record.disks.len() <= DISKS_MAX;
     match some && record.disks.iter().all(holds) && file_name(&record.id).is_ok() {
         true => Ok(record),
-        false => Err(corrupt("does not hold together")),
+        false => Err(KIND.corrupt("does not hold together")),
     }
 }
 

@@ -1,0 +1,115 @@
+//! Small records of a datastore: files of a line that says what they are, and JSON.
+//!
+//! ```text
+//! lamina KIND VERSION crc32c=XXXXXXXX
+//! { ... }
+//! ```
+//!
+//! 1. The checksum covers everything behind the first line, and counts as it was written, in the case of its digits
+//!    too. Any bytes give a record, or an error.
+//! 2. A file is replaced as a whole: a temporary name, flushed, renamed, the folder flushed.
+
+use backend::{Directory, IoMode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io;
+use store::{Error, ErrorKind, IoContext, Result, checksum};
+
+/// What a file is written as before it has its name.
+pub(crate) const TEMPORARY: &str = ".new";
+
+/// A kind of record.
+pub(crate) struct Kind {
+    /// The word for it, in the file and in errors.
+    pub word: &'static str,
+    /// The version this program writes and reads.
+    pub version: u32,
+    /// Largest file.
+    pub length_max: u64,
+}
+
+impl Kind {
+    /// The error of bytes that are no such record.
+    pub fn corrupt(&self, what: &str) -> Error {
+        Error::new(ErrorKind::Corrupt, format!("the record of a {} {what}", self.word))
+    }
+
+    /// The bytes of a record.
+    pub fn encode(&self, record: &impl Serialize) -> Result<Vec<u8>> {
+        let Self { word, version, .. } = self;
+        let mut body = serde_json::to_vec_pretty(record).map_err(|error| {
+            Error::new(ErrorKind::Invalid, format!("a record of a {word} cannot be written: {error}"))
+        })?;
+        body.push(b'\n');
+        let mut bytes = format!("lamina {word} {version} crc32c={:08x}\n", checksum(&body)).into_bytes();
+        bytes.append(&mut body);
+        Ok(bytes)
+    }
+
+    /// The record in some bytes; whether it holds together is for the caller to find.
+    pub fn decode<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T> {
+        let Self { word, version: own, .. } = self;
+        let end = bytes.iter().position(|byte| *byte == b'\n').ok_or_else(|| self.corrupt("has no first line"))?;
+        let (head, body) = (&bytes[..end], &bytes[end + 1..]);
+        let head = std::str::from_utf8(head).map_err(|_| self.corrupt("has no first line"))?;
+        let rest = head.strip_prefix("lamina ").and_then(|rest| rest.strip_prefix(word)?.strip_prefix(' '));
+        let rest = rest.ok_or_else(|| self.corrupt("begins with something else"))?;
+        let (version, sum) = rest.split_once(" crc32c=").ok_or_else(|| self.corrupt("has no checksum"))?;
+        match version.parse::<u32>() {
+            Ok(version) if version == *own => {}
+            Ok(newer) => {
+                let text = format!("the record of a {word} has version {newer}, and this program reads {own}");
+                return Err(Error::new(ErrorKind::Unsupported, text));
+            }
+            Err(_) => return Err(self.corrupt("has no version")),
+        }
+        if *sum != format!("{:08x}", checksum(body)) {
+            return Err(self.corrupt("fails its checksum"));
+        }
+        serde_json::from_slice(body).map_err(|error| self.corrupt(&format!("says nothing that makes sense: {error}")))
+    }
+
+    /// The bytes of a file; `None` when there is none.
+    pub fn read(&self, directory: &dyn Directory, name: &str) -> Result<Option<Vec<u8>>> {
+        let during = || format!("reading the record '{name}' of a {}", self.word);
+        let file = match directory.open(name, IoMode::Buffered) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io(during(), error)),
+        };
+        let length = file.len().during(during)?;
+        if length > self.length_max {
+            let text = format!("'{name}' of {length} bytes is no record of a {}", self.word);
+            return Err(Error::new(ErrorKind::Corrupt, text));
+        }
+        let mut bytes = vec![0; length as usize];
+        file.read_at(&mut bytes, 0).during(during)?;
+        Ok(Some(bytes))
+    }
+
+    /// Removes a file, durably; one that is gone already is no error.
+    pub fn remove(&self, directory: &dyn Directory, name: &str) -> Result<()> {
+        remove_if_there(directory, name)
+            .and_then(|()| directory.sync())
+            .during(|| format!("removing the record '{name}' of a {}", self.word))
+    }
+}
+
+/// Writes a file, durably; in the place of an earlier one of that name.
+pub(crate) fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
+    let temporary = format!("{name}{TEMPORARY}");
+    remove_if_there(directory, &temporary)?;
+    let file = directory.create(&temporary, IoMode::Buffered)?;
+    file.write_at(&[bytes], 0, false)?;
+    file.sync()?;
+    directory.rename(&temporary, name)?;
+    directory.sync()
+}
+
+/// Removes a file that may be gone already.
+pub(crate) fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
