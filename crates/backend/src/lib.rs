@@ -17,6 +17,8 @@
 mod buffer;
 mod error;
 pub mod local;
+#[cfg(target_os = "linux")]
+pub mod pagemap;
 pub mod portable;
 mod queue;
 mod readiness;

@@ -31,6 +31,8 @@ const TOUCHED: [u64; 3] = [256, 1024, 2048];
 const GUEST: u64 = 256;
 /// Clones at a time.
 const AT_ONCE: u32 = 3;
+/// Times that a parent is frozen again.
+const FREEZES: usize = 3;
 /// Clones of one running parent.
 const IN_A_ROW: usize = 10;
 /// Longest time until a clone executes.
@@ -148,92 +150,124 @@ fn number(value: &Value, key: &str) -> Result<f64> {
 }
 
 fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
-    let mut still: Vec<Vec<f64>> = vec![Vec::new(); TOUCHED.len()];
-    let (mut times, mut own, mut commands) = (still.clone(), still.clone(), Vec::new());
-    let name = |touched: u64| format!("frozen{touched}");
-    for touched in TOUCHED {
-        say(&format!("a parent that touches {touched} MiB"));
-        room.boot(&name(touched), touched)?;
-    }
+    let mut figures = Frozen::default();
     for run in 0..setting.plan.runs {
-        for (index, touched) in TOUCHED.into_iter().enumerate() {
-            // The first leaves its own memory, later ones a copy, made before they stand still.
-            let taken = room.datastore.ask(&["vm", "freeze", &name(touched)])?;
-            let (disks, state) = (number(&taken, "disks_ms")?, number(&taken, "state_ms")?);
-            still[index].push(number(&taken, "stop_ms")? + disks.max(state));
-            if run + 1 < setting.plan.runs {
-                room.datastore.verb(&["vm", "start", &name(touched)])?;
-                process::pause(Duration::from_secs(1))?;
-            }
-        }
+        // Whoever is first pays for what the others find in caches: it is another one every time.
+        let mut order: Vec<usize> = (0..TOUCHED.len()).collect();
+        order.rotate_left(run as usize % TOUCHED.len());
+        figures.take(room, run, &order)?;
     }
-    say("their clones, three at a time, in turn");
-    for run in 0..setting.plan.runs {
-        for (index, touched) in TOUCHED.into_iter().enumerate() {
-            let (pattern, count) = (format!("c{touched}r{run}-%d"), AT_ONCE.to_string());
-            let words = ["vm", "clone", &name(touched), "--instant", "--count", &count, "--parallel", &count];
-            let began = Instant::now();
-            let made = room.datastore.ask(&[&words[..], &["--name-pattern", &pattern]].concat())?;
-            commands.push(began.elapsed().as_secs_f64());
-            for one in made["made"].as_array().into_iter().flatten() {
-                times[index].push(number(one, "running_ms")?);
-            }
-            process::pause(Duration::from_secs(2))?;
-            let names: Vec<String> = (1..=AT_ONCE).map(|number| format!("c{touched}r{run}-{number}")).collect();
-            for name in &names {
-                own[index].push(room.own_memory(name)?);
-            }
-            room.delete(&names)?;
-        }
-    }
-    let idle = {
-        // Cloned without a new identity, nothing but the parent's own life goes on in it.
-        room.datastore.verb(&["vm", "clone", &name(TOUCHED[0]), "idle", "--instant", "--identity", "keep"])?;
-        process::pause(Duration::from_secs(2))?;
-        let own = room.own_memory("idle")?;
-        room.delete(&["idle".into()])?;
-        own
-    };
     for (index, touched) in TOUCHED.into_iter().enumerate() {
         let what = format!("frozen parent, {touched} MiB touched");
-        let running = median(&times[index]);
+        let Frozen { first, again, times, own, .. } = &figures;
         outcome.findings.extend([
-            Finding::at_most(2, format!("{what}: clone executes after"), running, RUNNING_MAX_MS, "ms"),
-            Finding::note(2, format!("{what}: stood still"), median(&still[index]), "ms"),
+            Finding::at_most(2, format!("{what}: clone executes after"), median(&times[index]), RUNNING_MAX_MS, "ms"),
+            Finding::note(2, format!("{what}: stood still, first time"), median(&first[index]), "ms"),
+            Finding::note(2, format!("{what}: stood still, later"), median(&again[index]), "ms"),
             Finding::note(2, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
         ]);
     }
-    let largest = |of: &[Vec<f64>]| {
+    let spread = |of: &[Vec<f64>]| {
         let medians: Vec<f64> = of.iter().map(|times| median(times)).collect();
         ratio(medians.iter().copied().fold(0.0, f64::max), medians.iter().copied().fold(f64::INFINITY, f64::min))
     };
-    let per_hour = f64::from(AT_ONCE) / median(&commands) * 3600.0;
+    let against = |what: &str, of: &[Vec<f64>]| {
+        Finding::at_most(2, format!("{what}, slowest memory against fastest"), spread(of), RATIO_MAX, "")
+    };
     outcome.findings.extend([
-        Finding::at_most(
+        against("time until a clone executes", &figures.times),
+        against("time a parent stands still, first time", &figures.first),
+        against("time a parent stands still, later", &figures.again),
+        Finding::at_most(2, "an idle clone's own guest memory", median(&figures.idle), OWN_MAX_MIB, "MiB"),
+        Finding::note(
             2,
-            "time until a clone executes, slowest memory against fastest",
-            largest(&times),
-            RATIO_MAX,
+            "instant clones per hour, with their identity",
+            f64::from(AT_ONCE) / median(&figures.commands) * 3600.0,
             "",
         ),
-        Finding::at_most(
-            2,
-            "time a parent stands still, slowest memory against fastest",
-            largest(&still),
-            RATIO_MAX,
-            "",
-        ),
-        Finding::at_most(2, "an idle clone's own guest memory", idle, OWN_MAX_MIB, "MiB"),
-        Finding::note(2, "instant clones per hour, with their identity", per_hour, ""),
         Finding::note(2, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
         Finding::note(2, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
     ]);
-    for touched in TOUCHED {
-        room.datastore.verb(&["vm", "delete", &name(touched)])?;
+    let Frozen { first, again, times, own, idle, commands } = figures;
+    Ok(json!({
+        "touched": TOUCHED, "running_ms": times, "first_still_ms": first, "later_still_ms": again, "own_mib": own,
+        "idle_mib": idle, "commands_s": commands,
+    }))
+}
+
+/// What was measured of frozen parents and their clones; what is by memory has an entry for each of [`TOUCHED`].
+#[derive(Default)]
+struct Frozen {
+    /// Milliseconds that a parent stood still whose memory was its own, and became the image's.
+    first: [Vec<f64>; TOUCHED.len()],
+    /// The same where the parent began from an image itself: memory is copied, most of it before.
+    again: [Vec<f64>; TOUCHED.len()],
+    /// Milliseconds until a clone executes.
+    times: [Vec<f64>; TOUCHED.len()],
+    /// MiB of its guest's memory that a clone has for itself, with a new identity.
+    own: [Vec<f64>; TOUCHED.len()],
+    /// The same of one without, in which nothing but the parent's own life goes on.
+    idle: Vec<f64>,
+    /// Seconds that whole commands took.
+    commands: Vec<f64>,
+}
+
+impl Frozen {
+    /// Takes all of it once, the memories in an order.
+    fn take(&mut self, room: &Room<'_>, run: u32, order: &[usize]) -> Result<()> {
+        let name = |index: usize| format!("frozen{}r{run}", TOUCHED[index]);
+        for index in order.iter().copied() {
+            say(&format!("a parent that touches {} MiB", TOUCHED[index]));
+            room.boot(&name(index), TOUCHED[index])?;
+        }
+        let freeze = |index: usize| {
+            let taken = room.datastore.ask(&["vm", "freeze", &name(index)])?;
+            let (disks, state) = (number(&taken, "disks_ms")?, number(&taken, "state_ms")?);
+            number(&taken, "stop_ms").map(|stop| stop + disks.max(state))
+        };
+        for index in order.iter().copied() {
+            self.first[index].push(freeze(index)?);
+        }
+        for _ in 0..FREEZES {
+            for index in order.iter().copied() {
+                room.datastore.verb(&["vm", "start", &name(index)])?;
+                process::pause(Duration::from_secs(1))?;
+                self.again[index].push(freeze(index)?);
+            }
+        }
+        say("their clones, three at a time, in turn");
+        let clone = |index: usize, batch: &str| -> Result<(Value, Vec<String>)> {
+            let (pattern, count) = (format!("{}{batch}-%d", name(index)), AT_ONCE.to_string());
+            let words = ["vm", "clone", &name(index), "--instant", "--count", &count, "--parallel", &count];
+            let made = room.datastore.ask(&[&words[..], &["--name-pattern", &pattern]].concat())?;
+            Ok((made, (1..=AT_ONCE).map(|number| format!("{}{batch}-{number}", name(index))).collect()))
+        };
+        // The parents have changed hands: what all clones of one find is there after these.
+        for index in order.iter().copied() {
+            room.delete(&clone(index, "w")?.1)?;
+        }
+        for index in order.iter().copied() {
+            let began = Instant::now();
+            let (made, names) = clone(index, "c")?;
+            self.commands.push(began.elapsed().as_secs_f64());
+            for one in made["made"].as_array().into_iter().flatten() {
+                self.times[index].push(number(one, "running_ms")?);
+            }
+            process::pause(Duration::from_secs(2))?;
+            for name in &names {
+                self.own[index].push(room.own_memory(name)?);
+            }
+            room.delete(&names)?;
+        }
+        room.datastore.verb(&["vm", "clone", &name(0), "idle", "--instant", "--identity", "keep"])?;
+        process::pause(Duration::from_secs(2))?;
+        self.idle.push(room.own_memory("idle")?);
+        room.delete(&["idle".into()])?;
+        for index in order.iter().copied() {
+            room.datastore.verb(&["vm", "delete", &name(index)])?;
+        }
+        Ok(())
     }
-    Ok(
-        json!({ "touched": TOUCHED, "running_ms": times, "still_ms": still, "own_mib": own, "idle_mib": idle, "commands_s": commands }),
-    )
 }
 
 fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {

@@ -1,9 +1,9 @@
 //! The pages that a process has changed in a file it maps copy-on-write.
 //!
-//! A child's memory is its image's file, and its own copies of the pages it wrote. `/proc/PID/pagemap` tells which: a
-//! page that is there or in swap, and does not belong to a file, is a copy (Linux,
-//! Documentation/admin-guide/mm/pagemap). Reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
+//! A child's memory is its image's file, and its own copies of the pages it wrote. The kernel tells which
+//! ([`PageMap`]); reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
 
+use backend::pagemap::PageMap;
 use backend::{Error, ErrorKind, IoContext, Result};
 use std::fs::File;
 use std::ops::Range;
@@ -18,10 +18,6 @@ const STRIPE: u64 = 16 << 20;
 const PIECE: usize = 256 << 10;
 /// Most threads that copy.
 const WORKERS_MAX: usize = 4;
-
-const PRESENT: u64 = 1 << 63;
-const SWAPPED: u64 = 1 << 62;
-const OF_A_FILE: u64 = 1 << 61;
 
 /// Where a process has a file mapped.
 struct Mapping {
@@ -63,18 +59,17 @@ pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
         let text = format!("process {pid} does not map '{}'", file.display());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    let open = |name: &str| {
-        let path = format!("/proc/{pid}/{name}");
-        File::open(&path).during(|| format!("opening '{path}' (another user's process, or kernel.yama.ptrace_scope)"))
-    };
-    let work = Work { pid, map: open("pagemap")?, memory: open("mem")?, to };
+    let opening =
+        || format!("opening the memory of process {pid} (another user's process, or kernel.yama.ptrace_scope)");
+    let map = PageMap::open(pid).during(opening)?;
+    let work = Work { pid, map, memory: File::open(format!("/proc/{pid}/mem")).during(opening)?, to };
     let stripes: Vec<Mapping> = mappings.iter().flat_map(Mapping::stripes).collect();
     let (next, copied) = (AtomicUsize::new(0), AtomicU64::new(0));
     let workers = thread::available_parallelism().map_or(1, |count| count.get().clamp(1, WORKERS_MAX));
     let run = || -> Result<()> {
-        let mut buffers = Buffers { entries: vec![0; (STRIPE / page_size() * 8) as usize], piece: vec![0; PIECE] };
+        let mut piece = vec![0; PIECE];
         while let Some(stripe) = stripes.get(next.fetch_add(1, Ordering::Relaxed)) {
-            copied.fetch_add(work.copy(stripe, &mut buffers)?, Ordering::Relaxed);
+            copied.fetch_add(work.copy(stripe, &mut piece)?, Ordering::Relaxed);
         }
         Ok(())
     };
@@ -90,33 +85,19 @@ pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
 
 struct Work<'a> {
     pid: i32,
-    map: File,
+    map: PageMap,
     memory: File,
     to: &'a File,
 }
 
-struct Buffers {
-    entries: Vec<u8>,
-    piece: Vec<u8>,
-}
-
 impl Work<'_> {
-    /// Copies what has changed in a stripe.
-    fn copy(&self, stripe: &Mapping, buffers: &mut Buffers) -> Result<u64> {
-        let Range { start, end } = stripe.addresses;
-        let page = page_size();
-        let count = ((end - start) / page) as usize;
-        let entries = &mut buffers.entries[..count * 8];
+    /// Copies what has changed in a stripe; how many bytes.
+    fn copy(&self, stripe: &Mapping, piece: &mut [u8]) -> Result<u64> {
         let asking = || format!("asking for the pages of process {}", self.pid);
-        self.map.read_exact_at(entries, start / page * 8).during(asking)?;
         let mut copied = 0;
-        let mut index = 0;
-        while index < count {
-            let run = entries[index * 8..].chunks_exact(8).take_while(|entry| is_copy(entry)).count();
-            let from = start + index as u64 * page;
-            self.copy_run(from..from + run as u64 * page, stripe.offset + (from - start), &mut buffers.piece)?;
-            copied += run as u64 * page;
-            index += run.max(1);
+        for run in self.map.copies(stripe.addresses.clone()).during(asking)? {
+            copied += run.end - run.start;
+            self.copy_run(run.clone(), stripe.offset + (run.start - stripe.addresses.start), piece)?;
         }
         Ok(copied)
     }
@@ -131,16 +112,6 @@ impl Work<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether an entry of the page map is that of a page which is the process's own.
-fn is_copy(entry: &[u8]) -> bool {
-    let entry = entry.iter().rev().fold(0u64, |value, byte| value << 8 | u64::from(*byte));
-    entry & (PRESENT | SWAPPED) != 0 && entry & OF_A_FILE == 0
-}
-
-fn page_size() -> u64 {
-    rustix::param::page_size() as u64
 }
 
 /// Makes a copy of a memory file, its holes left out.
