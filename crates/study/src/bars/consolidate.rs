@@ -98,7 +98,7 @@ pub(super) fn watched(
     let (calm, busy) = (worst(&timings, &[before, after]), worst(&timings, &[during]));
     let what = |text: &str| format!("{}: {text}", work.what);
     let speed = ratio(work.bytes as f64, time.as_secs_f64());
-    let over = late(&timings, during);
+    let over = late(&timings, during).count();
     outcome.findings.extend([
         Finding::note(BAR, what("time"), time.as_secs_f64(), "s"),
         Finding::at_least(BAR, what("bytes moved per second"), speed / 1e6, BYTES_PER_SECOND_MIN / 1e6, "MB/s"),
@@ -110,14 +110,34 @@ pub(super) fn watched(
     ]);
     Ok(json!({
         "what": work.what, "seconds": time.as_secs_f64(), "bytes": work.bytes, "differences": differences,
-        "worst_calm_ms": calm, "worst_busy_ms": busy, "late": over, "requests": timings.len(), "allocated": allocated,
+        "worst_calm_ms": calm, "worst_busy_ms": busy, "late": over,
+        "stalls": stalls(&timings, during), "requests": timings.len(), "allocated": allocated,
     }))
 }
 
 /// Requests in flight during a window that took longer than they may.
-fn late(timings: &[Timing], window: (Instant, Instant)) -> usize {
-    let inside = |t: &&Timing| t.sent <= window.1 && t.answered >= window.0;
-    timings.iter().filter(inside).filter(|t| t.microseconds() > DELAY_MAX_MS * 1e3).count()
+fn late(timings: &[Timing], window: (Instant, Instant)) -> impl Iterator<Item = &Timing> {
+    let inside = move |t: &&Timing| t.sent <= window.1 && t.answered >= window.0;
+    timings.iter().filter(inside).filter(|t| t.microseconds() > DELAY_MAX_MS * 1e3)
+}
+
+/// The same gathered to one for each time that requests stood still together: seconds since the window began, the
+/// longest in milliseconds, how many.
+fn stalls(timings: &[Timing], window: (Instant, Instant)) -> Vec<(f64, f64, u32)> {
+    let mut stalls: Vec<(f64, f64, u32)> = Vec::new();
+    let mut until = window.0;
+    for one in late(timings, window) {
+        let longest = one.microseconds() / 1e3;
+        match stalls.last_mut() {
+            Some(last) if one.sent < until => {
+                last.1 = last.1.max(longest);
+                last.2 += 1;
+            }
+            _ => stalls.push((one.sent.saturating_duration_since(window.0).as_secs_f64(), longest, 1)),
+        }
+        until = until.max(one.answered);
+    }
+    stalls
 }
 
 fn share(timings: &[Timing], during: (Instant, Instant), before: (Instant, Instant), after: (Instant, Instant)) -> f64 {
