@@ -12,6 +12,7 @@
 mod extents;
 mod file;
 mod scheduling;
+mod unwritten;
 
 pub use file::LocalFile;
 #[cfg(target_os = "linux")]

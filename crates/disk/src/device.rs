@@ -108,7 +108,8 @@ pub trait Device: Send + Sync {
     /// durable on return. May wait while the write buffer is full.
     fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()>;
 
-    /// How full the write buffer is, in percent: whoever works in the background lets it empty first.
+    /// How near writers are to having to wait, for room in a buffer or for the medium, in percent: whoever works in the
+    /// background leaves it to them.
     fn pressure(&self) -> u32 {
         0
     }
