@@ -44,9 +44,14 @@ impl Room {
 
     /// Makes and starts a machine with a guest; `append` goes to its kernel's command line. It is up when this returns.
     pub fn boot(&self, name: &str, memory: &str, append: &str) {
-        let [kernel, initrd] = ["vmlinuz", "vm-initrd"].map(|file| guest().join(file));
+        self.boot_from("vm-initrd", name, &format!("--memory {memory}"), append);
+    }
+
+    /// The same with another of the guests, and with what `arguments` say of the machine.
+    pub fn boot_from(&self, initrd: &str, name: &str, arguments: &str, append: &str) {
+        let [kernel, initrd] = ["vmlinuz", initrd].map(|file| guest().join(file));
         let line = format!("console=ttyS0 quiet panic=-1 {append}");
-        let mut command = self.store.command(&format!("vm create {name} --memory {memory} --disk-size 1G --start"));
+        let mut command = self.store.command(&format!("vm create {name} {arguments} --disk-size 1G --start"));
         command.arg("--kernel").arg(kernel).arg("--initrd").arg(initrd).args(["--append", &line]);
         let done: Done = command.output().unwrap().into();
         done.ok();
