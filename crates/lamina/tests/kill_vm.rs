@@ -1,4 +1,5 @@
-//! `lamina vm` killed with SIGKILL at any moment of any clone, of snapshots, freezing, starting and deleting.
+//! `lamina vm` killed with SIGKILL at any moment of any clone, of snapshots, freezing and starting, and of deleting
+//! machines, deleting snapshots and reverting to them.
 //!
 //! A parent runs, another is frozen, a third is off. In each round one command is killed at a random instant; then a
 //! harmless one follows, and after it: every machine that is listed is whole, every disk and snapshot of the datastore
@@ -7,14 +8,15 @@
 #![allow(clippy::unwrap_used)]
 
 mod fleet;
+mod nbd;
 mod pattern;
 mod process;
 
-use fleet::Fleet;
+use fleet::{Fleet, contains, holds, write};
 use pattern::Random;
 use std::collections::BTreeSet;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const KILLS: u64 = 60;
 /// The latest moment of a kill after the command began.
@@ -36,8 +38,10 @@ const COMMANDS: [&str; 12] = [
     "start icy",
 ];
 
+const PARENTS: [&str; 4] = ["running", "frozen", "off", "icy"];
+
 fn parents(fleet: &Fleet) {
-    for name in ["running", "frozen", "off", "icy"] {
+    for name in PARENTS {
         fleet.make(name, "32M");
     }
     fleet.run("start running frozen icy").ok();
@@ -60,7 +64,7 @@ fn look(fleet: &Fleet, what: &str) {
         assert_ne!(machine["state"], "busy", "{what}: {name}: {}", log());
     }
     assert_eq!(fleet.disks(), disks, "{what}");
-    for name in ["running", "frozen", "off", "icy"] {
+    for name in PARENTS {
         assert!(list.contains_key(name), "{what}: {name}");
     }
     assert_eq!(list["running"]["state"], "running", "{what}");
@@ -85,20 +89,22 @@ fn look(fleet: &Fleet, what: &str) {
             assert!(folder.join("snapshot.toml").exists(), "{what}: {snapshot} belongs to no machine");
         }
     }
-    let snapshots = fleet.run("snapshot list running --json").json();
     let there = fleet.snapshots();
-    for snapshot in snapshots["snapshots"].as_array().unwrap() {
-        for disk in snapshot["disks"].as_array().unwrap() {
-            assert!(there.contains_key(disk.as_str().unwrap()), "{what}: {snapshot}");
+    for name in list.keys() {
+        let snapshots = fleet.run(&format!("snapshot list {name} --json")).json();
+        for snapshot in snapshots["snapshots"].as_array().unwrap() {
+            for disk in snapshot["disks"].as_array().unwrap() {
+                assert!(there.contains_key(disk.as_str().unwrap()), "{what}: {snapshot}");
+            }
         }
     }
 }
 
 /// Takes away what was made, so that the next round has little to look through.
 fn clean(fleet: &Fleet, what: &str) {
-    let parents = ["running", "frozen", "off", "icy"];
-    for (name, machine) in fleet.list() {
-        if parents.contains(&name.as_str()) {
+    // A parent's name comes before those of its clones.
+    for (name, machine) in fleet.list().into_iter().rev() {
+        if PARENTS.contains(&name.as_str()) {
             continue;
         }
         if machine["state"] != "stopped" {
@@ -114,7 +120,7 @@ fn clean(fleet: &Fleet, what: &str) {
         "paused" => drop(fleet.run("resume icy").ok()),
         _ => {}
     }
-    assert_eq!(fleet.list().len(), parents.len(), "{what}");
+    assert_eq!(fleet.list().len(), PARENTS.len(), "{what}");
 }
 
 #[test]
@@ -139,8 +145,7 @@ fn whole_or_absent_whenever_a_command_is_killed() {
         match child.try_wait().unwrap() {
             Some(_) => done += 1,
             None => {
-                child.kill().unwrap();
-                child.wait().unwrap();
+                fleet.kill(&mut child);
                 killed += 1;
             }
         }
@@ -151,5 +156,97 @@ fn whole_or_absent_whenever_a_command_is_killed() {
     eprintln!("{killed} commands were killed, {done} were done before");
     assert!(killed > KILLS / 3, "{killed} of {KILLS} were killed: the others were done before");
     fleet.run("stop --force running").ok();
+    fleet.store.is_clean();
+}
+
+/// What is killed while it takes something away, and what there is before: each begins with a machine `gone`, whose disk
+/// holds 1 in the beginning.
+const REMOVALS: [(&str, &[&str]); 8] = [
+    ("delete gone", &["clone off gone --linked"]),
+    ("delete gone", &["clone running gone --instant --identity keep", "stop gone --force"]),
+    ("delete gone", &["clone off gone --full", "start gone", "freeze gone"]),
+    ("delete gone", &["clone off gone --full --start", "snapshot create gone@live --memory", "stop gone --force"]),
+    ("delete gone --promote", &["clone off gone --full", "clone gone heir --linked", "clone gone heiress --linked"]),
+    ("snapshot delete gone@live", &["clone off gone --full --start", "snapshot create gone@live --memory"]),
+    ("revert gone@live", &["clone off gone --full --start", "snapshot create gone@live --memory"]),
+    ("revert gone@cold", &["clone off gone --full", "snapshot create gone@cold", "start gone"]),
+];
+/// How often each of them is killed.
+const REMOVAL_KILLS: u32 = 5;
+
+/// Everything that is removed is gone without a trace, or there without a loss.
+fn look_at_what_was_to_go(fleet: &Fleet, command: &str, rewritten: bool, what: &str) {
+    look(fleet, what);
+    let list = fleet.list();
+    for heir in ["heir", "heiress"] {
+        assert_eq!(list.contains_key(heir), command.contains("--promote"), "{what}");
+        if list.contains_key(heir) {
+            holds(fleet, heir, 0, 1);
+        }
+    }
+    let Some(gone) = list.get("gone") else {
+        assert!(command.starts_with("delete"), "{what}: it is not to be deleted");
+        return;
+    };
+    let snapshots = fleet.run("snapshot list gone --json").json();
+    let snapshots = snapshots["snapshots"].as_array().unwrap();
+    if !command.starts_with("revert") {
+        holds(fleet, "gone", 0, if rewritten { 2 } else { 1 });
+        if command.starts_with("snapshot") {
+            assert_eq!(gone["state"], "running", "{what}");
+        }
+        return;
+    }
+    assert_eq!(snapshots.len(), 1, "{what}");
+    let reverted = contains(fleet, "gone", 0, 1);
+    assert!(reverted || contains(fleet, "gone", 0, 2), "{what}: its disk is neither as it was nor as it is to be");
+    // It runs on as before, or as it did then, or it is off; it does not stand still.
+    assert!(["running", "stopped"].contains(&gone["state"].as_str().unwrap()), "{what}: {gone}");
+}
+
+#[test]
+fn gone_or_whole_whenever_a_removal_is_killed() {
+    let fleet = Fleet::new();
+    parents(&fleet);
+    for parent in ["off", "running"] {
+        write(&fleet, parent, 0, 1);
+    }
+    let memory = fleet.memory_files();
+    let mut killed = 0;
+    for (command, before) in REMOVALS {
+        let mut whole = Duration::ZERO;
+        for round in 0..=REMOVAL_KILLS {
+            for step in before {
+                fleet.run(step).ok();
+            }
+            let rewritten = before.iter().any(|step| step.starts_with("snapshot"));
+            if rewritten {
+                write(&fleet, "gone", 0, 2);
+            }
+            let begun = Instant::now();
+            let mut child = fleet.command(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            let mut what = format!("'{command}' after {before:?}");
+            if round == 0 {
+                // One that nobody kills says how long it takes; the others are killed from its beginning to its end.
+                assert!(child.wait().unwrap().success(), "{what}");
+                whole = begun.elapsed();
+            } else {
+                let after = whole.mul_f64((f64::from(round) - 0.5) / f64::from(REMOVAL_KILLS));
+                std::thread::sleep(after);
+                killed += u32::from(child.try_wait().unwrap().is_none());
+                fleet.kill(&mut child);
+                what = format!("{what}, killed after {after:?} of {whole:?}");
+            }
+            look_at_what_was_to_go(&fleet, command, rewritten, &what);
+            clean(&fleet, &what);
+        }
+    }
+    assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others were done before");
+    // Nothing was left that nobody has, nor taken that somebody needs.
+    assert_eq!(fleet.memory_files(), memory);
+    fleet.run("stop --force running frozen icy").ok();
+    fleet.run(&format!("delete {}", PARENTS.join(" "))).ok();
+    assert!(fleet.disks().is_empty() && fleet.snapshots().is_empty() && fleet.memory_files() == 0);
+    assert!(process::files(&fleet.store.path().join("memory-images")).is_empty());
     fleet.store.is_clean();
 }

@@ -8,27 +8,12 @@ mod nbd;
 mod pattern;
 mod process;
 
-use fleet::{Fleet, MEMORY};
+use fleet::{Fleet, MEMORY, MIB, holds, write};
 use nbd::Client;
 use process::{lamina, wait};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::process::Stdio;
-
-const MIB: u64 = 1 << 20;
-
-/// Writes a megabyte that tells where it was written and when.
-fn write(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
-    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
-    client.write(at, &pattern::bytes(seed, MIB as usize)).unwrap();
-    client.flush().unwrap();
-}
-
-#[track_caller]
-fn holds(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
-    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
-    assert!(client.read(at, MIB as u32).unwrap() == pattern::bytes(seed, MIB as usize), "{disk} at {at}: not {seed}");
-}
 
 #[test]
 fn a_machine_from_its_making_to_its_end() {

@@ -19,10 +19,12 @@ mod making;
 pub use intent::{Intended, OwnDisk, Snapshot};
 pub use making::Making;
 
+use crate::clone;
 use crate::definition::check_name;
 use crate::disks::Disks;
 use crate::durable;
 use crate::identity::Uuid;
+use crate::instant::freeze;
 use crate::machine::{DEFINITION, Machine, State};
 use backend::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
@@ -141,11 +143,12 @@ impl Machines {
     }
 
     /// Deletes a machine that does not run, with those of its disks that are named, and then `snapshots`, unless clones
-    /// stand on them. With `promote`, clones of its disks get what they stand on.
+    /// stand on them. With `promote`, clones of its disks get what they stand on: of snapshots that were taken for
+    /// clones alone, the one that gets them keeps those that others stand on.
     ///
     /// # Errors
     /// `Busy`, with nothing done, while it runs, while its disks are used, or clones stand on them.
-    pub fn delete(&self, name: &str, disks: &[String], snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
+    pub fn delete(&self, name: &str, disks: &[String], mut snapshots: Vec<Snapshot>, promote: bool) -> Result<()> {
         let machine = self.get(name)?;
         let change = machine.change()?;
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
@@ -153,11 +156,16 @@ impl Machines {
             return busy(format!("machine '{name}' runs; stop it first"));
         }
         for disk in disks {
-            let snapshots = match self.disks.snapshots(disk) {
+            let of_disk = match self.disks.snapshots(disk) {
                 Err(error) if error.kind() == ErrorKind::NotFound => continue,
-                snapshots => snapshots?,
+                of_disk => of_disk?,
             };
-            let clones: Vec<String> = snapshots.into_iter().flat_map(|snapshot| snapshot.clones).collect();
+            let for_clones = |name: &str| [clone::PREFIX, freeze::PREFIX].iter().any(|prefix| name.starts_with(prefix));
+            for snapshot in of_disk.iter().filter(|snapshot| for_clones(&snapshot.name)) {
+                let heirs = snapshot.clones.iter().cloned();
+                snapshots.extend(heirs.map(|disk| Snapshot { disk, name: snapshot.name.clone() }));
+            }
+            let clones: Vec<String> = of_disk.into_iter().flat_map(|snapshot| snapshot.clones).collect();
             if !clones.is_empty() && !promote {
                 let names: Vec<&str> = clones.iter().map(String::as_str).take(5).collect();
                 return busy(format!(

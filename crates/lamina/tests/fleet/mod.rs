@@ -3,14 +3,17 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]
 
+use crate::nbd::Client;
+use crate::pattern;
 use crate::process::{Done, Serving, Store};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 
 /// Enough for the firmware, which finds nothing to boot and waits.
 pub const MEMORY: &str = "32M";
+pub const MIB: u64 = 1 << 20;
 
 /// The datastore and its server. Its machines are ended with it.
 pub struct Fleet {
@@ -77,6 +80,18 @@ impl Fleet {
         list["snapshots"].as_array().unwrap().iter().map(of).collect()
     }
 
+    /// SIGKILL for a command, and the end of what it was about to start: until that is QEMU it is a copy of the
+    /// command, with its locks.
+    pub fn kill(&self, command: &mut Child) {
+        command.kill().unwrap();
+        command.wait().unwrap();
+        let server = self.server.as_ref().unwrap().pid();
+        crate::process::until("no copy of a killed command is left", || {
+            let store = self.store.path();
+            processes(&store).into_iter().all(|(pid, words)| pid == server || !words[0].ends_with("lamina"))
+        });
+    }
+
     pub fn folder(&self) -> PathBuf {
         self.store.path().join("machines")
     }
@@ -95,12 +110,17 @@ impl Fleet {
 
     /// Processes that work on this datastore's machines: process number and name of the machine.
     pub fn processes(&self) -> BTreeMap<u32, String> {
-        processes(&self.folder())
+        let qemus = processes(&self.folder()).into_iter().filter(|(_, words)| words[0].contains("qemu-system"));
+        let named = qemus.map(|(pid, words)| {
+            let name = words.iter().skip_while(|word| *word != "-name").nth(1).unwrap();
+            (pid, name.split(',').next().unwrap().to_owned())
+        });
+        named.collect()
     }
 }
 
-/// QEMUs whose sockets are in a folder.
-fn processes(folder: &Path) -> BTreeMap<u32, String> {
+/// Processes whose command line names a folder, with its words.
+fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
     let mut found = BTreeMap::new();
     let folder = folder.to_str().unwrap();
     for entry in std::fs::read_dir("/proc").unwrap() {
@@ -109,11 +129,9 @@ fn processes(folder: &Path) -> BTreeMap<u32, String> {
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let words: Vec<String> =
             line.split(|byte| *byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
-        if !words.iter().any(|word| word.contains(folder)) || !words[0].contains("qemu-system") {
-            continue;
+        if words.iter().any(|word| word.contains(folder)) {
+            found.insert(pid, words);
         }
-        let name = words.iter().skip_while(|word| *word != "-name").nth(1).unwrap();
-        found.insert(pid, name.split(',').next().unwrap().to_owned());
     }
     found
 }
@@ -127,4 +145,22 @@ impl Drop for Fleet {
             let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
         }
     }
+}
+
+/// Writes a megabyte that tells where it was written and when.
+pub fn write(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
+    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
+    client.write(at, &pattern::bytes(seed, MIB as usize)).unwrap();
+    client.flush().unwrap();
+}
+
+/// Whether that is what is there.
+pub fn contains(fleet: &Fleet, disk: &str, at: u64, seed: u64) -> bool {
+    let mut client = Client::connect(&fleet.store.socket(), disk).unwrap();
+    client.read(at, MIB as u32).unwrap() == pattern::bytes(seed, MIB as usize)
+}
+
+#[track_caller]
+pub fn holds(fleet: &Fleet, disk: &str, at: u64, seed: u64) {
+    assert!(contains(fleet, disk, at, seed), "{disk} at {at}: not {seed}");
 }
