@@ -370,6 +370,8 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let features = host.features()?;
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
+    // Killed from here on, it is off or it executes: no process is left that nobody knows, and none that stands still.
+    let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
             features,
