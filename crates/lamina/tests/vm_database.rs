@@ -20,8 +20,8 @@ const BETWEEN: u64 = 20;
 fn acknowledged(console: &str, database: &str) -> u64 {
     // A line may be cut short at the end.
     let whole = console.rsplit_once('\n').map_or("", |(whole, _)| whole);
-    let numbers = whole.lines().filter_map(|line| line.trim().strip_prefix(database)?.strip_prefix(' ')?.parse().ok());
-    numbers.last().unwrap_or(0)
+    let number = |line: &str| line.trim().strip_prefix(database)?.strip_prefix(' ')?.parse().ok();
+    whole.lines().rev().find_map(number).unwrap_or(0)
 }
 
 /// Waits until the parent has committed some more. What both databases have acknowledged: rollback, log.
