@@ -7,6 +7,8 @@
 
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, Result};
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD as BASE64;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::thread;
@@ -92,7 +94,7 @@ impl Agent {
         }
         let mut wanted = json!({ "path": program, "arg": arguments, "capture-output": true });
         if !input.is_empty() {
-            wanted["input-data"] = base64(input).into();
+            wanted["input-data"] = BASE64.encode(input).into();
         }
         let pid = self.client.execute("guest-exec", wanted)?["pid"].clone();
         let deadline = Instant::now() + patience;
@@ -100,7 +102,7 @@ impl Agent {
         loop {
             let status = self.client.execute("guest-exec-status", json!({ "pid": pid }))?;
             if status["exited"] == true {
-                let data = |key: &str| unbase64(status[key].as_str().unwrap_or(""));
+                let data = |key: &str| decoded(status[key].as_str().unwrap_or(""));
                 return Ok(Ended {
                     code: status["exitcode"].as_i64(),
                     output: data("out-data")?,
@@ -139,7 +141,7 @@ impl Frozen {
     /// copied meanwhile is only crash-consistent.
     pub fn thaw(mut self) -> Result<(Agent, u64)> {
         let mut agent = self.agent.take().ok_or_else(|| Error::new(ErrorKind::Stopped, "thawed already"))?;
-        let count = agent.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0);
+        let count = agent.thaw()?;
         Ok((agent, count))
     }
 }
@@ -147,44 +149,17 @@ impl Frozen {
 impl Drop for Frozen {
     fn drop(&mut self) {
         if let Some(mut agent) = self.agent.take()
-            && let Err(error) = agent.client.execute("guest-fsfreeze-thaw", json!({}))
+            && let Err(error) = agent.thaw()
         {
             tracing::error!("a guest's file systems stay frozen: {error}");
         }
     }
 }
 
-const ALPHABET: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-
-/// Base64 (RFC 4648), as the agent takes data.
-fn base64(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len().div_ceil(3) * 4);
-    for part in bytes.chunks(3) {
-        let word = part.iter().fold(0u32, |word, byte| word << 8 | u32::from(*byte)) << (8 * (3 - part.len()));
-        for place in 0..4 {
-            let digit = ALPHABET[(word >> (18 - 6 * place)) as usize & 63];
-            text.push(if place <= part.len() { char::from(digit) } else { '=' });
-        }
-    }
-    text
-}
-
-fn unbase64(text: &str) -> Result<Vec<u8>> {
-    let wrong = || Error::new(ErrorKind::Invalid, "the guest agent sent data that is not base64");
-    let digits = text.trim_end_matches('=');
-    let mut bytes = Vec::with_capacity(digits.len() / 4 * 3 + 2);
-    let (mut word, mut bits) = (0u32, 0);
-    for letter in digits.bytes() {
-        let digit = ALPHABET.iter().position(|known| *known == letter).ok_or_else(wrong)?;
-        word = word << 6 | digit as u32;
-        bits += 6;
-        if bits >= 8 {
-            bits -= 8;
-            bytes.push((word >> bits) as u8);
-            word &= (1 << bits) - 1;
-        }
-    }
-    Ok(bytes)
+/// What the agent sends as base64.
+fn decoded(text: &str) -> Result<Vec<u8>> {
+    let wrong = |e| Error::new(ErrorKind::Invalid, format!("the guest agent sent data that is not base64: {e}"));
+    BASE64.decode(text).map_err(wrong)
 }
 
 #[cfg(test)]
@@ -196,10 +171,10 @@ mod tests {
     fn data_crosses_unchanged() {
         let bytes: Vec<u8> = (0..=255).collect();
         for length in 0..bytes.len() {
-            assert_eq!(unbase64(&base64(&bytes[..length])).unwrap(), &bytes[..length]);
+            assert_eq!(decoded(&BASE64.encode(&bytes[..length])).unwrap(), &bytes[..length]);
         }
-        assert_eq!(base64(b"lamina"), "bGFtaW5h");
-        assert_eq!(base64(b"disk"), "ZGlzaw==");
-        assert!(unbase64("a b").is_err());
+        assert_eq!(BASE64.encode(b"lamina"), "bGFtaW5h");
+        assert_eq!(BASE64.encode(b"disk"), "ZGlzaw==");
+        assert!(decoded("a b").is_err());
     }
 }
