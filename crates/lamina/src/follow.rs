@@ -10,7 +10,7 @@ use signal_hook::flag;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long work has to last before a bar shows; most verbs are done by then.
 const BAR_AFTER: Duration = Duration::from_millis(300);
@@ -27,10 +27,54 @@ pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {
     Ok(interrupted)
 }
 
-/// What the numbers of a progress count.
+/// What is counted.
+pub const BYTES: &str = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
+/// The same.
+pub const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
+
+/// A bar on stderr that shows once the work has lasted; where stderr is no terminal it never does.
+pub struct Bar {
+    bar: ProgressBar,
+    begun: Instant,
+    visible: AtomicBool,
+}
+
+impl Bar {
+    /// For work that is called `what`.
+    pub fn new(what: &'static str, template: &str) -> Self {
+        // Hidden until it is worth showing; indicatif itself keeps it hidden where stderr is no terminal.
+        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
+        bar.set_message(what);
+        let bar = Self { bar, begun: Instant::now(), visible: AtomicBool::new(false) };
+        bar.count(template);
+        bar
+    }
+
+    /// From now on that is counted.
+    pub fn count(&self, template: &str) {
+        if let Ok(style) = ProgressStyle::with_template(template) {
+            self.bar.set_style(style.progress_chars("=> "));
+        }
+    }
+
+    /// So much of all is done.
+    pub fn update(&self, done: u64, total: u64) {
+        self.bar.set_length(total);
+        self.bar.set_position(done);
+        if !self.visible.load(Ordering::Relaxed) && self.begun.elapsed() >= BAR_AFTER {
+            self.visible.store(true, Ordering::Relaxed);
+            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
+    }
+
+    /// Takes it away.
+    pub fn finish(&self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+/// What a request's progress is called, and what its numbers count.
 fn template(request: &Request) -> Option<(&'static str, &'static str)> {
-    const BYTES: &str = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
-    const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
     Some(match request {
         Request::Check { .. } => ("checking", THINGS),
         Request::Disk(DiskRequest::Create { .. }) => ("zeroing", BYTES),
@@ -55,9 +99,8 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
 
 /// Follows one request of the command line.
 pub struct Follow {
-    bar: ProgressBar,
-    begun: std::time::Instant,
-    visible: AtomicBool,
+    /// `None` for what takes no time.
+    bar: Option<Bar>,
     interrupted: Arc<AtomicBool>,
     extents: Mutex<Option<Extents>>,
     unread: AtomicBool,
@@ -66,19 +109,8 @@ pub struct Follow {
 impl Follow {
     /// Follows `request`; `extents` takes what a diff finds.
     pub fn new(request: &Request, interrupted: Arc<AtomicBool>, extents: Option<Extents>) -> Self {
-        // Hidden until it is worth showing; indicatif itself keeps it hidden where stderr is no terminal.
-        let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
-        let template = template(request);
-        if let Some((what, template)) = template {
-            if let Ok(style) = ProgressStyle::with_template(template) {
-                bar.set_style(style.progress_chars("=> "));
-            }
-            bar.set_message(what);
-        }
         Self {
-            bar,
-            begun: std::time::Instant::now(),
-            visible: AtomicBool::new(template.is_none()),
+            bar: template(request).map(|(what, template)| Bar::new(what, template)),
             interrupted,
             extents: Mutex::new(extents),
             unread: AtomicBool::new(false),
@@ -92,18 +124,17 @@ impl Follow {
 
     /// Takes the bar away and gives back what prints extents.
     pub fn finish(self) -> Option<Extents> {
-        self.bar.finish_and_clear();
+        if let Some(bar) = &self.bar {
+            bar.finish();
+        }
         self.extents.into_inner()
     }
 }
 
 impl Progress for Follow {
     fn update(&self, done: u64, total: u64) {
-        self.bar.set_length(total);
-        self.bar.set_position(done);
-        if !self.visible.load(Ordering::Relaxed) && self.begun.elapsed() >= BAR_AFTER {
-            self.visible.store(true, Ordering::Relaxed);
-            self.bar.set_draw_target(ProgressDrawTarget::stderr());
+        if let Some(bar) = &self.bar {
+            bar.update(done, total);
         }
     }
 

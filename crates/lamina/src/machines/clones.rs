@@ -42,10 +42,10 @@ pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
     if names.len() == 1 && outcome.made.is_empty() && outcome.failed.len() == 1 {
         return outcome.failed.pop().map_or(Ok(End::Code(1)), |(_, error)| Err(error.into()));
     }
-    report(&outcome, way, form)
+    report(outcome, way, form)
 }
 
-fn report(outcome: &Outcome, way: Way, form: Form) -> Result<End, End> {
+fn report(outcome: Outcome, way: Way, form: Form) -> Result<End, End> {
     let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
     if form == Form::Json {
         let made = |one: &Made| {
@@ -97,19 +97,14 @@ fn report(outcome: &Outcome, way: Way, form: Form) -> Result<End, End> {
     }
     // Those that were interrupted before they were begun are one fact, not many.
     let (stopped, failed): (Vec<_>, Vec<_>) =
-        outcome.failed.iter().partition(|(_, error)| error.kind() == ErrorKind::Interrupted);
+        outcome.failed.into_iter().partition(|(_, error)| error.kind() == ErrorKind::Interrupted);
     if !stopped.is_empty() {
         let _ = writeln!(std::io::stderr(), "lamina: stopped on request; {} were not made", stopped.len());
     }
-    let failed: Vec<_> = failed.into_iter().map(|(name, error)| (name.clone(), again(error))).collect();
     Ok(match told(&failed) {
         End::Code(0) if !stopped.is_empty() => End::Code(exit::INTERRUPTED),
         end => end,
     })
-}
-
-fn again(error: &disk::Error) -> disk::Error {
-    disk::Error::new(error.kind(), error.to_string())
 }
 
 fn names(made: &[Made]) -> String {
