@@ -217,6 +217,26 @@ impl Definition {
             .map_err(|e| Error::new(ErrorKind::Invalid, format!("machine '{}' cannot be written: {e}", self.name)))
     }
 
+    /// Whether a record with the machine as it was holds together: it is of the version that is known, (its, ours), and
+    /// of each disk it names a snapshot. Errors call it `origin`.
+    pub(crate) fn check_record<'a>(
+        &self,
+        origin: &str,
+        (version, known): (u32, u32),
+        disks: impl Iterator<Item = &'a String>,
+    ) -> Result<()> {
+        if version != known {
+            let text = format!("'{origin}' is of version {version}, this program knows {known}");
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{origin}': {what}"));
+        self.check().map_err(|error| corrupt(error.to_string()))?;
+        match disks.eq(self.disks.iter().map(|disk| &disk.name)) {
+            true => Ok(()),
+            false => Err(corrupt("it has not one snapshot for each disk".into())),
+        }
+    }
+
     /// Whether it holds together.
     pub fn check(&self) -> Result<()> {
         let invalid = |what: String| Err(Error::new(ErrorKind::Invalid, what));

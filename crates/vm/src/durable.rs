@@ -1,6 +1,7 @@
-//! Files that are replaced whole or not at all.
+//! Files that are replaced whole or not at all, and what there is of them.
 
 use backend::{Error, ErrorKind, IoContext, Result};
+use serde::Serialize;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -31,9 +32,35 @@ pub fn sync_folder_of(path: &Path) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
 }
 
-/// Makes the names in a folder durable.
-pub fn sync_folder(path: &Path) -> Result<()> {
-    File::open(path).and_then(|folder| folder.sync_all()).during(|| format!("writing '{}'", path.display()))
+/// The same with a value, as TOML.
+pub fn write_toml(path: &Path, value: &impl Serialize) -> Result<()> {
+    let text = toml::to_string(value)
+        .map_err(|e| Error::new(ErrorKind::Invalid, format!("'{}' cannot be written: {e}", path.display())))?;
+    write(path, text.as_bytes())
+}
+
+/// The text of a file; `None` when it is not there.
+pub fn read(path: &Path) -> Result<Option<String>> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(Error::io(format!("reading '{}'", path.display()), e)),
+    }
+}
+
+/// The names in a folder; one that is no text is none of ours.
+pub fn names(folder: &Path) -> Result<Vec<String>> {
+    let listing = || format!("listing '{}'", folder.display());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).during(listing)? {
+        names.extend(entry.during(listing)?.file_name().into_string());
+    }
+    Ok(names)
+}
+
+/// Makes durable what a file holds, or the names in a folder.
+pub fn sync(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", path.display()))
 }
 
 /// Writes new files and makes them and their names durable, many at once.

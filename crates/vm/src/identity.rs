@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 
 /// Bytes from the system's random number generator.
-fn random<const N: usize>() -> Result<[u8; N]> {
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {

@@ -10,6 +10,8 @@
 //! machine      one machine: its folder, its process
 //! machines     all of them: made whole or not at all
 //! lifecycle    starting and stopping
+//! busy         what somebody else uses for a moment
+//! durable      files that are replaced whole or not at all
 //! quiet        the disks of a machine at one point, its guest frozen around it
 //! snapshots    a machine's snapshots
 //! instant      memory images, and machines that go on from them
@@ -28,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 pub mod agent;
+mod busy;
 pub mod clone;
 pub mod definition;
 pub mod disks;

@@ -19,9 +19,6 @@ const AGENT_PATIENCE: Duration = Duration::from_secs(2);
 /// How often they are looked at.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long QEMU itself may take to end once it is told to.
-const QUIT_PATIENCE: Duration = Duration::from_secs(20);
-
 /// How a machine is to stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stop {
@@ -52,7 +49,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
         // From here on its disks may move on: nobody may start it from the image again.
-        remove_if_there(&machine.folder().join("frozen"))?;
+        freeze::forget(machine)?;
         // It is itself, not a copy of itself: its network is as it was.
         for index in 0..image.record.machine.networks.len() {
             successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
@@ -126,24 +123,12 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let machine = change.machine();
     if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
         // What is given up is a moment that nobody can go on from any more, or nobody wants to.
-        remove_if_there(&machine.folder().join("frozen"))?;
+        freeze::forget(machine)?;
         return change.sweep();
     }
     let process = machine.running()?;
     match how {
-        Stop::Now => {
-            // Told to quit it lets its own requests to the disks end; a guest's caches are lost either way. The
-            // connection stays until it has: QEMU forgets what it was told by somebody who has gone.
-            let mut monitor = machine.monitor();
-            let told = match &mut monitor {
-                Ok(monitor) => monitor.send(&json!({ "execute": "quit" })).is_ok(),
-                Err(_) => false,
-            };
-            if !told || !process.wait(QUIT_PATIENCE)? {
-                process.kill()?;
-                process.wait(QUIT_PATIENCE)?;
-            }
-        }
+        Stop::Now => process.quit(machine.monitor().ok().as_mut())?,
         Stop::Ask(patience) => {
             if machine.state()? == State::Paused {
                 let text =
@@ -179,6 +164,6 @@ pub fn pause(change: &Change) -> Result<()> {
 pub fn resume(change: &Change) -> Result<()> {
     change.machine().running()?;
     // A start from an image that was killed half-way is carried on: the disks move on from here.
-    remove_if_there(&change.machine().folder().join("frozen"))?;
+    freeze::forget(change.machine())?;
     change.machine().monitor()?.execute("cont", json!({})).map(drop)
 }

@@ -16,6 +16,7 @@
 //! 5. A guest that a command holds still goes on, whoever is killed: with the next command at the latest.
 
 use crate::agent::Agent;
+use crate::busy::while_busy;
 use crate::definition::Definition;
 use crate::durable;
 use crate::qemu::command::{self, Memory, RunFolder};
@@ -29,8 +30,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The definition's file.
 pub const DEFINITION: &str = "machine.toml";
@@ -42,10 +42,6 @@ const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 const SOCKET_PATH_MAX: usize = 107;
 /// How long QEMU may take from being started to answering.
 const START_PATIENCE: Duration = Duration::from_secs(60);
-/// How long a process that is ended may take.
-const END_PATIENCE: Duration = Duration::from_secs(20);
-/// How often a machine that somebody else changes is looked at.
-const LOCK_INTERVAL: Duration = Duration::from_millis(5);
 /// The file that says that a command holds the guest still.
 const HELD: &str = "held";
 /// How long its monitor may take to answer.
@@ -144,15 +140,7 @@ impl Machine {
 
     /// The right to change it, which somebody else may have for a moment.
     pub fn change_within(&self, patience: Duration) -> Result<Change> {
-        let deadline = Instant::now() + patience;
-        loop {
-            match self.change() {
-                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                    thread::sleep(LOCK_INTERVAL);
-                }
-                outcome => return outcome,
-            }
-        }
+        while_busy(patience, || self.change())
     }
 
     /// The right to change it.
@@ -239,17 +227,12 @@ impl Machine {
 
     /// The folders of its processes, the ended ones too.
     fn run_folders(&self) -> Result<Vec<PathBuf>> {
-        let listing = || format!("listing '{}'", self.folder.display());
-        let mut folders = Vec::new();
-        for entry in fs::read_dir(&self.folder).during(listing)? {
-            let entry = entry.during(listing)?;
-            let name = entry.file_name();
-            let number = name.to_str().and_then(|name| name.strip_prefix("run.")).unwrap_or("");
-            if !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()) {
-                folders.push(entry.path());
-            }
-        }
-        Ok(folders)
+        let is_one = |name: &String| {
+            let number = name.strip_prefix("run.").unwrap_or("");
+            !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+        };
+        let names = durable::names(&self.folder)?;
+        Ok(names.into_iter().filter(is_one).map(|name| self.folder.join(name)).collect())
     }
 
     /// All its processes, those that do not count too.
@@ -368,8 +351,7 @@ impl Change {
                 if counts {
                     continue;
                 }
-                process.kill()?;
-                process.wait(END_PATIENCE)?;
+                process.end()?;
             }
             if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
                 remove_if_there(&file)?;
@@ -398,17 +380,13 @@ impl Change {
     /// Lets a guest go on whose command was killed. Whether there was one.
     pub fn let_go_on(&self) -> Result<bool> {
         let path = self.machine.folder.join(HELD);
-        let hold: Hold = match fs::read(&path) {
-            // Cut short by the kill: it was not held yet.
-            Ok(text) => serde_json::from_slice(&text).unwrap_or_default(),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
-            Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
-        };
+        let Some(text) = durable::read(&path)? else { return Ok(false) };
+        // Cut short by the kill: it was not held yet.
+        let hold: Hold = serde_json::from_str(&text).unwrap_or_default();
         if crate::instant::freeze::frozen(&self.machine)?.is_some() {
             // It is an image now, and goes on from there: its process would go on beside it.
             for process in self.machine.processes()? {
-                process.kill()?;
-                process.wait(END_PATIENCE)?;
+                process.end()?;
             }
         }
         self.sweep()?;

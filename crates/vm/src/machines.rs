@@ -105,12 +105,7 @@ impl Machines {
     }
 
     fn folders(&self) -> Result<Vec<String>> {
-        let listing = || format!("listing '{}'", self.folder.display());
-        let mut names = Vec::new();
-        for entry in fs::read_dir(&self.folder).during(listing)? {
-            names.extend(entry.during(listing)?.file_name().into_string());
-        }
-        Ok(names)
+        durable::names(&self.folder)
     }
 
     /// Held while a folder is begun or looked for: nobody meets one that is there and not yet locked.
@@ -138,7 +133,7 @@ impl Machines {
             fs::create_dir(folder.join(&machine.name)).during(made)?;
         }
         intent.write(&folder)?;
-        durable::sync_folder(&self.folder)?;
+        durable::sync(&self.folder)?;
         Ok((folder, lock))
     }
 
@@ -181,8 +176,8 @@ impl Machines {
         let intent = Intent::new(vec![Intended { name: name.to_owned(), disks: own }], snapshots);
         let (folder, _lock) = self.begin(OLD, &intent)?;
         fs::rename(machine.folder(), folder.join(name)).during(|| format!("deleting machine '{name}'"))?;
-        durable::sync_folder(&folder)?;
-        durable::sync_folder(&self.folder)?;
+        durable::sync(&folder)?;
+        durable::sync(&self.folder)?;
         making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
     }
 

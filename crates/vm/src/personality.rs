@@ -16,8 +16,8 @@
 
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
-use crate::identity::Uuid;
-use backend::{Error, ErrorKind, IoContext, Result};
+use crate::identity::{Uuid, random};
+use backend::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -39,13 +39,7 @@ pub struct Given {
 fn script(definition: &Definition) -> Result<String> {
     // A name is letters, digits and hyphens, addresses are hexadecimal: nothing of it means anything to a shell.
     check_name(&definition.name)?;
-    let mut entropy = [0; ENTROPY];
-    let mut filled = 0;
-    while filled < ENTROPY {
-        filled += rustix::rand::getrandom(&mut entropy[filled..], rustix::rand::GetRandomFlags::empty())
-            .map_err(std::io::Error::from)
-            .during(|| "asking the system for random bytes".into())?;
-    }
+    let entropy: [u8; ENTROPY] = random()?;
     let octal = entropy.iter().fold(String::new(), |mut text, byte| {
         let _ = write!(text, "\\0{byte:03o}");
         text

@@ -13,11 +13,12 @@
 //!    afterwards, from an image that it goes on above (see `instant::running`).
 //! 3. Reverting that was interrupted is done again: it asks for the same whenever it is done.
 
+use crate::busy::while_busy;
 use crate::definition::Definition;
 use crate::disks::Disks;
 use crate::durable;
 use crate::host::Host;
-use crate::instant::freeze::Memories;
+use crate::instant::freeze::{self, Memories};
 use crate::instant::{pages, running, state};
 use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, remove_if_there};
 use crate::machines::Snapshot;
@@ -27,22 +28,20 @@ use backend::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const FOLDER: &str = "snapshots";
 const RECORD: &str = "snapshot.toml";
+const INTENT: &str = "intent.toml";
 const REVERTING: &str = "reverting";
 const NEW: &str = ".new-";
 const OLD: &str = ".old-";
 const VERSION: u32 = 1;
 /// Longest name.
 const NAME_MAX: usize = 63;
-/// How long QEMU may take to end, and its disks to be free.
-const END_PATIENCE: Duration = Duration::from_secs(20);
-const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+/// How long disks may take to be free of a process that was ended.
+const RELEASE_PATIENCE: Duration = Duration::from_secs(20);
 
 /// What a snapshot is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -117,24 +116,15 @@ fn folder(machine: &Machine) -> PathBuf {
 pub fn get(machine: &Machine, name: &str) -> Result<Record> {
     check_name(name)?;
     let path = folder(machine).join(name).join(RECORD);
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {
-            let text = format!("machine '{}' has no snapshot '{name}'", machine.name());
-            return Err(Error::new(ErrorKind::NotFound, text));
-        }
-        Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
+    let Some(text) = durable::read(&path)? else {
+        let text = format!("machine '{}' has no snapshot '{name}'", machine.name());
+        return Err(Error::new(ErrorKind::NotFound, text));
     };
-    let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
-    let record: Record = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
-    if record.version != VERSION {
-        let text = format!("'{}' is of version {}, this program knows {VERSION}", path.display(), record.version);
-        return Err(Error::new(ErrorKind::Unsupported, text));
-    }
-    record.machine.check().map_err(|error| corrupt(error.to_string()))?;
-    if record.disks.len() != record.machine.disks.len() {
-        return Err(corrupt("it has not one snapshot for each disk".into()));
-    }
+    let origin = path.display().to_string();
+    let record: Record =
+        toml::from_str(&text).map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{origin}': {e}")))?;
+    let disks = record.disks.iter().map(|snapshot| &snapshot.disk);
+    record.machine.check_record(&origin, (record.version, VERSION), disks)?;
     Ok(record)
 }
 
@@ -152,18 +142,10 @@ pub fn list(machine: &Machine) -> Result<Vec<Record>> {
 
 /// The names in the folder of snapshots.
 fn names(machine: &Machine) -> Result<Vec<String>> {
-    let folder = folder(machine);
-    let entries = match fs::read_dir(&folder) {
-        Ok(entries) => entries,
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(e) => return Err(Error::io(format!("listing '{}'", folder.display()), e)),
-    };
-    let mut names = Vec::new();
-    for entry in entries {
-        let entry = entry.during(|| format!("listing '{}'", folder.display()))?;
-        names.extend(entry.file_name().into_string());
+    match durable::names(&folder(machine)) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(Vec::new()),
+        names => names,
     }
-    Ok(names)
 }
 
 /// The snapshots of disks that belong to snapshots of a machine.
@@ -200,11 +182,10 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     }
     let new = folder.join(format!("{NEW}{name}"));
     fs::create_dir_all(&new).during(|| format!("making '{}'", new.display()))?;
-    let text = toml::to_string(&Intent { begun: durable::now(), disks: of.clone() })
-        .map_err(|e| Error::new(ErrorKind::Invalid, format!("a snapshot's intent cannot be written: {e}")))?;
-    let taken = durable::write(&new.join("intent.toml"), text.as_bytes())
-        .and_then(|()| durable::sync_folder(&folder))
-        .and_then(|()| durable::sync_folder(machine.folder()))
+    let intent = Intent { begun: durable::now(), disks: of.clone() };
+    let taken = durable::write_toml(&new.join(INTENT), &intent)
+        .and_then(|()| durable::sync(&folder))
+        .and_then(|()| durable::sync(machine.folder()))
         .and_then(|()| take_in(host, change, name, options, definition, of, state, &new));
     let taken = match taken {
         Ok(taken) => taken,
@@ -215,10 +196,10 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
             return Err(error);
         }
     };
-    remove_if_there(&new.join("intent.toml"))?;
+    remove_if_there(&new.join(INTENT))?;
     let whole = folder.join(name);
     fs::rename(&new, &whole).during(|| format!("making '{}'", whole.display()))?;
-    durable::sync_folder(&folder)?;
+    durable::sync(&folder)?;
     Ok(taken)
 }
 
@@ -246,16 +227,8 @@ fn take_in(
         disks: of,
         machine: definition,
     };
-    let text = toml::to_string(&record)
-        .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of a snapshot cannot be written: {e}")))?;
-    durable::write(&new.join(RECORD), text.as_bytes())?;
+    durable::write_toml(&new.join(RECORD), &record)?;
     Ok(Taken { record, quiet, stun })
-}
-
-/// Takes snapshots under two names when it is asked for one.
-struct AndThese<'a> {
-    inner: &'a dyn Disks,
-    these: &'a [(String, String)],
 }
 
 /// Takes disks, device state and memory; for how long the guest stood still.
@@ -264,8 +237,7 @@ fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: Sta
     let features = host.features()?;
     if state == State::Running {
         let _holding = change.hold(Hold { resume: true, thaw: false })?;
-        let disks = AndThese { inner: host.disks(), these: of };
-        let (taken, stun) = running::take(change, host.images(), &disks, features)?;
+        let (taken, stun) = running::take(change, host.images(), host.disks(), features, of)?;
         keep(&taken.image.record.memory, &new.join("memory"))?;
         keep(&taken.image.state(), &new.join("state"))?;
         return Ok(stun);
@@ -293,12 +265,7 @@ fn keep(from: &Path, to: &Path) -> Result<()> {
 
 /// Takes back a snapshot that is not to be.
 fn undo(disks: &dyn Disks, new: &Path) -> Result<()> {
-    let path = new.join("intent.toml");
-    let intent: Option<Intent> = match fs::read_to_string(&path) {
-        Ok(text) => toml::from_str(&text).ok(),
-        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
-        Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
-    };
+    let intent: Option<Intent> = durable::read(&new.join(INTENT))?.and_then(|text| toml::from_str(&text).ok());
     for snapshot in intent.iter().flat_map(|intent| &intent.disks) {
         let begun = intent.as_ref().map_or(0, |intent| intent.begun);
         if exists(disks, snapshot)?.is_some_and(|created| created + 1 >= begun) {
@@ -347,7 +314,7 @@ pub fn delete(host: &Host, change: &Change, name: &str) -> Result<()> {
 }
 
 fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
-    if let Ok(text) = fs::read_to_string(old.join(RECORD))
+    if let Ok(Some(text)) = durable::read(&old.join(RECORD))
         && let Ok(record) = toml::from_str::<Record>(&text)
     {
         for snapshot in record.disks {
@@ -408,26 +375,17 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
 fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     let machine = change.machine();
     if let Some(process) = machine.process()? {
-        process.kill()?;
-        process.wait(END_PATIENCE)?;
+        process.end()?;
     }
-    remove_if_there(&machine.folder().join("frozen"))?;
+    freeze::forget(machine)?;
     change.sweep()?;
-    let deadline = Instant::now() + END_PATIENCE;
     for snapshot in &record.disks {
-        loop {
-            match host.disks().revert(&snapshot.disk, &snapshot.name) {
-                // Whoever had it open was ended a moment ago.
-                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                    thread::sleep(RETRY_INTERVAL);
-                }
-                outcome => break outcome?,
-            }
-        }
+        // Whoever had it open was ended a moment ago.
+        while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
     change.define(&record.machine)?;
     remove_if_there(&machine.folder().join(REVERTING))?;
-    durable::sync_folder(machine.folder())
+    durable::sync(machine.folder())
 }
 
 /// Whether a killed command has left something.
@@ -452,56 +410,10 @@ pub fn recover(change: &Change, host: &Host) -> Result<()> {
         }
     }
     let path = machine.folder().join(REVERTING);
-    match fs::read_to_string(&path) {
-        Ok(name) => match get(machine, name.trim()) {
-            Ok(record) => revert_disks(host, change, &record),
-            Err(error) if error.kind() == ErrorKind::NotFound => remove_if_there(&path),
-            Err(error) => Err(error),
-        },
-        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(Error::io(format!("reading '{}'", path.display()), e)),
-    }
-}
-
-impl Disks for AndThese<'_> {
-    fn snapshot(&self, of: &[(String, String)]) -> Result<()> {
-        self.inner.snapshot(of)?;
-        self.inner.snapshot(self.these)
-    }
-    fn server(&self) -> Result<PathBuf> {
-        self.inner.server()
-    }
-    fn all(&self) -> Result<std::collections::BTreeMap<String, crate::disks::Facts>> {
-        self.inner.all()
-    }
-    fn create(&self, disk: &str, capacity: u64) -> Result<()> {
-        self.inner.create(disk, capacity)
-    }
-    fn snapshots(&self, disk: &str) -> Result<Vec<crate::disks::SnapshotFacts>> {
-        self.inner.snapshots(disk)
-    }
-    fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
-        self.inner.delete_snapshot(disk, snapshot)
-    }
-    fn revert(&self, disk: &str, snapshot: &str) -> Result<()> {
-        self.inner.revert(disk, snapshot)
-    }
-    fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()> {
-        self.inner.clone_linked(disk, snapshot, names)
-    }
-    fn clone_full(
-        &self,
-        disk: &str,
-        snapshot: &str,
-        name: &str,
-        progress: &(dyn Fn(u64, u64) -> bool + Sync),
-    ) -> Result<()> {
-        self.inner.clone_full(disk, snapshot, name, progress)
-    }
-    fn delete(&self, disk: &str, promote: bool) -> Result<()> {
-        self.inner.delete(disk, promote)
-    }
-    fn settle(&self) -> Result<()> {
-        self.inner.settle()
+    let Some(name) = durable::read(&path)? else { return Ok(()) };
+    match get(machine, name.trim()) {
+        Ok(record) => revert_disks(host, change, &record),
+        Err(error) if error.kind() == ErrorKind::NotFound => remove_if_there(&path),
+        Err(error) => Err(error),
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A clone comes into being when its guest is itself: until then it is taken away with its process if anything fails.
 
-use super::{Inside, Made, Options, Outcome, Source, own_disks};
+use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
 use crate::definition::{Definition, Way};
 use crate::fleet::{self, Watch};
@@ -35,18 +35,15 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     }
     // The parent is free as soon as there is an image, which nobody sweeps while we work.
     let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
-    if watch.cancelled() {
-        return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
-    }
     let heirs: Vec<Definition> = names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
     let snapshots: Vec<Snapshot> = image.record.snapshots.iter().map(Into::into).collect();
     let making = host.machines().make(&heirs, |heir| own_disks(heir, &snapshots, Way::Instant), Vec::new())?;
-    if let Err(error) = child::make_disks(host.disks(), &image, &heirs) {
-        // Those of its first disk may be there without those of its second.
-        making.leave();
+    if let Err(error) = make_disks(host, &snapshots, &heirs, &making, watch) {
+        if is_uncertain(&error) {
+            making.leave();
+        }
         return Err(error);
     }
-    making.made(heirs.iter().flat_map(Definition::disk_names));
     let by_name: BTreeMap<&str, &Definition> = heirs.iter().map(|heir| (heir.name.as_str(), heir)).collect();
     let made = Mutex::new(BTreeMap::new());
     let each = fleet::each(names, options.parallel, watch, &|name| {
@@ -97,7 +94,7 @@ fn image(
         return Err(Error::new(ErrorKind::Invalid, no_agent(&machine.name())));
     }
     let _holding = change.hold(Hold { resume: true, thaw: false })?;
-    let (taken, stun) = running::take(change, host.images(), host.disks(), host.features()?)?;
+    let (taken, stun) = running::take(change, host.images(), host.disks(), host.features()?, &[])?;
     Ok((taken.image, agent, Some(stun)))
 }
 

@@ -1,10 +1,10 @@
 //! Linked clones: a delta for each disk, on snapshots of the parent's; all of them in one request for each disk.
 
-use super::{Made, Options, Outcome, Source, heirs, is_uncertain, own_disks};
+use super::{Made, Options, Outcome, Source, heirs, is_uncertain, make_disks, own_disks};
 use crate::definition::Way;
 use crate::fleet::Watch;
 use crate::host::Host;
-use backend::{Error, ErrorKind, Result};
+use backend::Result;
 
 pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
     let point = source.point(host)?;
@@ -12,14 +12,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     let temporary = if point.new { point.disks.clone() } else { Vec::new() };
     let making = host.machines().make(&heirs, |heir| own_disks(heir, &point.disks, Way::Linked), temporary)?;
     let outcome = source.take(host, &point, options.quiesce).and_then(|taken| {
-        for (index, snapshot) in point.disks.iter().enumerate() {
-            if watch.cancelled() {
-                return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
-            }
-            let disks: Vec<String> = heirs.iter().map(|heir| heir.disks[index].name.clone()).collect();
-            host.disks().clone_linked(&snapshot.disk, &snapshot.name, &disks)?;
-            making.made(disks);
-        }
+        make_disks(host, &point.disks, &heirs, &making, watch)?;
         Ok(taken)
     });
     let (quiet, stun) = match outcome {

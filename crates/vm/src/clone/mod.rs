@@ -25,7 +25,7 @@ use crate::definition::{Definition, Origin, Way};
 use crate::fleet::{self, Watch};
 use crate::host::Host;
 use crate::lifecycle;
-use crate::machines::{OwnDisk, Snapshot};
+use crate::machines::{Making, OwnDisk, Snapshot};
 use crate::quiet::Quiet;
 use backend::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
@@ -164,6 +164,25 @@ fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: Way) -> Vec<O
         origin: (way != Way::Full).then(|| snapshot.clone()),
     });
     own.collect()
+}
+
+/// Makes the disks of clones on snapshots of the parent's: of all clones in one request for each snapshot.
+fn make_disks(
+    host: &Host,
+    snapshots: &[Snapshot],
+    heirs: &[Definition],
+    making: &Making,
+    watch: &dyn Watch,
+) -> Result<()> {
+    for (index, snapshot) in snapshots.iter().enumerate() {
+        if watch.cancelled() {
+            return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
+        }
+        let disks: Vec<String> = heirs.iter().map(|heir| heir.disks[index].name.clone()).collect();
+        host.disks().clone_linked(&snapshot.disk, &snapshot.name, &disks)?;
+        making.made(disks);
+    }
+    Ok(())
 }
 
 /// Whether an error leaves open what was done: then the next command finds out.

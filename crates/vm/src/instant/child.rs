@@ -3,7 +3,6 @@
 use super::image::Image;
 use super::state;
 use crate::definition::{Definition, Origin, Way};
-use crate::disks::Disks;
 use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
@@ -15,15 +14,6 @@ use serde_json::json;
 pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     let parent = &image.record.machine;
     parent.heir(name, Origin { machine: parent.name.clone(), snapshot: None, way: Way::Instant })
-}
-
-/// Makes the disks of children, all of them at once.
-pub fn make_disks(disks: &dyn Disks, image: &Image, children: &[Definition]) -> Result<()> {
-    for (index, snapshot) in image.record.snapshots.iter().enumerate() {
-        let names: Vec<String> = children.iter().map(|child| child.disks[index].name.clone()).collect();
-        disks.clone_linked(&snapshot.disk, &snapshot.snapshot, &names)?;
-    }
-    Ok(())
 }
 
 /// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.

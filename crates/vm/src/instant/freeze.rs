@@ -4,7 +4,7 @@ use super::image::{Image, Images};
 use super::{pages, state};
 use crate::disks::Disks;
 use crate::durable;
-use crate::machine::{Change, Machine, MemoryRecord, State};
+use crate::machine::{Change, Machine, MemoryRecord, State, remove_if_there};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
@@ -20,8 +20,6 @@ pub const PREFIX: &str = "instant-";
 const FROZEN: &str = "frozen";
 /// How long the guest's agent may take to answer.
 const AGENT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long QEMU may take to end.
-const END_PATIENCE: Duration = Duration::from_secs(20);
 
 /// How a moment was taken.
 #[derive(Clone, Debug)]
@@ -38,12 +36,12 @@ pub struct Taken {
 
 /// The image that a machine was frozen to.
 pub fn frozen(machine: &Machine) -> Result<Option<String>> {
-    let path = machine.folder().join(FROZEN);
-    match fs::read_to_string(&path) {
-        Ok(id) => Ok(Some(id.trim().to_owned())),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(e) => Err(Error::io(format!("reading '{}'", path.display()), e)),
-    }
+    Ok(durable::read(&machine.folder().join(FROZEN))?.map(|id| id.trim().to_owned()))
+}
+
+/// The machine is frozen no more: its disks may move on from here.
+pub fn forget(machine: &Machine) -> Result<()> {
+    remove_if_there(&machine.folder().join(FROZEN))
 }
 
 /// Freezes a running machine: it ends, and its children and itself begin where it stopped.
@@ -84,11 +82,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
             return Err(error);
         }
     };
-    let quit = monitor.send(&json!({ "execute": "quit" }));
-    if quit.is_err() || !process.wait(END_PATIENCE)? {
-        process.kill()?;
-        process.wait(END_PATIENCE)?;
-    }
+    process.quit(Some(&mut monitor))?;
     change.sweep()?;
     Ok(taken)
 }
@@ -149,17 +143,18 @@ fn take(
     // QEMU lets requests under way end, and flushes the disks.
     monitor.execute("stop", json!({}))?;
     let stopped = Instant::now();
-    let (snapshots, save) = at_once(disks, &image, || memory.save(monitor, features, &image.state()))?;
+    let (snapshots, save) = at_once(disks, &image, &[], || memory.save(monitor, features, &image.state()))?;
     images.finish(&image, features)?;
     images.settle(&image)?;
     Ok(Taken { image, stop: stopped - begun, snapshots, save })
 }
 
-/// Takes the disks' snapshots while `save` takes the rest: the guest stands still, and neither looks at the other. How
-/// long each took.
+/// Takes the disks' snapshots, and `also` these, while `save` takes the rest: the guest stands still, and neither looks
+/// at the other. How long each took.
 pub(super) fn at_once(
     disks: &dyn Disks,
     image: &Image,
+    also: &[(String, String)],
     save: impl FnOnce() -> Result<()>,
 ) -> Result<(Duration, Duration)> {
     let names: Vec<(String, String)> =
@@ -170,7 +165,11 @@ pub(super) fn at_once(
             let begun = Instant::now();
             match names.is_empty() {
                 true => Ok(Duration::ZERO),
-                false => disks.snapshot(&names).map(|()| begun.elapsed()),
+                false => {
+                    disks.snapshot(&names)?;
+                    disks.snapshot(also)?;
+                    Ok(begun.elapsed())
+                }
             }
         });
         let begun = Instant::now();

@@ -25,8 +25,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::path::PathBuf;
 
 /// The record's file.
 const RECORD: &str = "image.toml";
@@ -151,18 +150,15 @@ impl Images {
     pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
         let id = Uuid::new()?.to_string();
         let folder = self.folder.join(&id);
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let snapshots = machine.disks.iter();
         let snapshots = snapshots
             .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
             .collect();
         let memory = self.memory.join(format!("image-{id}"));
-        let record = Record { version: VERSION, created, agent, memory, snapshots, machine };
-        let text = toml::to_string(&record)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("the record of an image cannot be written: {e}")))?;
+        let record = Record { version: VERSION, created: durable::now(), agent, memory, snapshots, machine };
         fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
-        durable::write(&folder.join(BEGUN), text.as_bytes())?;
-        sync(&self.folder)?;
+        durable::write_toml(&folder.join(BEGUN), &record)?;
+        durable::sync(&self.folder)?;
         Ok(Image { id, record, folder })
     }
 
@@ -180,8 +176,8 @@ impl Images {
 
     /// Makes an image durable, as far as it does not lie in memory.
     pub fn settle(&self, image: &Image) -> Result<()> {
-        sync(&image.state())?;
-        sync(&image.folder)
+        durable::sync(&image.state())?;
+        durable::sync(&image.folder)
     }
 
     /// Gives up an image that was begun.
@@ -205,7 +201,7 @@ impl Images {
             }
         }
         let mut gone = 0;
-        for id in names(&self.folder)? {
+        for id in durable::names(&self.folder)? {
             let image = match self.read(&id, RECORD) {
                 Err(error) if error.kind() == ErrorKind::NotFound => self.read(&id, BEGUN),
                 image => image,
@@ -221,7 +217,7 @@ impl Images {
                 Err(error) => return Err(error),
             }
         }
-        for name in names(&self.memory)? {
+        for name in durable::names(&self.memory)? {
             let file = self.memory.join(name);
             if !kept.contains(&file) {
                 remove_if_there(&file)?;
@@ -255,30 +251,10 @@ impl Images {
 impl Record {
     /// Reads a record; errors call it `origin`. Total: any text is a record that holds together, or an error.
     pub fn parse(text: &str, origin: &str) -> Result<Self> {
-        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{origin}': {what}"));
-        let record: Self = toml::from_str(text).map_err(|e| corrupt(e.to_string()))?;
-        if record.version != VERSION {
-            let text = format!("'{origin}' is of version {}, this program knows {VERSION}", record.version);
-            return Err(Error::new(ErrorKind::Unsupported, text));
-        }
-        record.machine.check().map_err(|error| corrupt(error.to_string()))?;
-        let names = record.snapshots.iter().map(|snapshot| &snapshot.disk);
-        if !names.eq(record.machine.disks.iter().map(|disk| &disk.name)) {
-            return Err(corrupt("it has not one snapshot for each disk".into()));
-        }
+        let record: Self =
+            toml::from_str(text).map_err(|e| Error::new(ErrorKind::Corrupt, format!("'{origin}': {e}")))?;
+        let disks = record.snapshots.iter().map(|snapshot| &snapshot.disk);
+        record.machine.check_record(origin, (record.version, VERSION), disks)?;
         Ok(record)
     }
-}
-
-fn sync(path: &Path) -> Result<()> {
-    fs::File::open(path).and_then(|file| file.sync_all()).during(|| format!("writing '{}'", path.display()))
-}
-
-fn names(folder: &Path) -> Result<Vec<String>> {
-    let listing = || format!("listing '{}'", folder.display());
-    let mut names = Vec::new();
-    for entry in fs::read_dir(folder).during(listing)? {
-        names.extend(entry.during(listing)?.file_name().into_string());
-    }
-    Ok(names)
 }

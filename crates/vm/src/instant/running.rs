@@ -29,11 +29,15 @@ use backend::Result;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// How long the old process may take to end.
-const END_PATIENCE: Duration = Duration::from_secs(20);
-
-/// Takes an image of a running machine, which goes on. Gives the image, and how long the guest stood still.
-pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Features) -> Result<(Taken, Duration)> {
+/// Takes an image of a running machine, which goes on, and `also` these snapshots of its disks, at the same point. Gives
+/// the image, and how long the guest stood still.
+pub fn take(
+    change: &Change,
+    images: &Images,
+    disks: &dyn Disks,
+    features: &Features,
+    also: &[(String, String)],
+) -> Result<(Taken, Duration)> {
     let machine = change.machine();
     let process = machine.running()?;
     let nbd = disks.server()?;
@@ -49,11 +53,10 @@ pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Feat
             incoming: true,
         })?;
         let outcome = state::prepare(&mut successor.monitor, features).and_then(|()| {
-            Handover { change, images, disks, features, image: &image, memory }.run(&mut monitor, &mut successor)
+            Handover { change, images, disks, features, image: &image, also, memory }.run(&mut monitor, &mut successor)
         });
         if outcome.is_err() {
-            let _ = successor.process.kill();
-            let _ = successor.process.wait(END_PATIENCE);
+            let _ = successor.process.end();
         }
         outcome
     });
@@ -67,11 +70,7 @@ pub fn take(change: &Change, images: &Images, disks: &dyn Disks, features: &Feat
             return Err(error);
         }
     };
-    let quit = monitor.send(&json!({ "execute": "quit" }));
-    if quit.is_err() || !process.wait(END_PATIENCE)? {
-        process.kill()?;
-        process.wait(END_PATIENCE)?;
-    }
+    process.quit(Some(&mut monitor))?;
     images.settle(&image)?;
     change.sweep()?;
     Ok(done)
@@ -83,17 +82,18 @@ struct Handover<'a> {
     disks: &'a dyn Disks,
     features: &'a Features,
     image: &'a Image,
+    also: &'a [(String, String)],
     memory: Memories,
 }
 
 impl Handover<'_> {
     fn run(self, old: &mut Client, successor: &mut Successor) -> Result<(Taken, Duration)> {
-        let Self { change, images, disks, features, image, memory } = self;
+        let Self { change, images, disks, features, image, also, memory } = self;
         let file = image.state();
         let begun = Instant::now();
         old.execute("stop", json!({}))?;
         let stopped = Instant::now();
-        let (snapshots, save) = at_once(disks, image, || memory.save(old, features, &file))?;
+        let (snapshots, save) = at_once(disks, image, also, || memory.save(old, features, &file))?;
         state::load(&mut successor.monitor, features, &file)?;
         images.finish(image, features)?;
         change.take_over(successor)?;

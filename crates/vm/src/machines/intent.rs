@@ -5,7 +5,6 @@ use crate::durable;
 use backend::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
-use std::io;
 use std::path::Path;
 
 /// The file.
@@ -64,24 +63,18 @@ pub struct Snapshot {
 impl Intent {
     /// One that begins now.
     pub fn new(machines: Vec<Intended>, snapshots: Vec<Snapshot>) -> Self {
-        Self { version: VERSION, begun: crate::durable::now(), machines, snapshots }
+        Self { version: VERSION, begun: durable::now(), machines, snapshots }
     }
 
     /// Writes it, durable on return.
     pub fn write(&self, folder: &Path) -> Result<()> {
-        let text = toml::to_string(self)
-            .map_err(|e| Error::new(ErrorKind::Invalid, format!("what is intended cannot be written: {e}")))?;
-        durable::write(&folder.join(INTENT), text.as_bytes())
+        durable::write_toml(&folder.join(INTENT), self)
     }
 
     /// The intent of a folder; `None` when it was not written yet: then nothing else was done either.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(INTENT);
-        let text = match fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
-        };
+        let Some(text) = durable::read(&path)? else { return Ok(None) };
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
         let intent: Self = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
         if intent.version != VERSION {

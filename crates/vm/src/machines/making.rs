@@ -2,6 +2,7 @@
 
 use super::intent::{Intended, Intent, OwnDisk, Snapshot};
 use super::{Machines, NEW};
+use crate::busy::while_busy;
 use crate::definition::Definition;
 use crate::disks::{Disks, Facts};
 use crate::durable;
@@ -12,15 +13,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long a disk may take to be free after the process that used it was ended.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(10);
-/// How often it is tried.
-const RELEASE_INTERVAL: Duration = Duration::from_millis(20);
-/// How long a process may take to end once it is killed.
-const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Machines that are being made: those that are not finished when this is dropped are taken away, with the disks that
 /// were made for them.
@@ -112,14 +108,14 @@ impl Making {
     /// The end, with what was not finished left to the next command: for when it is not known what there is.
     pub fn leave(mut self) {
         self.open = false;
-        if let Err(error) = durable::sync_folder(&self.machines) {
+        if let Err(error) = durable::sync(&self.machines) {
             tracing::error!("{error}");
         }
     }
 
     /// The end: what was finished is durable, what was not is taken away.
     pub fn settle(mut self) -> Result<()> {
-        durable::sync_folder(&self.machines)?;
+        durable::sync(&self.machines)?;
         self.open = false;
         take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
     }
@@ -180,26 +176,16 @@ fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
 
 /// Deletes a disk that somebody may only just be letting go of.
 fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
-    let deadline = Instant::now() + RELEASE_PATIENCE;
-    loop {
-        match disks.delete(disk, promote) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                thread::sleep(RELEASE_INTERVAL);
-            }
-            outcome => return outcome,
-        }
+    match while_busy(RELEASE_PATIENCE, || disks.delete(disk, promote)) {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        outcome => outcome,
     }
 }
 
 /// Ends whatever runs in the folder of a machine that is not to be.
 fn end_processes(folder: &Path) -> Result<()> {
     for process in Machine::at(folder).processes()? {
-        process.kill()?;
-        if !process.wait(END_PATIENCE)? {
-            let text = format!("process {} in '{}' does not end", process.pid(), folder.display());
-            return Err(Error::new(ErrorKind::Busy, text));
-        }
+        process.end()?;
     }
     Machine::at(folder).remove_own_memory()
 }

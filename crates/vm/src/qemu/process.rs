@@ -11,6 +11,7 @@ use super::command::RunFolder;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
 use rustix::process::{Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal};
+use serde_json::json;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
@@ -23,6 +24,8 @@ use std::time::{Duration, Instant};
 
 /// How often a process that starts or ends is looked at.
 const POLL: Duration = Duration::from_millis(1);
+/// How long one that is ended may take.
+const END_PATIENCE: Duration = Duration::from_secs(20);
 /// Most of a complaint that is told.
 const COMPLAINT_MAX: usize = 2000;
 
@@ -136,6 +139,26 @@ impl Process {
         match pidfd_send_signal(&self.descriptor, Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(e) => Err(Error::io(format!("ending process {}", self.pid()), e.into())),
+        }
+    }
+
+    /// Ends it so, and waits until it has.
+    pub fn end(&self) -> Result<()> {
+        self.kill()?;
+        match self.wait(END_PATIENCE)? {
+            true => Ok(()),
+            false => Err(Error::new(ErrorKind::Busy, format!("process {} was killed and does not end", self.pid()))),
+        }
+    }
+
+    /// Has QEMU end itself, and ends it if it does not: told by its monitor, it lets its own requests to the disks end.
+    /// The guest is not asked.
+    pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
+        // The connection stays until it has: QEMU forgets what it was told by somebody who has gone.
+        let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
+        match told && self.wait(END_PATIENCE)? {
+            true => Ok(()),
+            false => self.end(),
         }
     }
 

@@ -1,0 +1,19 @@
+//! What somebody else uses for a moment.
+
+use backend::{ErrorKind, Result};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often it is tried.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// Tries again for as long as the answer is `Busy`; what it is in the end.
+pub fn while_busy<T>(patience: Duration, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match attempt() {
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => thread::sleep(INTERVAL),
+            outcome => return outcome,
+        }
+    }
+}
