@@ -13,7 +13,7 @@
 //! 2. Images and memory are only swept while no command works: references are found by looking, and one that works may
 //!    be about to make one.
 //! 3. Memory holds what guests hold. Its folder is its owner's alone, and one that somebody else has put there is
-//!    refused.
+//!    refused. It is there only while something lies in it, so that a datastore that is removed leaves nothing behind.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;
@@ -25,13 +25,15 @@ use backend::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// How long a machine that another command changes is waited for.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
+/// The lock that those who work share.
+const WORKING: &str = ".working";
 /// Where memory is unless told otherwise.
 const MEMORY: &str = "/dev/shm";
 
@@ -57,6 +59,17 @@ pub struct Host {
 /// While this lives, nothing is swept.
 pub struct Working {
     _lock: File,
+}
+
+impl Drop for Host {
+    /// Nothing stays in memory that nobody needs, be it an empty folder.
+    fn drop(&mut self) {
+        if let Ok(lock) = lock_file(&self.machines.folder().join(WORKING))
+            && lock.try_lock().is_ok()
+        {
+            self.images.remove_empty_folder();
+        }
+    }
 }
 
 impl Host {
@@ -85,7 +98,7 @@ impl Host {
 
     /// Begins work that makes, starts or changes machines.
     pub fn work(&self) -> Result<Working> {
-        let path = self.machines.folder().join(".working");
+        let path = self.machines.folder().join(WORKING);
         let lock = lock_file(&path)?;
         lock.lock_shared().during(|| format!("locking '{}'", path.display()))?;
         Ok(Working { _lock: lock })
@@ -140,7 +153,7 @@ impl Host {
                 tracing::error!("machine '{}': {error}", machine.name());
             }
         }
-        let path = self.machines.folder().join(".working");
+        let path = self.machines.folder().join(WORKING);
         let lock = lock_file(&path)?;
         if lock.try_lock().is_ok()
             && let Err(error) = self.images.sweep(&self.machines)
@@ -226,22 +239,9 @@ impl Found {
     }
 }
 
-/// The folder for the memory of a datastore's machines: named by what the datastore's folder is, not by its name, and
-/// its owner's alone.
+/// The folder for the memory of a datastore's machines: named by what the datastore's folder is, not by its name.
 fn memory_folder(datastore: &Path, within: &Path) -> Result<PathBuf> {
     let store = fs::metadata(datastore).during(|| format!("looking at '{}'", datastore.display()))?;
     let user = rustix::process::geteuid().as_raw();
-    let folder = within.join(format!("lamina-{user}-{:x}-{:x}", store.dev(), store.ino()));
-    match fs::DirBuilder::new().mode(0o700).create(&folder) {
-        Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-            return Err(Error::io(format!("making '{}'", folder.display()), e));
-        }
-        _ => {}
-    }
-    let found = fs::symlink_metadata(&folder).during(|| format!("looking at '{}'", folder.display()))?;
-    if !found.is_dir() || found.uid() != user {
-        let text = format!("'{}' belongs to somebody else: the memory of guests is not put there", folder.display());
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
-    Ok(folder)
+    Ok(within.join(format!("lamina-{user}-{:x}-{:x}", store.dev(), store.ino())))
 }

@@ -102,10 +102,11 @@ impl Fleet {
         names.into_iter().filter(|name| name.starts_with(".new-") || name.starts_with(".old-")).collect()
     }
 
-    /// Files that hold memory of machines.
+    /// Files that hold memory of machines; where there are none, there is no folder for them.
     pub fn memory_files(&self) -> usize {
         let folders = std::fs::read_dir(self.memory.path()).unwrap();
-        folders.map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap().count()).sum()
+        let counts = folders.map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap().count());
+        counts.inspect(|files| assert_ne!(*files, 0, "a folder for memory is empty")).sum()
     }
 
     /// Processes that work on this datastore's machines: process number and name of the machine.

@@ -173,12 +173,19 @@ impl Room {
         kib << 10
     }
 
-    /// Folders and files that machines leave in memory.
-    pub fn memory_files(&self) -> Vec<String> {
+    /// The folder that memory of machines lies in.
+    fn memory(&self) -> PathBuf {
         use std::os::unix::fs::MetadataExt;
         let store = std::fs::metadata(self.store.path()).unwrap();
-        let folder = format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino());
-        std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+        format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino()).into()
+    }
+
+    /// Files that hold memory of machines; where there are none, there is no folder for them.
+    pub fn memory_files(&self) -> Vec<String> {
+        let there = self.memory().exists();
+        let files = if there { crate::process::files(&self.memory()) } else { Vec::new() };
+        assert_eq!(files.is_empty(), !there);
+        files
     }
 
     /// Images of instant clones.
@@ -206,11 +213,7 @@ impl Drop for Room {
             // After a failure, too, no process outlives its test.
             self.end_machines();
         }
-        use std::os::unix::fs::MetadataExt;
-        if let Ok(store) = std::fs::metadata(self.store.path()) {
-            let _ =
-                std::fs::remove_dir_all(format!("/dev/shm/lamina-{}-{:x}-{:x}", store.uid(), store.dev(), store.ino()));
-        }
+        let _ = std::fs::remove_dir_all(self.memory());
     }
 }
 

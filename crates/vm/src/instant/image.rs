@@ -24,7 +24,8 @@ use backend::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 
 /// The record's file.
@@ -93,23 +94,55 @@ impl Image {
 }
 
 impl Images {
-    /// The images in `folder`, with memory in `memory`; both are made if they are missing.
+    /// The images in `folder`, with memory in `memory`, which is made when something is to lie in it.
     pub fn open(folder: impl Into<PathBuf>, memory: impl Into<PathBuf>) -> Result<Self> {
         // QEMU is told paths, and has a working folder of its own time.
         let absolute =
             |folder: PathBuf| std::path::absolute(&folder).during(|| format!("finding '{}'", folder.display()));
         let (folder, memory) = (absolute(folder.into())?, absolute(memory.into())?);
-        for folder in [&folder, &memory] {
-            fs::create_dir_all(folder).during(|| format!("making '{}'", folder.display()))?;
+        fs::create_dir_all(&folder).during(|| format!("making '{}'", folder.display()))?;
+        let images = Self { folder, memory };
+        images.has_memory_folder()?;
+        Ok(images)
+    }
+
+    /// Whether the folder for memory is there. Once it is, nobody else can put another in its place.
+    fn has_memory_folder(&self) -> Result<bool> {
+        let memory = self.memory.display();
+        let found = match fs::symlink_metadata(&self.memory) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
+            found => found.during(|| format!("looking at '{memory}'"))?,
+        };
+        if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() {
+            let text = format!("'{memory}' belongs to somebody else: the memory of guests is not put there");
+            return Err(Error::new(ErrorKind::Invalid, text));
         }
-        // Memory holds whatever guests hold: keys, passwords.
-        fs::set_permissions(&memory, fs::Permissions::from_mode(0o700))
-            .during(|| format!("closing '{}' to others", memory.display()))?;
-        Ok(Self { folder, memory })
+        Ok(true)
+    }
+
+    /// Makes the folder for memory. Memory holds whatever guests hold, keys and passwords: it is its owner's alone.
+    fn make_memory_folder(&self) -> Result<()> {
+        let memory = &self.memory;
+        if !self.has_memory_folder()? {
+            match fs::DirBuilder::new().mode(0o700).create(memory) {
+                Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(Error::io(format!("making '{}'", memory.display()), e));
+                }
+                _ => drop(self.has_memory_folder()?),
+            }
+        }
+        fs::set_permissions(memory, fs::Permissions::from_mode(0o700))
+            .during(|| format!("closing '{}' to others", memory.display()))
+    }
+
+    /// Removes the folder for memory if nothing lies in it. Nobody may be making or starting machines meanwhile.
+    pub fn remove_empty_folder(&self) {
+        let _ = fs::remove_dir(&self.memory);
     }
 
     /// A name for the memory of a machine that starts.
     pub fn new_memory(&self) -> Result<PathBuf> {
+        self.make_memory_folder()?;
         Ok(self.memory.join(Uuid::new()?.to_string()))
     }
 
@@ -135,11 +168,11 @@ impl Images {
         let missing = || Error::new(ErrorKind::NotFound, format!("there is no memory image '{}'", id.escape_debug()));
         plain.map_err(|_| missing())?;
         let text = match fs::metadata(&path).and_then(|found| match found.len() > TEXT_MAX as u64 {
-            true => Err(std::io::ErrorKind::FileTooLarge.into()),
+            true => Err(io::ErrorKind::FileTooLarge.into()),
             false => fs::read_to_string(&path),
         }) {
             Ok(text) => text,
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Err(missing()),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(missing()),
             Err(e) => return Err(Error::io(format!("reading '{}'", path.display()), e)),
         };
         let record = Record::parse(&text, &path.display().to_string())?;
@@ -148,6 +181,7 @@ impl Images {
 
     /// Begins an image of a machine: says what it will be, before any of it is there.
     pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
+        self.make_memory_folder()?;
         let id = Uuid::new()?.to_string();
         let folder = self.folder.join(&id);
         let snapshots = machine.disks.iter();
@@ -217,7 +251,11 @@ impl Images {
                 Err(error) => return Err(error),
             }
         }
-        for name in durable::names(&self.memory)? {
+        let files = match self.has_memory_folder()? {
+            true => durable::names(&self.memory)?,
+            false => Vec::new(),
+        };
+        for name in files {
             let file = self.memory.join(name);
             if !kept.contains(&file) {
                 remove_if_there(&file)?;
