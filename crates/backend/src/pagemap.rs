@@ -2,8 +2,8 @@
 //! Documentation/admin-guide/mm/pagemap).
 //!
 //! `PAGEMAP_SCAN` walks what is mapped and skips what is not, so that it takes as long as there are such pages; kernels
-//! before 6.7 are asked for an entry of every page. A page that is there or in swap, and does not belong to a file, is a
-//! copy.
+//! before 6.7 are asked for an entry of every page. A page that is there or in swap, and does not belong to a file, is
+//! a copy.
 
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, ioctl, opcode};
 use std::ffi::c_void;
