@@ -159,8 +159,8 @@ fn whole_or_absent_whenever_a_command_is_killed() {
     fleet.store.is_clean();
 }
 
-/// What is killed while it takes something away, and what there is before: each begins with a machine `gone`, whose disk
-/// holds 1 in the beginning.
+/// What is killed while it takes something away, and what there is before: each begins with a machine `gone`, whose
+/// disk holds 1 in the beginning.
 const REMOVALS: [(&str, &[&str]); 8] = [
     ("delete gone", &["clone off gone --linked"]),
     ("delete gone", &["clone running gone --instant --identity keep", "stop gone --force"]),

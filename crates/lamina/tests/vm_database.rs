@@ -1,8 +1,8 @@
-//! A database in a guest that is cloned while it commits: whichever way, the clone finds a clean file system, and in it a
-//! sound database with every transaction that was acknowledged before, and none by half.
+//! A database in a guest that is cloned while it commits: whichever way, the clone finds a clean file system, and in it
+//! a sound database with every transaction that was acknowledged before, and none by half.
 //!
-//! The guest writes to two databases in turn, on two disks: one with a rollback journal, one with a write-ahead log. All
-//! disks of a clone are of one point, so the second may lack the last transaction of the first and nothing else.
+//! The guest writes to two databases in turn, on two disks: one with a rollback journal, one with a write-ahead log.
+//! All disks of a clone are of one point, so the second may lack the last transaction of the first and nothing else.
 
 #![allow(clippy::unwrap_used)]
 

@@ -29,8 +29,8 @@ use backend::Result;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-/// Takes an image of a running machine, which goes on, and `also` these snapshots of its disks, at the same point. Gives
-/// the image, and how long the guest stood still.
+/// Takes an image of a running machine, which goes on, and `also` these snapshots of its disks, at the same point.
+/// Gives the image, and how long the guest stood still.
 pub fn take(
     change: &Change,
     images: &Images,
