@@ -70,12 +70,15 @@ fn look(fleet: &Fleet, what: &str) {
     assert_eq!(list["running"]["state"], "running", "{what}");
     assert_eq!(list["frozen"]["state"], "frozen", "{what}");
     assert_eq!(list["off"]["state"], "stopped", "{what}");
-    // Each process is one machine's, and each machine that runs has one.
-    let mut ran: Vec<String> = fleet.processes().into_values().collect();
-    ran.sort();
+    // Each process is one machine's, and each machine that runs has one; what was only just started for a killed
+    // command finds its folder gone, and ends.
     let runs = |machine: &serde_json::Value| machine["state"] == "running" || machine["state"] == "paused";
     let running: Vec<String> = list.iter().filter(|(_, one)| runs(one)).map(|(name, _)| name.clone()).collect();
-    assert_eq!(ran, running, "{what}");
+    process::until(&format!("those that run are {running:?}: {what}"), || {
+        let mut ran: Vec<String> = fleet.processes().into_values().collect();
+        ran.sort();
+        ran == running
+    });
     // Snapshots of machines are whole or absent; those of clones are there for clones, those of images for images.
     let images: BTreeSet<String> = process::files(&fleet.store.path().join("memory-images")).into_iter().collect();
     for (snapshot, clones) in fleet.snapshots() {

@@ -244,6 +244,12 @@ impl Machine {
         Ok(all)
     }
 
+    /// Ends all its processes; none comes to life in their folders while what this gives is there.
+    pub fn end_processes(&self) -> Result<Vec<fs::File>> {
+        let folders = self.run_folders()?.into_iter();
+        folders.map(|folder| Process::claim(&RunFolder(folder).pid_file())).collect()
+    }
+
     /// Removes the memory files that were its processes' alone.
     pub fn remove_own_memory(&self) -> Result<()> {
         for folder in self.run_folders()? {
@@ -347,12 +353,12 @@ impl Change {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {
             let counts = current.as_deref().map(Path::as_os_str) == folder.file_name();
-            if let Some(process) = Process::find(&RunFolder(folder.clone()).pid_file())? {
-                if counts {
-                    continue;
-                }
-                process.end()?;
+            let pid_file = RunFolder(folder.clone()).pid_file();
+            if counts && Process::find(&pid_file)?.is_some() {
+                continue;
             }
+            // Until its folder is gone.
+            let _claim = if counts { None } else { Some(Process::claim(&pid_file)?) };
             if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
                 remove_if_there(&file)?;
             }

@@ -134,8 +134,11 @@ impl Drop for Making {
 /// Removes what is still in a folder: processes, disks, the machines themselves, and snapshots that nobody needs.
 pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
+    let mut claims = Vec::new();
     for machine in &left {
-        end_processes(&folder.join(&machine.name))?;
+        let machine = Machine::at(folder.join(&machine.name));
+        claims.extend(machine.end_processes()?);
+        machine.remove_own_memory()?;
     }
     // Asked once for all of them.
     let there = match (&whose, left.iter().any(|machine| !machine.disks.is_empty())) {
@@ -180,12 +183,4 @@ fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         outcome => outcome,
     }
-}
-
-/// Ends whatever runs in the folder of a machine that is not to be.
-fn end_processes(folder: &Path) -> Result<()> {
-    for process in Machine::at(folder).processes()? {
-        process.end()?;
-    }
-    Machine::at(folder).remove_own_memory()
 }

@@ -10,6 +10,8 @@
 use super::command::RunFolder;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
+use rustix::fs::{FlockOperation, fcntl_lock};
+use rustix::io::Errno;
 use rustix::process::{Flock, FlockType, Pid, PidfdFlags, Signal, fcntl_getlk, pidfd_open, pidfd_send_signal};
 use serde_json::json;
 use std::ffi::OsString;
@@ -117,11 +119,30 @@ impl Process {
         let Some(pid) = holder(pid_file)? else { return Ok(None) };
         let descriptor = match pidfd_open(pid, PidfdFlags::empty()) {
             Ok(descriptor) => descriptor,
-            Err(rustix::io::Errno::SRCH) => return Ok(None),
+            Err(Errno::SRCH) => return Ok(None),
             Err(e) => return Err(Error::io(format!("looking for process {pid:?}"), e.into())),
         };
         let same = holder(pid_file)? == Some(pid);
         Ok(same.then(|| Self { pid, file: pid_file.into(), descriptor }))
+    }
+
+    /// Ends the process that holds a pid file, and keeps any other from holding it while what this gives is there: one
+    /// that was started a moment ago and has not come to that yet ends when it does. The file is not to be asked about
+    /// meanwhile: closing any descriptor of it lets go of the lock.
+    pub fn claim(pid_file: &Path) -> Result<fs::File> {
+        let opening = || format!("opening '{}'", pid_file.display());
+        loop {
+            if let Some(process) = Self::find(pid_file)? {
+                process.end()?;
+            }
+            let mut options = fs::OpenOptions::new();
+            let file = options.create(true).truncate(false).write(true).open(pid_file).during(opening)?;
+            match fcntl_lock(&file, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => return Ok(file),
+                Err(Errno::AGAIN | Errno::ACCESS) => {}
+                Err(e) => return Err(Error::io(format!("locking '{}'", pid_file.display()), e.into())),
+            }
+        }
     }
 
     /// Its number.
@@ -137,7 +158,7 @@ impl Process {
     /// Ends it without asking the guest: as pulling the plug.
     pub fn kill(&self) -> Result<()> {
         match pidfd_send_signal(&self.descriptor, Signal::KILL) {
-            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(e) => Err(Error::io(format!("ending process {}", self.pid()), e.into())),
         }
     }
@@ -194,13 +215,16 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    fn start(run: &RunFolder, machine: &str) -> Result<Process> {
+    fn begin(run: &RunFolder, machine: &str) -> Result<Starting> {
         let monitor = format!("unix:{},server=on,wait=off", run.monitor().display());
         let pid = run.pid_file().display().to_string();
         let arguments = ["-machine", machine, "-nodefaults", "-display", "none", "-pidfile", &pid, "-qmp", &monitor];
         let arguments: Vec<OsString> = arguments.into_iter().map(OsString::from).collect();
-        let starting = Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors())?;
-        starting.finish(run, PATIENCE).map(|(process, _)| process)
+        Starting::new(Path::new("qemu-system-x86_64"), &arguments, &run.errors())
+    }
+
+    fn start(run: &RunFolder, machine: &str) -> Result<Process> {
+        begin(run, machine)?.finish(run, PATIENCE).map(|(process, _)| process)
     }
 
     #[test]
@@ -216,6 +240,20 @@ mod tests {
         assert!(process.wait(PATIENCE).unwrap());
         assert!(Process::find(&run.pid_file()).unwrap().is_none());
         process.kill().unwrap();
+    }
+
+    #[test]
+    fn one_that_comes_too_late_does_not_come_to_life() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = RunFolder(folder.path().into());
+        // Whoever holds it is ended.
+        start(&run, "none").unwrap();
+        let claim = Process::claim(&run.pid_file()).unwrap();
+        let mut late = begin(&run, "none").unwrap();
+        assert!(!late.child.wait().unwrap().success());
+        assert!(late.complaint().contains("pid file"), "{}", late.complaint());
+        drop(claim);
+        start(&run, "none").unwrap().end().unwrap();
     }
 
     #[test]
