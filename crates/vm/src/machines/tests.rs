@@ -93,7 +93,16 @@ fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
 
 /// What a kill leaves: nothing is dropped, but the locks are gone.
 fn killed(making: Making) {
+    let folder = making.machine("any").folder().parent().unwrap().to_owned();
     making.leave();
+    released(&folder);
+}
+
+/// Another test may just be starting a program: until it is that program it is a copy of this process, with its locks.
+fn released(folder: &Path) {
+    while File::open(folder).unwrap().try_lock().is_err() {
+        std::thread::yield_now();
+    }
 }
 
 #[test]
@@ -189,13 +198,16 @@ fn a_deletion_that_was_interrupted_is_brought_to_its_end() {
     // Killed before the folder was moved: the machine is there.
     let own = vec![OwnDisk { name: "web-disk".into(), origin: None }];
     let intent = Intent::new(vec![Intended { name: "web".into(), disks: own }], Vec::new());
-    drop(machines.begin(OLD, &intent).unwrap());
+    let (within, lock) = machines.begin(OLD, &intent).unwrap();
+    drop(lock);
+    released(&within);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!((machines.list().unwrap().len(), disks.names().len()), (2, 2));
     // And after.
     let (within, lock) = machines.begin(OLD, &intent).unwrap();
     fs::rename(folder.path().join("machines/web"), within.join("web")).unwrap();
     drop(lock);
+    released(&within);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!((machines.list().unwrap().len(), disks.names()), (1, vec!["db-disk".to_string()]));
 }
