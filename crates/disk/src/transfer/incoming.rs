@@ -26,6 +26,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use store::buffer::Checksums;
 use store::engine::Likeness;
 use store::{Error, ErrorKind, Result};
 
@@ -437,18 +438,24 @@ impl Reception {
         }
     }
 
-    /// Writes data.
-    pub fn write(&self, disk: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// Writes data. `sums` are the checksums of its whole blocks; what is behind them has none yet.
+    pub fn write(&self, disk: usize, offset: u64, bytes: &[u8], sums: Option<&Checksums>) -> Result<()> {
         let (id, blocks) = self.blocks(disk, offset, bytes.len() as u64)?;
         let native = &self.datastore.native;
         let whole = bytes.len() / BLOCK_SIZE * BLOCK_SIZE;
-        if whole > 0 {
-            native.write_hidden(id, blocks.start, &bytes[..whole])?;
+        match sums {
+            Some(sums) if sums.as_slice().len() == whole / BLOCK_SIZE => {
+                native.write_hidden(id, blocks.start, &bytes[..whole], sums)?;
+            }
+            _ if whole > 0 => {
+                native.write_hidden(id, blocks.start, &bytes[..whole], &Checksums::of(&bytes[..whole]))?;
+            }
+            _ => {}
         }
         if whole < bytes.len() {
             let mut last = Buffer::zeroed(1);
             last[..bytes.len() - whole].copy_from_slice(&bytes[whole..]);
-            native.write_hidden(id, blocks.end - 1, &last)?;
+            native.write_hidden(id, blocks.end - 1, &last, &Checksums::of(&last))?;
         }
         Ok(())
     }

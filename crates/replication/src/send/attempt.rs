@@ -398,7 +398,7 @@ impl<'a> Attempt<'a> {
                 }
                 let plan = outgoing.read(at, length as usize)?;
                 let slices = plan.slices();
-                let checksum = store::checksum_of(&slices);
+                let checksum = plan.checksum();
                 let head = Head { kind: Kind::Data, disk: number, offset: at, length: length as u32, checksum };
                 line.send(&head, &slices)?;
                 data += length;

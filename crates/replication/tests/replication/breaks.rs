@@ -206,7 +206,7 @@ fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
     };
     for round in 0..2 {
         let reception = receive();
-        reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE)).unwrap();
+        reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE), None).unwrap();
         reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
         reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
         // As whoever records from time to time does that was waiting for this.

@@ -37,10 +37,14 @@ impl<'a> BulkWriter<'a> {
 
     /// Writes whole blocks at `logical`, to new places, at once.
     pub fn write(&self, logical: u64, data: &[u8]) -> Result<()> {
+        self.write_summed(logical, data, &Checksums::of(data))
+    }
+
+    /// The same, of data whose checksums are known.
+    pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;
         engine.make_journal_room()?;
-        let sums = Checksums::of(data);
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
