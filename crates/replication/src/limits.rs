@@ -5,8 +5,8 @@ use std::time::Duration;
 /// Most data in one frame.
 pub const PIECE_MAX: usize = 1 << 20;
 
-/// Data that is sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again, and
-/// stays in the processor's cache from step to step. 256 KiB went 3 to 6 % faster than 1 MiB or 128 KiB.
+/// Data that is sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again,
+/// and stays in the processor's cache from step to step. 256 KiB went 3 to 6 % faster than 1 MiB or 128 KiB.
 pub const PIECE_SENT: usize = 256 << 10;
 
 /// Longest message: an offer of many disks with many snapshots, or with the definition of a machine.
