@@ -54,6 +54,24 @@ impl ReadPlan {
         });
         out
     }
+
+    /// The checksum of the reply. Call after a finished read.
+    pub fn checksum(&self) -> u32 {
+        // What was verified block by block just now need not be summed again.
+        let mut known = Vec::with_capacity(self.length / BLOCK_SIZE);
+        for segment in &self.segments {
+            match segment {
+                Segment::Media(media) if media.checksums.len() * BLOCK_SIZE == media.length => {
+                    known.extend_from_slice(&media.checksums);
+                }
+                _ => break,
+            }
+        }
+        match self.skip == 0 && known.len() * BLOCK_SIZE == self.length {
+            true => store::checksum_of_blocks(known),
+            false => store::checksum_of(&self.slices()),
+        }
+    }
 }
 
 /// What a range is, for block status.

@@ -112,7 +112,12 @@ impl Head {
 
     /// Whether the payload is what was sent.
     pub fn verify(&self, payload: &[u8]) -> Result<()> {
-        match payload.len() == self.length as usize && checksum(payload) == self.checksum {
+        self.verify_sum(payload.len(), checksum(payload))
+    }
+
+    /// Whether a payload of that length and checksum is.
+    pub fn verify_sum(&self, length: usize, sum: u32) -> Result<()> {
+        match length == self.length as usize && sum == self.checksum {
             true => Ok(()),
             false => Err(malformed("a payload that fails its checksum")),
         }

@@ -5,6 +5,10 @@ use std::time::Duration;
 /// Most data in one frame.
 pub const PIECE_MAX: usize = 1 << 20;
 
+/// Data that is sent in one frame: it is read, verified, encrypted and sent, received, decrypted and verified again,
+/// and stays in the processor's cache from step to step. 256 KiB went 3 to 6 % faster than 1 MiB or 128 KiB.
+pub const PIECE_SENT: usize = 256 << 10;
+
 /// Longest message: an offer of many disks with many snapshots, or with the definition of a machine.
 pub const MESSAGE_MAX: usize = 4 << 20;
 
@@ -19,6 +23,9 @@ pub const RECEIVE_BYTES: usize = 512 << 10;
 
 /// Ciphertext that is gathered before it is sent.
 pub const SEND_BYTES: usize = 512 << 10;
+
+/// Plaintext that is encrypted at a time: it is sent soon after. Whole TLS records.
+pub const ENCRYPT_BYTES: usize = 256 << 10;
 
 /// Most data connections of one session.
 pub const STREAMS_MAX: usize = 16;

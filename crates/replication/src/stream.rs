@@ -3,8 +3,10 @@
 use crate::frame::{HEAD, Head, Kind};
 use crate::limits::MESSAGE_STEP;
 use crate::message::Message;
+use backend::BLOCK_SIZE;
 use std::io;
 use std::time::Instant;
+use store::buffer::Checksums;
 use store::{Error, ErrorKind, Result};
 
 /// A stream of bytes in both directions.
@@ -104,6 +106,17 @@ impl<S: ByteStream> Conversation<S> {
     pub fn payload(&mut self, head: &Head, into: &mut [u8]) -> Result<()> {
         self.stream.read_exact(into).map_err(|error| self.broken("listening to", error))?;
         head.verify(into).map_err(|error| error.context(&self.peer))
+    }
+
+    /// A payload of data; with the checksums of its blocks where these are whole, from which its own follows.
+    pub fn data(&mut self, head: &Head, into: &mut [u8]) -> Result<Option<Checksums>> {
+        if into.is_empty() || !into.len().is_multiple_of(BLOCK_SIZE) {
+            return self.payload(head, into).map(|()| None);
+        }
+        self.stream.read_exact(into).map_err(|error| self.broken("listening to", error))?;
+        let sums = Checksums::of(into);
+        head.verify_sum(into.len(), sums.whole()).map_err(|error| error.context(&self.peer))?;
+        Ok(Some(sums))
     }
 
     /// A payload of eight bytes: a number.

@@ -4,7 +4,7 @@
 //! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography
 //! is ring's.
 
-use crate::limits::{RECEIVE_BYTES, SEND_BYTES};
+use crate::limits::{ENCRYPT_BYTES, RECEIVE_BYTES, SEND_BYTES};
 use crate::stream::ByteStream;
 use export::nbd::tls::{TlsConfig, TlsIdentity, certificates, private_key};
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -155,12 +155,12 @@ impl Out {
     }
 }
 
-/// Does what the session engine wants now. Plaintext goes to `take`; `parts` are encrypted where that is possible.
+/// Does what the session engine wants now. Plaintext goes to `take`; `plain` is encrypted where that is possible.
 fn step<D>(
     status: UnbufferedStatus<'_, '_, D>,
     out: &mut Out,
     take: &mut dyn FnMut(&[u8]),
-    parts: Option<&[&[u8]]>,
+    plain: Option<&[u8]>,
     discard: &mut usize,
 ) -> io::Result<Step> {
     *discard += status.discard;
@@ -191,23 +191,18 @@ fn step<D>(
             data.done();
             Step::Again
         }
-        ConnectionState::WriteTraffic(mut traffic) => match parts {
+        ConnectionState::WriteTraffic(mut traffic) => match plain {
             None => Step::Blocked,
-            Some(parts) => {
-                for part in parts.iter().filter(|part| !part.is_empty()) {
-                    loop {
-                        match traffic.encrypt(part, &mut out.bytes[out.used..]) {
-                            Ok(bytes) => {
-                                out.used += bytes;
-                                break;
-                            }
-                            Err(EncryptError::InsufficientSize(size)) => out.reserve(size.required_size),
-                            Err(error) => return Err(invalid(error)),
-                        }
+            Some(plain) => loop {
+                match traffic.encrypt(plain, &mut out.bytes[out.used..]) {
+                    Ok(bytes) => {
+                        out.used += bytes;
+                        break Step::Encrypted;
                     }
+                    Err(EncryptError::InsufficientSize(size)) => out.reserve(size.required_size),
+                    Err(error) => return Err(invalid(error)),
                 }
-                Step::Encrypted
-            }
+            },
         },
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
@@ -259,26 +254,44 @@ impl TlsStream {
         chain.and_then(<[_]>::first).is_some_and(|certificate| is_for(certificate, names))
     }
 
-    fn advance(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
-        let done = self.advance_once(take, parts);
+    fn advance(&mut self, take: &mut dyn FnMut(&[u8]), plain: Option<&[u8]>) -> io::Result<Step> {
+        let done = self.advance_once(take, plain);
         if done.is_err() {
             self.say_why();
         }
         done
     }
 
-    fn advance_once(&mut self, take: &mut dyn FnMut(&[u8]), parts: Option<&[&[u8]]>) -> io::Result<Step> {
+    fn advance_once(&mut self, take: &mut dyn FnMut(&[u8]), plain: Option<&[u8]>) -> io::Result<Step> {
         let (input, out) = (&mut self.incoming[self.start..self.end], &mut self.out);
         let mut discard = 0;
         let step = match &mut self.session {
-            Session::Client(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
-            Session::Server(session) => step(session.process_tls_records(input), out, take, parts, &mut discard),
+            Session::Client(session) => step(session.process_tls_records(input), out, take, plain, &mut discard),
+            Session::Server(session) => step(session.process_tls_records(input), out, take, plain, &mut discard),
         };
         self.start += discard;
         if self.start == self.end {
             (self.start, self.end) = (0, 0);
         }
         step
+    }
+
+    /// Encrypts plaintext behind what is there to be sent.
+    fn encrypt(&mut self, plain: &[u8]) -> io::Result<()> {
+        loop {
+            let mut kept = std::mem::take(&mut self.plain);
+            let step = self.advance(&mut |record| kept.extend_from_slice(record), Some(plain));
+            self.plain = kept;
+            match step? {
+                Step::Encrypted => return Ok(()),
+                Step::Again => {}
+                Step::Blocked => {
+                    self.out.send()?;
+                    self.receive()?;
+                }
+                Step::Ended => return Err(io::ErrorKind::BrokenPipe.into()),
+            }
+        }
     }
 
     /// Sends the alert that tells the peer what was wrong, if there is one.
@@ -368,21 +381,14 @@ impl ByteStream for TlsStream {
     }
 
     fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
-        loop {
-            let mut kept = std::mem::take(&mut self.plain);
-            let step = self.advance(&mut |record| kept.extend_from_slice(record), Some(parts));
-            self.plain = kept;
-            match step? {
-                Step::Encrypted => break,
-                Step::Again => {}
-                Step::Blocked => {
-                    self.out.send()?;
-                    self.receive()?;
-                }
-                Step::Ended => return Err(io::ErrorKind::BrokenPipe.into()),
+        // What is encrypted a little at a time is still in the processor's cache when it is sent.
+        for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {
+            self.encrypt(piece)?;
+            if self.out.used >= SEND_BYTES {
+                self.out.send()?;
             }
         }
-        if self.out.used >= SEND_BYTES { self.out.send() } else { Ok(()) }
+        Ok(())
     }
 
     fn flush(&mut self) -> io::Result<()> {

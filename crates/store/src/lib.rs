@@ -7,6 +7,7 @@
 //! tree      logical block -> physical block, shared between disks by reference counts
 //! space     physical blocks: reference counts, checksums, free runs, what the file system has given
 //! pages     4 KiB metadata pages, cached, written home only by checkpoints
+//! checksums CRC32C, of bytes and of blocks in a row
 //! journal   the ring: operations, payload of small flushed writes, page images of a checkpoint
 //! engine::check  walks everything and compares
 //! ```
@@ -17,6 +18,7 @@
 
 pub mod buffer;
 pub mod catalog;
+mod checksums;
 pub mod engine;
 pub mod journal;
 pub mod pages;
@@ -28,17 +30,5 @@ pub mod tree;
 mod testbed;
 
 pub use backend::{Error, ErrorKind, IoContext, Result};
+pub use checksums::{checksum, checksum_of, checksum_of_blocks};
 pub use engine::{Engine, EngineOptions};
-
-/// CRC32C (Castagnoli), the checksum of every structure and every block.
-pub fn checksum(bytes: &[u8]) -> u32 {
-    // The width of CRC-32/ISCSI is 32 bits: the upper half of the answer is always zero.
-    crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes) as u32
-}
-
-/// The checksum of bytes that lie in several places.
-pub fn checksum_of(parts: &[&[u8]]) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    parts.iter().for_each(|part| digest.update(part));
-    digest.finalize() as u32
-}

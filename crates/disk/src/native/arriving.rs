@@ -11,6 +11,7 @@ use crate::names;
 use backend::BLOCK_SIZE;
 use std::collections::BTreeSet;
 use std::ops::Range;
+use store::buffer::Checksums;
 use store::catalog::{Object, Provisioning as Stored};
 use store::engine::{Arrival, BulkWriter, Condition, Likeness, NewDisk, NewSnapshot};
 use store::{Error, ErrorKind, Result};
@@ -162,9 +163,9 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).filter(|disk| disk.incomplete).map(|disk| disk.id))
     }
 
-    /// Writes whole blocks of a hidden disk.
-    pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8]) -> Result<()> {
-        BulkWriter::new(&self.engine, id).write(block, bytes)
+    /// Writes whole blocks of a hidden disk, of these checksums.
+    pub fn write_hidden(&self, id: u64, block: u64, bytes: &[u8], sums: &Checksums) -> Result<()> {
+        BulkWriter::new(&self.engine, id).write_summed(block, bytes, sums)
     }
 
     /// Lets go of blocks of a hidden disk.

@@ -26,6 +26,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
+use store::buffer::Checksums;
 use store::engine::Likeness;
 use store::{Error, ErrorKind, Result};
 
@@ -111,8 +112,8 @@ pub struct Reception {
     /// Numbers of the hidden disks.
     ids: Vec<u64>,
     state: Mutex<Record>,
-    /// One writes the record at a time.
-    saving: Mutex<()>,
+    /// One writes the record at a time; true once the disks have taken their places and nobody may any more.
+    saving: Mutex<bool>,
     _names: Vec<Reservation>,
 }
 
@@ -347,7 +348,7 @@ impl Datastore {
             records: self.records(),
             ids,
             state: Mutex::new(record),
-            saving: Mutex::new(()),
+            saving: Mutex::new(false),
             _names: names,
         }))
     }
@@ -437,18 +438,24 @@ impl Reception {
         }
     }
 
-    /// Writes data.
-    pub fn write(&self, disk: usize, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// Writes data. `sums` are the checksums of its whole blocks; what is behind them has none yet.
+    pub fn write(&self, disk: usize, offset: u64, bytes: &[u8], sums: Option<&Checksums>) -> Result<()> {
         let (id, blocks) = self.blocks(disk, offset, bytes.len() as u64)?;
         let native = &self.datastore.native;
         let whole = bytes.len() / BLOCK_SIZE * BLOCK_SIZE;
-        if whole > 0 {
-            native.write_hidden(id, blocks.start, &bytes[..whole])?;
+        match sums {
+            Some(sums) if sums.as_slice().len() == whole / BLOCK_SIZE => {
+                native.write_hidden(id, blocks.start, &bytes[..whole], sums)?;
+            }
+            _ if whole > 0 => {
+                native.write_hidden(id, blocks.start, &bytes[..whole], &Checksums::of(&bytes[..whole]))?;
+            }
+            _ => {}
         }
         if whole < bytes.len() {
             let mut last = Buffer::zeroed(1);
             last[..bytes.len() - whole].copy_from_slice(&bytes[whole..]);
-            native.write_hidden(id, blocks.end - 1, &last)?;
+            native.write_hidden(id, blocks.end - 1, &last, &Checksums::of(&last))?;
         }
         Ok(())
     }
@@ -490,9 +497,13 @@ impl Reception {
         Ok(())
     }
 
-    /// Makes durable what was received, and remembers it.
+    /// Makes durable what was received, and remembers it. Of disks that have taken their places nothing is left to
+    /// remember: a record that came after that would stand in the way of the next reception.
     pub fn save(&self) -> Result<()> {
-        let _saving = self.saving.lock();
+        let committed = self.saving.lock();
+        if *committed {
+            return Ok(());
+        }
         let record = self.state.lock().clone();
         self.commit_data()?;
         self.records.put(&record)
@@ -509,7 +520,7 @@ impl Reception {
     /// The disks take their places. `expected` is what the sender calls whole: segments and bytes, disk by disk. Nobody
     /// may write any more.
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
-        let _saving = self.saving.lock();
+        let mut committed = self.saving.lock();
         let record = self.state.lock().clone();
         let here = |disk: &Arriving| (disk.done.iter().map(|(from, to)| to - from).sum::<u64>(), disk.bytes);
         let received: Vec<(u64, u64)> = record.disks.iter().map(here).collect();
@@ -535,6 +546,7 @@ impl Reception {
             });
         }
         native.arrive(&arrived, now())?;
+        *committed = true;
         self.records.remove(&record.id)?;
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);
         record.disks.iter().map(info).collect()

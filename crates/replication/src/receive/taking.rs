@@ -43,12 +43,12 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
         match head.kind {
             Kind::Data => {
                 let payload = &mut buffer[..head.length as usize];
-                line.payload(&head, payload)?;
+                let sums = line.data(&head, payload)?;
                 let length = u64::from(head.length);
                 if head.offset.checked_add(length).is_none_or(|end| end > (number + 1) * SEGMENT) {
                     return wrong("sent data beyond its segment");
                 }
-                reception.write(disk, head.offset, payload)?;
+                reception.write(disk, head.offset, payload, sums.as_ref())?;
                 if let Some(segment) = &mut segment {
                     segment.bytes += length;
                 }

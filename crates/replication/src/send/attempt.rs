@@ -4,7 +4,7 @@ use super::pace::Pace;
 use super::plan::DiskPlan;
 use super::{SendOptions, Sent, Shipment, stopped};
 use crate::frame::{Head, Kind};
-use crate::limits::{CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PIECE_MAX, PING_INTERVAL, SILENCE_MAX};
+use crate::limits::{CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PIECE_SENT, PING_INTERVAL, SILENCE_MAX};
 use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::remote::Remote;
 use crate::stream::Conversation;
@@ -392,13 +392,13 @@ impl<'a> Attempt<'a> {
             let end = extent.offset + extent.length;
             let mut at = extent.offset;
             while at < end {
-                let length = (end - at).min(PIECE_MAX as u64);
+                let length = (end - at).min(PIECE_SENT as u64);
                 if shared.stopped() || !self.pace.wait(length, &|| shared.stopped()) {
                     return Ok(());
                 }
                 let plan = outgoing.read(at, length as usize)?;
                 let slices = plan.slices();
-                let checksum = store::checksum_of(&slices);
+                let checksum = plan.checksum();
                 let head = Head { kind: Kind::Data, disk: number, offset: at, length: length as u32, checksum };
                 line.send(&head, &slices)?;
                 data += length;

@@ -1,8 +1,9 @@
 //! Lines that break, servers that stop: what has arrived stays, what is not whole is not to be seen.
 
 use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
-use disk::transfer::SEGMENT;
-use disk::{ErrorKind, NoProgress, Progress};
+use backend::BLOCK_SIZE;
+use disk::transfer::{NewArrival, NewReception, Opened, SEGMENT, SnapshotIdentity};
+use disk::{ErrorKind, NoProgress, Progress, Provisioning};
 use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -175,4 +176,43 @@ fn a_server_that_is_not_there_is_given_up_on() {
         send(&shipment, &remote_at(port), &options(&keys, 2), &until).unwrap_err()
     });
     assert_eq!(error.kind(), ErrorKind::Interrupted, "{error}");
+}
+
+#[test]
+fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
+    let there = Site::new();
+    let new = NewReception {
+        sender: "somebody".into(),
+        disks: vec![NewArrival {
+            name: "web".into(),
+            uuid: disk::transfer::new_identity().unwrap(),
+            capacity: SEGMENT,
+            provisioning: Provisioning::Thin,
+            point: SnapshotIdentity {
+                uuid: disk::transfer::new_identity().unwrap(),
+                name: "monday".into(),
+                created: 1_795_000_000,
+            },
+            keep: true,
+            bases: Vec::new(),
+            update: false,
+        }],
+        attachment: None,
+        resume_only: false,
+    };
+    let receive = || match there.datastore.receive(&new).unwrap() {
+        Opened::Open(reception) => reception,
+        Opened::Already(disks) => panic!("there already: {disks:?}"),
+    };
+    for round in 0..2 {
+        let reception = receive();
+        reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE), None).unwrap();
+        reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
+        reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
+        // As whoever records from time to time does that was waiting for this.
+        reception.save().unwrap();
+        drop(reception);
+        assert!(there.datastore.receptions().unwrap().is_empty());
+        there.datastore.delete_disk("web", false).unwrap();
+    }
 }

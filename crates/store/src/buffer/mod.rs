@@ -47,6 +47,11 @@ impl Checksums {
         }
     }
 
+    /// The checksum of all the data.
+    pub fn whole(&self) -> u32 {
+        crate::checksum_of_blocks(self.as_slice().iter().copied())
+    }
+
     fn part(&self, blocks: Range<usize>) -> Self {
         match self {
             Self::One(sum) => Self::One(*sum),

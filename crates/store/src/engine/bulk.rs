@@ -6,7 +6,8 @@ use super::writeback::UNMAP_MAX;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::{IoContext, Result};
-use backend::BLOCK_SIZE;
+use backend::{BLOCK_SIZE, IoMode};
+use parking_lot::MutexGuard;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
@@ -36,10 +37,14 @@ impl<'a> BulkWriter<'a> {
 
     /// Writes whole blocks at `logical`, to new places, at once.
     pub fn write(&self, logical: u64, data: &[u8]) -> Result<()> {
+        self.write_summed(logical, data, &Checksums::of(data))
+    }
+
+    /// The same, of data whose checksums are known.
+    pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;
         engine.make_journal_room()?;
-        let sums = Checksums::of(data);
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
@@ -53,9 +58,11 @@ impl<'a> BulkWriter<'a> {
             drop(claim);
             let bytes = &data[at as usize * BLOCK_SIZE..(at + run.blocks) as usize * BLOCK_SIZE];
             let (file, offset) = engine.files.locate(run)?;
+            let turn = self.turn();
             file.write_at(&[bytes], offset, false)
                 .during(|| format!("writing {} bytes of a new disk", bytes.len()))
                 .map_err(|error| engine.stop(error))?;
+            drop(turn);
             // The medium works while the next piece is read, instead of when all of it is flushed.
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
@@ -120,6 +127,13 @@ impl<'a> BulkWriter<'a> {
     /// Makes everything durable that was written or let go of before.
     pub fn commit(&self) -> Result<()> {
         self.engine.commit_changes()
+    }
+
+    /// File systems let one writer at a time into the cached pages of a file, and the kernel burns the time of all
+    /// others: whoever waits for this instead leaves the processor to who has something to do. Past the page cache they
+    /// write side by side.
+    fn turn(&self) -> Option<MutexGuard<'a, ()>> {
+        (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.copying.lock())
     }
 
     fn bound_pending(&self) -> Result<()> {

@@ -29,7 +29,7 @@
 //! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
 //! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
 //! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
-//! most, journal I/O under `commit`, metadata page reads under `meta`.
+//! most, journal I/O under `commit`, metadata page reads under `meta`. `copying` is held over one write, beside none.
 
 mod apply;
 mod bulk;
@@ -256,6 +256,8 @@ pub struct Engine {
     /// Shared by writes past the buffer; exclusive where none may be under way.
     through: RwLock<()>,
     permits: Mutex<through::Permits>,
+    /// One [`BulkWriter`] at a time copies into the page cache.
+    copying: Mutex<()>,
     checkpoint: Mutex<()>,
     /// Held from the moment that space is no longer called backed until its hole is punched.
     punching: Mutex<()>,

@@ -208,6 +208,7 @@ impl Engine {
             settled: AtomicU64::new(0),
             through: RwLock::new(()),
             permits: Mutex::default(),
+            copying: Mutex::new(()),
             buffered: AtomicU64::new(0),
             claims: AtomicU64::new(0),
             headroom: AtomicU64::new(0),
