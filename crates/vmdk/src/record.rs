@@ -284,7 +284,8 @@ pub struct Merging {
 pub enum Fate {
     /// It is being made: after a crash there is no such disk.
     Creating,
-    /// It is being deleted: after a crash the rest of it goes.
+    /// It is being deleted: after a crash the rest of it goes. The name of the record's file says so, not its text.
+    #[serde(skip)]
     Deleting,
 }
 
@@ -402,6 +403,16 @@ impl Record {
             }
         }
         Ok(line)
+    }
+
+    /// Whether images were adopted, which stay when the disk goes.
+    pub(crate) fn has_adopted(&self) -> bool {
+        self.nodes.iter().any(|node| node.standing == Standing::Adopted)
+    }
+
+    /// Whether the disk is being deleted.
+    pub fn is_going(&self) -> bool {
+        self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Deleting))
     }
 
     /// The snapshot of that name.
