@@ -5,7 +5,7 @@ use crate::line::Line;
 use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
-use backend::{IoMode, Lock};
+use backend::{IoMode, Lock, clock};
 use chain::{Chain, Watch};
 use layer::Layer;
 use layer::descriptor::storage::NEW_SUFFIX;
@@ -15,7 +15,6 @@ use parking_lot::{Mutex, MutexGuard};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The file whose lock the owner of a disk holds.
 pub(crate) const LOCK_NAME: &str = "lamina.lock";
@@ -134,6 +133,8 @@ impl Disk {
                 descriptor: name.clone(),
                 format,
                 standing: Standing::Made,
+                accepted: None,
+                replay: false,
             });
             next.head = 1;
             next.pending = None;
@@ -487,7 +488,7 @@ pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: 
     Record {
         name: name.to_owned(),
         uuid: new_uuid(&options.random),
-        created: now_micros() / 1_000_000,
+        created: clock::seconds(),
         stem: name.to_owned(),
         kind: kind.to_owned(),
         delta,
@@ -513,12 +514,6 @@ fn new_uuid(random: &Entropy) -> String {
     let number = number & !(0xf << 76 | 0xc << 60) | 4 << 76 | 8 << 60;
     let hex = format!("{number:032x}");
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
-/// Microseconds since 1970.
-pub(crate) fn now_micros() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Asks a watcher of long work whether to go on.

@@ -120,6 +120,12 @@ pub struct Node {
     pub format: Option<String>,
     /// Whose it is.
     pub standing: Standing,
+    /// The CID of the image below that was taken on demand when this one was adopted, though it was made above another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accepted: Option<u32>,
+    /// Its journal may not be closed properly; on demand, it is replayed as far as it can be proven whole.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replay: bool,
 }
 
 impl Node {
