@@ -129,9 +129,7 @@ impl Message {
     /// The error that a failure tells of; any other message is out of turn.
     pub fn into_error(self) -> Error {
         match self {
-            Self::Failure { kind, message } => {
-                Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX))
-            }
+            Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
             other => Error::new(ErrorKind::Corrupt, format!("the peer said '{}' out of turn", other.name())),
         }
     }
