@@ -199,8 +199,8 @@ fn a_failed_flush_stops_all_writes() {
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; 8]);
 }
 
-/// Pages of tables, bitmap and backmap come from holes of the file, are written by a commit, leave memory and come back:
-/// from the file then, whatever was known of the hole.
+/// Pages of tables, bitmap and backmap come from holes of the file, are written by a commit, leave memory and come
+/// back: from the file then, whatever was known of the hole.
 #[test]
 fn pages_from_holes_come_back_after_they_left_memory() {
     /// A grain in each page of tables, of many more than memory keeps.
