@@ -40,7 +40,7 @@ impl Disk {
             None => self.sweep(&record)?,
         }
         match self.finish_pending() {
-            // A full file system has to be opened for something to be deleted; nobody is shown anything until it is done.
+            // What is on a full file system has to open to be deleted; it shows nothing until this is done.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 tracing::warn!(%error, disk = self.name(), "what was interrupted cannot be finished without room");
                 self.state.lock().unsettled = true;
