@@ -11,6 +11,9 @@ use libfuzzer_sys::fuzz_target;
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
 mod intent;
+#[allow(dead_code)]
+#[path = "../../crates/disk/src/sealed.rs"]
+mod sealed;
 
 const NAME: &str = "migration-0f0e0d0c-0b0a-4908-8706-050403020100";
 

@@ -30,6 +30,45 @@ pub enum ErrorKind {
     Stopped,
 }
 
+impl ErrorKind {
+    /// Every kind, once.
+    pub const ALL: [Self; 11] = [
+        Self::NotFound,
+        Self::Exists,
+        Self::Invalid,
+        Self::Busy,
+        Self::NoSpace,
+        Self::ReadOnly,
+        Self::Corrupt,
+        Self::Io,
+        Self::Unsupported,
+        Self::Interrupted,
+        Self::Stopped,
+    ];
+
+    /// Its name in every protocol of this project. Names never change.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::NotFound => "not_found",
+            Self::Exists => "exists",
+            Self::Invalid => "invalid",
+            Self::Busy => "busy",
+            Self::NoSpace => "no_space",
+            Self::ReadOnly => "read_only",
+            Self::Corrupt => "corrupt",
+            Self::Io => "io",
+            Self::Unsupported => "unsupported",
+            Self::Interrupted => "interrupted",
+            Self::Stopped => "stopped",
+        }
+    }
+
+    /// The kind that a peer named; [`ErrorKind::Io`] where a newer peer knows kinds that are unknown here.
+    pub fn from_name(name: &str) -> Self {
+        Self::ALL.into_iter().find(|kind| kind.name() == name).unwrap_or(Self::Io)
+    }
+}
+
 /// An error: what happened, to what, and what to do about it.
 #[derive(Debug)]
 pub struct Error {
@@ -98,5 +137,44 @@ pub trait IoContext<T> {
 impl<T> IoContext<T> for io::Result<T> {
     fn during(self, what: impl FnOnce() -> String) -> Result<T> {
         self.map_err(|e| Error::io(what(), e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The kind after one, in the order of the list: without a catch-all, a new kind cannot be forgotten here.
+    fn next(kind: ErrorKind) -> Option<ErrorKind> {
+        match kind {
+            ErrorKind::NotFound => Some(ErrorKind::Exists),
+            ErrorKind::Exists => Some(ErrorKind::Invalid),
+            ErrorKind::Invalid => Some(ErrorKind::Busy),
+            ErrorKind::Busy => Some(ErrorKind::NoSpace),
+            ErrorKind::NoSpace => Some(ErrorKind::ReadOnly),
+            ErrorKind::ReadOnly => Some(ErrorKind::Corrupt),
+            ErrorKind::Corrupt => Some(ErrorKind::Io),
+            ErrorKind::Io => Some(ErrorKind::Unsupported),
+            ErrorKind::Unsupported => Some(ErrorKind::Interrupted),
+            ErrorKind::Interrupted => Some(ErrorKind::Stopped),
+            ErrorKind::Stopped => None,
+        }
+    }
+
+    #[test]
+    fn the_list_of_kinds_is_complete() {
+        let all: Vec<_> = std::iter::successors(Some(ErrorKind::NotFound), |kind| next(*kind)).collect();
+        assert_eq!(ErrorKind::ALL.to_vec(), all);
+    }
+
+    #[test]
+    fn names_of_kinds_read_back_and_stay() {
+        for kind in ErrorKind::ALL {
+            assert_eq!(ErrorKind::from_name(kind.name()), kind);
+        }
+        let names = ErrorKind::ALL.map(ErrorKind::name).join(" ");
+        let known = "not_found exists invalid busy no_space read_only corrupt io unsupported interrupted stopped";
+        assert_eq!(names, known);
+        assert_eq!(ErrorKind::from_name("tired"), ErrorKind::Io);
     }
 }

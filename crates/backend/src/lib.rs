@@ -15,6 +15,7 @@
 //! 4. After a failed flush nothing is known of the writes before it; the caller must stop, not retry.
 
 mod buffer;
+pub mod clock;
 mod error;
 pub mod local;
 #[cfg(target_os = "linux")]

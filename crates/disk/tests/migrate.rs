@@ -413,3 +413,27 @@ fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
     check(&datastore, "web", &model, "native, opened again");
     assert_eq!(datastore.status().unwrap().disks, 1, "nothing is left of what lay above the images");
 }
+
+#[test]
+fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened() {
+    use disk::migrate::ImportWay;
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let (head, model) = host_folder(folder.path(), 41);
+    // Somebody has written to the base.
+    let base = head.with_file_name("web.vmdk");
+    let text = std::fs::read_to_string(&base).unwrap();
+    let (before, rest) = text.split_once("\nCID=").unwrap();
+    std::fs::write(&base, format!("{before}\nCID=0badcafe{}", &rest[8..])).unwrap();
+    let path = folder.path().join("ds");
+    let mut datastore = made(&path);
+    for (name, way) in [("place", ImportWay::InPlace), ("live", ImportWay::Live)] {
+        let options = import(&head, way, 0);
+        assert_eq!(datastore.import(name, &options, &NoProgress).unwrap_err().kind(), ErrorKind::Corrupt);
+        let forced = disk::migrate::ImportOptions { force_parent: true, ..options };
+        datastore.import(name, &forced, &NoProgress).unwrap();
+        datastore.close().unwrap();
+        drop(datastore);
+        datastore = open(&path);
+        check(&datastore, name, &model, name);
+    }
+}

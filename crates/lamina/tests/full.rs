@@ -64,6 +64,32 @@ fn full_ext4() {
     }
 }
 
+#[test]
+fn full_tmpfs_of_images() {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_images_up(&PathBuf::from(folder)),
+        None => in_a_namespace(
+            "full_tmpfs_of_images",
+            &["--user", "--map-root-user", "--mount"],
+            "mkdir $FOLDER/mounted; mount -t tmpfs -o size=96M none $FOLDER/mounted",
+        ),
+    }
+}
+
+#[test]
+fn full_ext4_of_images() {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_images_up(&PathBuf::from(folder)),
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None => in_a_namespace(
+            "full_ext4_of_images",
+            &["--mount"],
+            "mkdir $FOLDER/mounted; truncate -s 96M $FOLDER/image; mke2fs -q -t ext4 -m 0 $FOLDER/image; \
+             mount -o loop $FOLDER/image $FOLDER/mounted",
+        ),
+    }
+}
+
 /// What a disk must read as, by block: the seed of its content.
 #[derive(Default)]
 struct Written(std::collections::BTreeMap<u64, u64>);
@@ -189,6 +215,72 @@ fn fill_up(folder: &Path) {
     whole.verify(&mut thick);
     drop((vm1, thick));
     assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+    let mut server = store.serve("");
+    written.verify(&mut Client::connect(&store.socket(), "vm1").unwrap());
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+/// Takes what is left of a file system, to the last block.
+fn fill_rest(folder: &Path, name: &str) {
+    let mut rest = std::fs::File::create(folder.join(name)).unwrap();
+    for length in [1 << 20, 4096, 1] {
+        while std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {}
+    }
+}
+
+fn fill_images_up(folder: &Path) {
+    let store = Store::at(folder, "4M");
+    store.run("disk create vm1 256M --format vmdk").ok();
+    store.run("disk create native 16M").ok();
+    for name in ["other", "cold", "last"] {
+        store.run(&format!("disk create {name} 8M --format eagerzeroedthick")).ok();
+        store.run(&format!("snapshot create {name}@s")).ok();
+    }
+    store.run("clone last@s copy").ok();
+    let mut server = store.serve("");
+    let mut vm1 = Client::connect(&store.socket(), "vm1").unwrap();
+    let mut written = Written::default();
+    for block in 0..512 {
+        written.put(&mut vm1, block, block + 1).unwrap();
+    }
+    vm1.flush().unwrap();
+    store.run("snapshot create vm1@s").ok();
+    // What was refused may be there or not: only blocks that hold nothing yet.
+    let mut next = 512;
+    let mut more = |vm1: &mut Client, written: &mut Written| {
+        next += 3;
+        is_full(written.put(vm1, next, next))
+    };
+    while !more(&mut vm1, &mut written) {}
+    fill_rest(folder, "rest-1");
+
+    // What needs room is refused and leaves nothing behind; what gives it back is done.
+    written.verify(&mut vm1);
+    let images = store.path().join("images");
+    store.run("clone vm1@s full --full").fails(5, "full");
+    assert!(!images.join("full").exists());
+    store.run("disk list").ok();
+    for name in ["copy", "native"] {
+        store.run(&format!("disk delete {name}")).ok();
+        fill_rest(folder, &format!("rest-{name}"));
+    }
+    store.run("snapshot delete other@s").ok();
+    fill_rest(folder, "rest-2");
+    store.run("disk delete other").ok();
+    assert!(!images.join("other").exists());
+    until("room of a deleted disk can be written", || !more(&mut vm1, &mut written));
+    vm1.flush().unwrap();
+    written.verify(&mut vm1);
+    drop(vm1);
+
+    // Without a server, and after a kill, too.
+    assert_eq!(server.stop("KILL"), None);
+    fill_rest(folder, "rest-3");
+    store.run("disk delete cold").ok();
+    fill_rest(folder, "rest-4");
+    store.run("disk delete last").ok();
+    assert!(!images.join("cold").exists() && !images.join("last").exists());
     store.is_clean();
     let mut server = store.serve("");
     written.verify(&mut Client::connect(&store.socket(), "vm1").unwrap());

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use pattern::Random;
 use process::{Store, tool};
 use std::process::Stdio;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const KILLS: u64 = 42;
@@ -74,9 +74,25 @@ fn attempt(store: &Store, arguments: &str) -> bool {
     outcome.status.success()
 }
 
+/// What came of the operations.
+#[derive(Default)]
+struct Tally {
+    /// Done before the kill.
+    done: AtomicU64,
+    /// Under way when it came.
+    cut: AtomicU64,
+}
+
 /// One operation, as often as the server lives. A snapshot is taken between two rounds, so that it is known what it
 /// holds; if the command is cut off, it may be there or not.
-fn operate(store: &Store, history: &Mutex<History>, operation: &str, random: &mut Random, killed: &AtomicBool) {
+fn operate(
+    store: &Store,
+    history: &Mutex<History>,
+    operation: &str,
+    random: &mut Random,
+    killed: &AtomicBool,
+    tally: &Tally,
+) {
     let mut number = 0;
     while !killed.load(Ordering::Acquire) {
         number += 1;
@@ -104,6 +120,11 @@ fn operate(store: &Store, history: &Mutex<History>, operation: &str, random: &mu
             }
             _ => attempt(store, &format!("{wanted} {disk}")),
         };
+        if done {
+            tally.done.fetch_add(1, Ordering::Relaxed);
+        } else if killed.load(Ordering::Acquire) {
+            tally.cut.fetch_add(1, Ordering::Relaxed);
+        }
         if done && deletes {
             let gone = any.cloned();
             history.lock().snapshots.retain(|(name, _)| Some(name) != gone.as_ref());
@@ -126,9 +147,22 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
         histories.push(Mutex::new(History::new(delta, number as u64 + 1, SIZE)));
     }
     let mut random = Random(20_261_122);
-    let mut younger = 0;
+    let (mut kills, mut younger) = (0, 0);
+    let tally = Tally::default();
     let begin = Instant::now();
-    for kill in 0..KILLS {
+    let sum = |histories: &[Mutex<History>], of: fn(&History) -> u64| -> u64 {
+        histories.iter().map(|history| of(&history.lock())).sum()
+    };
+    // On a slow machine less happens between two kills: without enough of it the test would prove nothing.
+    let enough = |histories: &[Mutex<History>]| {
+        sum(histories, |history| history.version) > 20 * KILLS
+            && sum(histories, |history| history.flushes) > KILLS
+            && tally.done.load(Ordering::Relaxed) > KILLS
+            && tally.cut.load(Ordering::Relaxed) > KILLS / 2
+    };
+    while kills < KILLS || !enough(&histories) && kills < 4 * KILLS {
+        let kill = kills;
+        kills += 1;
         let history = &histories[kill as usize % histories.len()];
         let operation = OPERATIONS[random.below(OPERATIONS.len() as u64) as usize];
         let options = ["", "--io direct", "--queue threads"][(kill / 3 % 3) as usize];
@@ -137,8 +171,8 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
         std::thread::scope(|scope| {
             scope.spawn(|| write_on(&store, history, &killed));
             let mut own = Random(random.next());
-            let (store, killed) = (&store, &killed);
-            scope.spawn(move || operate(store, history, operation, &mut own, killed));
+            let (store, killed, tally) = (&store, &killed, &tally);
+            scope.spawn(move || operate(store, history, operation, &mut own, killed, tally));
             std::thread::sleep(Duration::from_millis(10 + random.below(KILL_AFTER_MS_MAX)));
             // Set first: the connection breaks a moment before anybody can be told.
             killed.store(true, Ordering::Release);
@@ -174,12 +208,14 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
         history.is(&read_export(&store, &history.name), &history.name);
     }
     assert_eq!(server.stop("TERM"), Some(0));
-    let sum = |of: fn(&History) -> u64| histories.iter().map(|history| of(&history.lock())).sum::<u64>();
     println!(
-        "{KILLS} kills in {:.0} s: {} requests, {} flushes; nothing flushed was lost, {younger} sectors were younger than \
-         they had to be, every check was clean",
+        "{kills} kills in {:.0} s: {} requests, {} flushes, {} operations done and {} cut off; nothing flushed was lost, \
+         {younger} sectors were younger than they had to be, every check was clean",
         begin.elapsed().as_secs_f64(),
-        sum(|history| history.version),
-        sum(|history| history.flushes),
+        sum(&histories, |history| history.version),
+        sum(&histories, |history| history.flushes),
+        tally.done.load(Ordering::Relaxed),
+        tally.cut.load(Ordering::Relaxed),
     );
+    assert!(enough(&histories));
 }

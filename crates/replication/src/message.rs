@@ -113,21 +113,6 @@ pub enum Message {
     },
 }
 
-/// Names of the kinds on the wire.
-const KINDS: [(ErrorKind, &str); 11] = [
-    (ErrorKind::NotFound, "not_found"),
-    (ErrorKind::Exists, "exists"),
-    (ErrorKind::Invalid, "invalid"),
-    (ErrorKind::Busy, "busy"),
-    (ErrorKind::NoSpace, "no_space"),
-    (ErrorKind::ReadOnly, "read_only"),
-    (ErrorKind::Corrupt, "corrupt"),
-    (ErrorKind::Io, "io"),
-    (ErrorKind::Unsupported, "unsupported"),
-    (ErrorKind::Interrupted, "interrupted"),
-    (ErrorKind::Stopped, "stopped"),
-];
-
 /// Longest sentence of a peer that is handed on.
 const SENTENCE_MAX: usize = 2000;
 
@@ -138,17 +123,13 @@ fn plain(text: &str, most: usize) -> String {
 impl Message {
     /// The message that tells of an error.
     pub fn failure(error: &Error) -> Self {
-        let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind()).map_or("io", |(_, name)| name);
-        Self::Failure { kind: kind.into(), message: plain(&error.to_string(), SENTENCE_MAX) }
+        Self::Failure { kind: error.kind().name().into(), message: plain(&error.to_string(), SENTENCE_MAX) }
     }
 
     /// The error that a failure tells of; any other message is out of turn.
     pub fn into_error(self) -> Error {
         match self {
-            Self::Failure { kind, message } => {
-                let known = KINDS.iter().find(|(_, name)| *name == kind);
-                Error::new(known.map_or(ErrorKind::Io, |(kind, _)| *kind), plain(&message, SENTENCE_MAX))
-            }
+            Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
             other => Error::new(ErrorKind::Corrupt, format!("the peer said '{}' out of turn", other.name())),
         }
     }

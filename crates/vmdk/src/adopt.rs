@@ -16,6 +16,7 @@ use crate::vmsd::{self, Vmsd};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{Access, IoContext, IoMode};
 use layer::image::{Folder, Image, ImageKind, OpenOptions, Place, open_chain};
+use layer::sesparse::DirtyJournal;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
@@ -55,8 +56,8 @@ impl Disk {
             levels_max: chain::limits::LEVELS_MAX,
             force: options.force_parent,
             journal: match options.replay_journal {
-                true => layer::sesparse::DirtyJournal::Replay,
-                false => layer::sesparse::DirtyJournal::Refuse,
+                true => DirtyJournal::Replay,
+                false => DirtyJournal::Refuse,
             },
             random: Arc::clone(&options.random),
             ..OpenOptions::default()
@@ -118,11 +119,18 @@ impl Disk {
     }
 }
 
+/// The CID of the image below, where it is not the one that an image was made above: the opening was forced.
+fn changed_parent(image: &Image, below: &Image) -> Option<u32> {
+    let (wanted, found) = (image.parent()?.content?, below.descriptor()?.content);
+    (found != wanted).then(|| found.number())
+}
+
 impl Tree<'_> {
     /// Takes a chain in, newest first. Gives the number of its top.
     fn take(&mut self, images: &[Image]) -> Result<u32> {
         let mut parent = None;
-        for image in images.iter().rev() {
+        for (index, image) in images.iter().enumerate().rev() {
+            let below = images.get(index + 1);
             let label = image.place().label();
             if let Some(id) = self.known.get(&label) {
                 parent = Some(*id);
@@ -150,6 +158,8 @@ impl Tree<'_> {
                 descriptor: image.place().name.clone(),
                 format: format_name(image),
                 standing: if self.writable && beside { Standing::Adopted } else { Standing::Foreign },
+                accepted: below.and_then(|below| changed_parent(image, below)),
+                replay: self.options.journal == DirtyJournal::Replay && image.layer().format() == "sesparse",
             });
             self.known.insert(label, id);
             parent = Some(id);

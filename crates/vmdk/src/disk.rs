@@ -3,9 +3,9 @@
 use crate::images::{load_descriptor, remove};
 use crate::line::Line;
 use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
-use crate::stored::{self, RECORD_NAME, RECORD_NEW};
+use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
-use backend::{IoMode, Lock};
+use backend::{IoMode, Lock, clock};
 use chain::{Chain, Watch};
 use layer::Layer;
 use layer::descriptor::storage::NEW_SUFFIX;
@@ -15,7 +15,6 @@ use parking_lot::{Mutex, MutexGuard};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The file whose lock the owner of a disk holds.
 pub(crate) const LOCK_NAME: &str = "lamina.lock";
@@ -86,6 +85,8 @@ pub(crate) struct State {
     /// Images that an operation under way writes.
     pub changing: Vec<u32>,
     closed: bool,
+    /// Opening found no room to finish what was under way.
+    pub unsettled: bool,
     /// The record's last replacement failed so that nobody knows which one the medium has.
     failed: bool,
 }
@@ -132,6 +133,8 @@ impl Disk {
                 descriptor: name.clone(),
                 format,
                 standing: Standing::Made,
+                accepted: None,
+                replay: false,
             });
             next.head = 1;
             next.pending = None;
@@ -194,7 +197,8 @@ impl Disk {
     }
 
     fn assemble(home: Folder, record: Record, options: &Options, lock: Box<dyn Lock>) -> Self {
-        let state = State { record, issued: Vec::new(), changing: Vec::new(), closed: false, failed: false };
+        let state =
+            State { record, issued: Vec::new(), changing: Vec::new(), closed: false, unsettled: false, failed: false };
         Self {
             home,
             options: options.clone(),
@@ -209,8 +213,13 @@ impl Disk {
     pub(crate) fn forget(&self) -> Result<()> {
         let record = self.record();
         let pending = record.pending.iter();
-        let files: Vec<FileRecord> =
+        let mut files: Vec<FileRecord> =
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
+        if record.is_going() {
+            // A descriptor goes after the extents that only it names: what a crash leaves can still be found.
+            let made = record.nodes.iter().filter(|node| node.standing == Standing::Made);
+            files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
+        }
         self.remove_files(&record, &files)?;
         let directory = &**self.home.directory();
         let list = self.vmsd_name(&record);
@@ -220,22 +229,28 @@ impl Disk {
         }
         remove(directory, &format!("{list}{NEW_SUFFIX}"))?;
         sync()?;
-        remove(directory, RECORD_NAME)?;
-        remove(directory, RECORD_NEW)?;
+        for name in [RECORD_NAME, RECORD_GONE, RECORD_NEW] {
+            remove(directory, name)?;
+        }
         remove(directory, LOCK_NAME)?;
         sync()
     }
 
     /// The right to change the tree; what an earlier change has left is finished first.
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
+        let operation = self.begin_over(what)?;
+        self.finish_pending()?;
+        Ok(operation)
+    }
+
+    /// The right to change the tree, whatever an earlier change has left.
+    fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
         let Some(guard) = self.operation.try_lock() else {
             let text = format!("disk '{}': {what} has to wait until another operation is done", self.name());
             return Err(Error::new(ErrorKind::Busy, text));
         };
         self.check_usable()?;
-        let operation = Operation(guard);
-        self.finish_pending()?;
-        Ok(operation)
+        Ok(Operation(guard))
     }
 
     pub(crate) fn check_usable(&self) -> Result<()> {
@@ -263,7 +278,15 @@ impl Disk {
 
     /// Replaces the record. If nobody can say which one the medium has, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
-        match stored::store(&**self.home.directory(), &record) {
+        let bytes = record.encode()?;
+        let directory = &**self.home.directory();
+        self.with_room(&record, || stored::prepare(directory, &bytes))?;
+        self.committed(record, stored::replace(directory))
+    }
+
+    /// What becomes of the disk after an attempt to replace its record.
+    fn committed(&self, record: Record, outcome: std::result::Result<(), NotStored>) -> Result<()> {
+        match outcome {
             Ok(()) => {
                 self.state.lock().record = record;
                 Ok(())
@@ -304,6 +327,7 @@ impl Disk {
     /// The head's line, opened if it is not.
     pub(crate) fn head_line(&self) -> Result<Arc<Line>> {
         self.check_usable()?;
+        self.settled()?;
         let mut head = self.head.lock();
         if let Some(line) = &*head {
             return Ok(Arc::clone(line));
@@ -342,6 +366,7 @@ impl Disk {
     /// The chain of a snapshot, for reading. While it is held, nothing in it is merged.
     pub fn snapshot_chain(&self, name: &str) -> Result<Arc<Chain>> {
         self.check_usable()?;
+        self.settled()?;
         // Held while the images are opened, so that no merge of them begins meanwhile.
         let _head = self.head.lock();
         let record = self.record();
@@ -406,25 +431,27 @@ impl Disk {
         }
     }
 
-    /// Removes it: its record and the files that it made.
+    /// Removes it: its record and the files that it made. Needs no room, whatever was under way.
     ///
     /// # Errors
     /// `Busy` while linked clones stand on it.
     pub fn delete(self: Arc<Self>) -> Result<()> {
-        let _operation = self.begin("deleting")?;
-        self.drop_stale_clones()?;
+        let _operation = self.begin_over("deleting")?;
         let mut record = self.record();
-        if !record.clones.is_empty() {
-            let names: Vec<&str> = record.clones.iter().map(|clone| clone.name.as_str()).collect();
+        let clones: Vec<&str> = self.live_clones(&record).map(|clone| clone.name.as_str()).collect();
+        if !clones.is_empty() {
             let text =
-                format!("disk '{}' cannot be deleted: linked clones stand on it: {}", record.name, names.join(", "));
+                format!("disk '{}' cannot be deleted: linked clones stand on it: {}", record.name, clones.join(", "));
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        let made = record.nodes.iter().filter(|node| node.standing == Standing::Made);
-        let gone = made.flat_map(|node| self.files(&record, node)).collect();
-        record.pending = Some(Pending { gone, fate: Some(Fate::Deleting), ..Pending::new("delete") });
+        match self.carry_out(&record) {
+            // What is put right there goes as well, unless images are left to whoever made them.
+            Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
+            other => other?,
+        }
+        record.pending.get_or_insert_with(|| Pending::new("delete")).fate = Some(Fate::Deleting);
         let line = self.drop_head();
-        let committed = self.commit(record);
+        let committed = self.committed(record, stored::give_up(&**self.home.directory()));
         self.state.lock().closed = committed.is_ok();
         if let Some(line) = line {
             // What could not be flushed is being thrown away; or the disk stays, and was written all there is.
@@ -461,7 +488,7 @@ pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: 
     Record {
         name: name.to_owned(),
         uuid: new_uuid(&options.random),
-        created: now_micros() / 1_000_000,
+        created: clock::seconds(),
         stem: name.to_owned(),
         kind: kind.to_owned(),
         delta,
@@ -487,12 +514,6 @@ fn new_uuid(random: &Entropy) -> String {
     let number = number & !(0xf << 76 | 0xc << 60) | 4 << 76 | 8 << 60;
     let hex = format!("{number:032x}");
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
-}
-
-/// Microseconds since 1970.
-pub(crate) fn now_micros() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
 }
 
 /// Asks a watcher of long work whether to go on.

@@ -13,6 +13,7 @@ use backend::{Access, Directory, IoMode};
 use layer::descriptor::storage::{self, NEW_SUFFIX};
 use layer::descriptor::{Adapter, ContentId, Descriptor, Uuid};
 use layer::image::{Folder, Format, Image, OpenOptions, Place, Signature};
+use layer::sesparse::DirtyJournal;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -39,7 +40,10 @@ impl Disk {
     /// Opens an image.
     pub(crate) fn open_image(&self, record: &Record, id: u32, writable: bool) -> Result<Image> {
         let node = record.node(id)?;
-        let options = OpenOptions { writable, format: format_of(node)?, ..self.open_options() };
+        let mut options = OpenOptions { writable, format: format_of(node)?, ..self.open_options() };
+        if node.replay {
+            options.journal = DirtyJournal::Replay;
+        }
         Image::open(self.place(record, node)?, &options)
     }
 
@@ -51,8 +55,8 @@ impl Disk {
             levels_max: chain::limits::LEVELS_MAX,
             force: self.options.force_parent,
             journal: match self.options.replay_journal {
-                true => layer::sesparse::DirtyJournal::Replay,
-                false => layer::sesparse::DirtyJournal::Refuse,
+                true => DirtyJournal::Replay,
+                false => DirtyJournal::Refuse,
             },
             held: false,
             random: self.options.random.clone(),

@@ -78,11 +78,13 @@ impl Disk {
     ) -> Result<Line> {
         let nodes = record.line(id)?;
         let mut images: Vec<Arc<Image>> = Vec::with_capacity(nodes.len());
+        let mut accepted = None;
         for (index, node) in nodes.iter().enumerate() {
             let image = self.open_image(record, *node, writable && index == 0)?;
             if let Some(child) = images.last() {
-                self.check_parent(child, &image)?;
+                self.check_parent(child, &image, accepted)?;
             }
+            accepted = record.node(*node)?.accepted;
             images.push(Arc::new(image));
         }
         let read_only = !writable && overlay.is_none();
@@ -108,11 +110,11 @@ impl Disk {
         Ok(Line { chain: Arc::new(chain), levels: Mutex::new(levels) })
     }
 
-    /// Refuses a parent whose content has changed since its child was made above it.
-    fn check_parent(&self, child: &Image, parent: &Image) -> Result<()> {
+    /// Refuses a parent whose content has changed since its child was made above it, or was accepted below it.
+    fn check_parent(&self, child: &Image, parent: &Image, accepted: Option<u32>) -> Result<()> {
         let wanted = child.parent().and_then(|reference| reference.content);
         let (Some(wanted), Some(found)) = (wanted, parent.descriptor()) else { return Ok(()) };
-        if found.content == wanted || self.options.force_parent {
+        if found.content == wanted || accepted == Some(found.content.number()) || self.options.force_parent {
             return Ok(());
         }
         let (child, parent) = (child.place().label(), parent.place().label());

@@ -223,7 +223,7 @@ impl Disk {
         let top = line.expect(newest)?;
         if newest == record.head {
             // Its identity stays from here on, for the target to take it.
-            top.image.renew_content()?;
+            self.with_room(&record, || top.image.renew_content())?;
         }
         let below = line.expect(target)?;
         if top.image.layer().capacity() != below.image.layer().capacity() {

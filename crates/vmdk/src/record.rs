@@ -120,6 +120,12 @@ pub struct Node {
     pub format: Option<String>,
     /// Whose it is.
     pub standing: Standing,
+    /// The CID of the image below that was taken on demand when this one was adopted, though it was made above another.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accepted: Option<u32>,
+    /// Its journal may not be closed properly; on demand, it is replayed as far as it can be proven whole.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replay: bool,
 }
 
 impl Node {
@@ -284,7 +290,8 @@ pub struct Merging {
 pub enum Fate {
     /// It is being made: after a crash there is no such disk.
     Creating,
-    /// It is being deleted: after a crash the rest of it goes.
+    /// It is being deleted: after a crash the rest of it goes. The name of the record's file says so, not its text.
+    #[serde(skip)]
     Deleting,
 }
 
@@ -402,6 +409,16 @@ impl Record {
             }
         }
         Ok(line)
+    }
+
+    /// Whether images were adopted, which stay when the disk goes.
+    pub(crate) fn has_adopted(&self) -> bool {
+        self.nodes.iter().any(|node| node.standing == Standing::Adopted)
+    }
+
+    /// Whether the disk is being deleted.
+    pub fn is_going(&self) -> bool {
+        self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Deleting))
     }
 
     /// The snapshot of that name.

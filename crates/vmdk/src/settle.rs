@@ -12,7 +12,7 @@
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Record, Settlement};
-use crate::stored::{RECORD_NAME, RECORD_NEW, write_new};
+use crate::stored::{RECORD_NEW, write_new};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
@@ -39,9 +39,26 @@ impl Disk {
             }
             None => self.sweep(&record)?,
         }
-        self.finish_pending()?;
+        match self.finish_pending() {
+            // What is on a full file system has to open to be deleted; it shows nothing until this is done.
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                tracing::warn!(%error, disk = self.name(), "what was interrupted cannot be finished without room");
+                self.state.lock().unsettled = true;
+            }
+            other => other?,
+        }
         self.write_list();
         Ok(())
+    }
+
+    /// Finishes what opening the disk found no room for.
+    pub(crate) fn settled(&self) -> Result<()> {
+        let unsettled = self.state.lock().unsettled;
+        if !unsettled {
+            return Ok(());
+        }
+        let begun = self.begin("opening it");
+        begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
     }
 
     /// Removes the temporary names under which descriptors of this disk were being replaced.
@@ -76,24 +93,32 @@ impl Disk {
     pub(crate) fn finish_pending(&self) -> Result<()> {
         // Where nobody knows which record the medium has, both may need the files.
         self.check_usable()?;
-        let record = self.record();
-        let Some(pending) = &record.pending else { return Ok(()) };
-        for settlement in &pending.settle {
-            self.settle(&record, settlement)?;
+        let mut record = self.record();
+        if record.pending.is_none() {
+            return Ok(());
         }
-        if let Some(merging) = &pending.merging
-            && let Some(settlement) = self.unmerge(&record, merging)?
-        {
-            self.settle(&record, &settlement)?;
-        }
-        let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(&record, node)).collect();
-        let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
-        self.remove_files(&record, &files.cloned().collect::<Vec<_>>())?;
-        let mut next = record.clone();
-        next.pending = None;
-        self.commit(next)?;
+        self.carry_out(&record)?;
+        record.pending = None;
+        self.commit(record)?;
+        self.state.lock().unsettled = false;
         self.write_list();
         Ok(())
+    }
+
+    /// Does what a record says is under way.
+    pub(crate) fn carry_out(&self, record: &Record) -> Result<()> {
+        let Some(pending) = &record.pending else { return Ok(()) };
+        for settlement in &pending.settle {
+            self.settle(record, settlement)?;
+        }
+        if let Some(merging) = &pending.merging
+            && let Some(settlement) = self.unmerge(record, merging)?
+        {
+            self.settle(record, &settlement)?;
+        }
+        let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
+        let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
+        self.remove_files(record, &files.cloned().collect::<Vec<_>>())
     }
 
     /// Puts a descriptor right, through the image where that is open for writing.
@@ -177,6 +202,17 @@ impl Disk {
         }
     }
 
+    /// Does something that needs room. Where there is none, VMware's list goes for it: it follows from the record, and
+    /// is written again when something is done or the disk is opened.
+    pub(crate) fn with_room(&self, record: &Record, work: impl Fn() -> Result<()>) -> Result<()> {
+        let outcome = work();
+        let full = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace);
+        match full && record.vmsd && self.home.directory().remove(&self.vmsd_name(record)).is_ok() {
+            true => work(),
+            false => outcome,
+        }
+    }
+
     fn replace_list(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let directory = &**self.home.directory();
         let failed = |error| Error::io(format!("writing '{name}'"), error);
@@ -190,7 +226,6 @@ impl Disk {
             }
         }
         let temporary = format!("{name}{NEW_SUFFIX}");
-        debug_assert_ne!(name, RECORD_NAME);
         write_new(directory, &temporary, bytes)?;
         directory.rename(&temporary, name).and_then(|()| directory.sync()).map_err(failed)
     }

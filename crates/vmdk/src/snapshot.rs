@@ -14,10 +14,11 @@
 //!    fails before the push is taken back on all of them. A power cut between the commits of several disks may leave
 //!    some with the snapshot and some without: their records are files of their own.
 
-use crate::disk::{Disk, Operation, check_name, now_micros};
+use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
 use crate::record::{Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord, Standing};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
+use backend::clock;
 use layer::descriptor::{ContentId, CreateType, Descriptor};
 use layer::image::{Image, NewImage, NewParent, OpenOptions, Place, create, parent_hint};
 use std::path::PathBuf;
@@ -227,7 +228,7 @@ impl Disk {
             name: new.name.clone(),
             uid: after.last_uid,
             node: before.head,
-            created: new.created.map_or_else(now_micros, |seconds| seconds.saturating_mul(1_000_000)),
+            created: new.created.map_or_else(clock::microseconds, |seconds| seconds.saturating_mul(1_000_000)),
             capacity,
             description: new.description.clone(),
         });
@@ -269,6 +270,8 @@ impl Disk {
             descriptor: name,
             format: None,
             standing: Standing::Made,
+            accepted: None,
+            replay: false,
         };
         match self.make_announced(record, parent, open, &node, format, capacity) {
             Ok(image) => Ok((image, node)),

@@ -2,8 +2,10 @@
 //!
 //! It is replaced, never written in place: the new text is durable under a temporary name, then it is renamed, then the
 //! folder is made durable. So the record is the old one or the new one, each of them whole.
+//!
+//! A disk is deleted by giving its record another name: that needs no room, which a full file system does not have.
 
-use crate::record::{RECORD_MAX, Record};
+use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, Directory, IoContext, IoMode};
 
@@ -11,22 +13,38 @@ use backend::{Access, Directory, IoContext, IoMode};
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
 /// What its name is while it is being written.
 pub(crate) const RECORD_NEW: &str = "lamina.disk.lamina-new";
-/// Reads the record of a folder.
+/// What its name is while the disk is being deleted.
+pub(crate) const RECORD_GONE: &str = "lamina.gone";
+
+/// Reads the record of a folder. Of a disk that is being deleted, it says so.
 pub(crate) fn load(directory: &dyn Directory) -> Result<Record> {
-    let file = match directory.open_foreign(RECORD_NAME, IoMode::Buffered, Access::Read) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            let text = format!("there is no disk in this folder: it has no '{RECORD_NAME}'");
-            return Err(Error::new(ErrorKind::NotFound, text));
+    if let Some(record) = load_from(directory, RECORD_NAME)? {
+        return Ok(record);
+    }
+    match load_from(directory, RECORD_GONE)? {
+        Some(mut record) => {
+            record.pending.get_or_insert_with(|| Pending::new("delete")).fate = Some(Fate::Deleting);
+            Ok(record)
         }
-        other => other.during(|| format!("opening '{RECORD_NAME}'"))?,
+        None => {
+            let text = format!("there is no disk in this folder: it has no '{RECORD_NAME}'");
+            Err(Error::new(ErrorKind::NotFound, text))
+        }
+    }
+}
+
+fn load_from(directory: &dyn Directory, name: &str) -> Result<Option<Record>> {
+    let file = match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        other => other.during(|| format!("opening '{name}'"))?,
     };
-    let length = file.len().during(|| format!("asking for the length of '{RECORD_NAME}'"))?;
+    let length = file.len().during(|| format!("asking for the length of '{name}'"))?;
     if length > RECORD_MAX {
-        return Err(Error::new(ErrorKind::Corrupt, format!("'{RECORD_NAME}' has {length} bytes: too many")));
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{name}' has {length} bytes: too many")));
     }
     let mut bytes = vec![0; length as usize];
-    file.read_at(&mut bytes, 0).during(|| format!("reading '{RECORD_NAME}'"))?;
-    Record::decode(&bytes)
+    file.read_at(&mut bytes, 0).during(|| format!("reading '{name}'"))?;
+    Record::decode(&bytes).map(Some)
 }
 
 /// A replacement that failed.
@@ -36,13 +54,24 @@ pub(crate) struct NotStored {
     pub uncertain: bool,
 }
 
-/// Puts a record in place of the one that is there, if any. Durable on return.
-pub(crate) fn store(directory: &dyn Directory, record: &Record) -> std::result::Result<(), NotStored> {
-    let before = |error: Error| NotStored { error: error.context("the disk's record"), uncertain: false };
-    let bytes = record.encode().map_err(before)?;
-    write_new(directory, RECORD_NEW, &bytes).map_err(before)?;
-    let during = || format!("putting the new '{RECORD_NAME}' in its place");
-    directory.rename(RECORD_NEW, RECORD_NAME).during(during).map_err(before)?;
+/// Writes the text of a record to where [`replace`] finds it. All that a replacement needs room for.
+pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
+    write_new(directory, RECORD_NEW, bytes).map_err(|error| error.context("the disk's record"))
+}
+
+/// Puts what was prepared in place of the record that is there, if any. Durable on return.
+pub(crate) fn replace(directory: &dyn Directory) -> std::result::Result<(), NotStored> {
+    rename(directory, RECORD_NEW, RECORD_NAME)
+}
+
+/// Makes the record that of a disk which is being deleted. Durable on return.
+pub(crate) fn give_up(directory: &dyn Directory) -> std::result::Result<(), NotStored> {
+    rename(directory, RECORD_NAME, RECORD_GONE)
+}
+
+fn rename(directory: &dyn Directory, from: &str, to: &str) -> std::result::Result<(), NotStored> {
+    let during = || format!("renaming the disk's record '{from}' to '{to}'");
+    directory.rename(from, to).during(during).map_err(|error| NotStored { error, uncertain: false })?;
     directory.sync().during(during).map_err(|error| NotStored { error, uncertain: true })
 }
 

@@ -8,7 +8,7 @@ use crate::{ErrorKind, Result};
 
 fn node(id: u32, parent: Option<u32>) -> Node {
     let descriptor = format!("vm-{id:06}.vmdk");
-    Node { id, parent, folder: None, descriptor, format: None, standing: Standing::Made }
+    Node { id, parent, folder: None, descriptor, format: None, standing: Standing::Made, accepted: None, replay: false }
 }
 
 fn snapshot(name: &str, uid: u32, node: u32) -> SnapshotRecord {

@@ -148,12 +148,11 @@ impl StreamSink {
             controller: Controller::LsiLogic,
             networks: Vec::new(),
         };
-        let time = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         let options = OvaOptions {
             algorithm: Algorithm::Sha256,
             level: LEVEL,
             threads: threads(),
-            time: time.map_or(0, |time| time.as_secs()),
+            time: backend::clock::seconds(),
         };
         let descriptor = embedded(&member, self.capacity)?;
         let disk = PlannedDisk { file: member, capacity: self.capacity, descriptor };

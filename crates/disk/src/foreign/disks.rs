@@ -193,7 +193,7 @@ impl Foreign {
         }
         let outcome = Arc::clone(&entry.disk).delete();
         if let Err(error) = &outcome
-            && entry.disk.record().pending.is_none()
+            && !entry.disk.record().is_going()
         {
             // Nothing has happened.
             return Err(Error::new(error.kind(), error.to_string()));

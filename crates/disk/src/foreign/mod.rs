@@ -203,12 +203,7 @@ impl Foreign {
     /// The disk as it is, or opened again with the native disk that lies above its images.
     fn with_overlay(&self, disk: Arc<vmdk::Disk>, path: &Path) -> Result<Arc<vmdk::Disk>> {
         let Some(overlay) = Overlay::of(&disk.record())? else { return Ok(disk) };
-        let options = vmdk::Options {
-            overlay: Some(overlay.layer(&self.native)?),
-            force_parent: overlay.force_parent,
-            replay_journal: overlay.replay_journal,
-            ..self.options.clone()
-        };
+        let options = vmdk::Options { overlay: Some(overlay.layer(&self.native)?), ..self.options.clone() };
         disk.close()?;
         // Its lock goes with it.
         drop(disk);

@@ -71,8 +71,6 @@ pub(crate) struct Overlay {
     pub native: String,
     target: MigrateOptions,
     rate: u64,
-    pub force_parent: bool,
-    pub replay_journal: bool,
 }
 
 impl Overlay {
@@ -207,13 +205,7 @@ impl Datastore {
         let replica = self.native.replica(&native, capacity, Provisioning::Thin, &NoProgress)?;
         self.native.engine.complete_disk(replica.id)?;
         replica.head()?.flush()?;
-        let overlay = Overlay {
-            native,
-            target: options.target.clone(),
-            rate: options.rate,
-            force_parent: options.force_parent,
-            replay_journal: options.replay_journal,
-        };
+        let overlay = Overlay { native, target: options.target.clone(), rate: options.rate };
         let text = serde_json::to_string(&overlay)
             .map_err(|error| Error::new(ErrorKind::Invalid, format!("the record cannot be written: {error}")))?;
         disk.set_overlay(Some(text))?;

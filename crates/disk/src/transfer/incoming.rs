@@ -19,13 +19,12 @@ use crate::datastore::{Datastore, Reservation};
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::{Arrived, Native, check_capacity};
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, Buffer, clock};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 use store::buffer::Checksums;
 use store::engine::Likeness;
 use store::{Error, ErrorKind, Result};
@@ -139,10 +138,6 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
         }
     }
     Ok(kept)
-}
-
-fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 fn parse(uuid: &str) -> Result<[u8; 16]> {
@@ -266,7 +261,7 @@ impl Datastore {
         let mut record = Record {
             id: names::uuid_text(&names::new_uuid()?),
             sender: new.sender.clone(),
-            begun: now(),
+            begun: clock::seconds(),
             disks: Vec::with_capacity(new.disks.len()),
             attachment: new.attachment.clone(),
         };
@@ -545,7 +540,7 @@ impl Reception {
                 provisioning: disk.provisioning,
             });
         }
-        native.arrive(&arrived, now())?;
+        native.arrive(&arrived, clock::seconds())?;
         *committed = true;
         self.records.remove(&record.id)?;
         let info = |disk: &Arriving| native.disk_info(native.find_disk(&disk.name)?.id, false);

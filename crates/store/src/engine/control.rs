@@ -1,6 +1,6 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
-use super::{Engine, Head, now};
+use super::{Engine, Head};
 use crate::catalog::{NAME_MAX, Object, Provisioning, State};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
@@ -248,7 +248,7 @@ impl Engine {
                     root: None,
                     disk: disk.id,
                     origin: 0,
-                    created: now(),
+                    created: backend::clock::seconds(),
                     reserved: 0,
                     uuid: new.uuid,
                     name: new.name.clone(),
@@ -520,7 +520,7 @@ fn new_disk(catalog: &mut crate::catalog::Catalog, new: &NewDisk) -> Result<Obje
         disk: 0,
         parent: 0,
         origin: 0,
-        created: now(),
+        created: backend::clock::seconds(),
         reserved: 0,
         uuid: new.uuid,
         name: new.name.clone(),

@@ -103,7 +103,7 @@ impl Engine {
             map_length: MAP_RESERVE,
             catalog_slots: 0,
             next_id: 1,
-            created: super::now(),
+            created: backend::clock::seconds(),
             clean: true,
             incarnation: 0,
         };

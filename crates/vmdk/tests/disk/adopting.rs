@@ -224,6 +224,54 @@ fn an_overlay_takes_all_writes() {
     assert!(bytes_of(folder.path()) == before);
 }
 
+fn write_base(folder: &Path, byte: u8) {
+    let place = Place::local(&folder.join("web.vmdk"), &[]).unwrap();
+    let image = Image::open(place, &OpenOptions { writable: true, ..OpenOptions::default() }).unwrap();
+    image.layer().write(0, &[&[byte; 512]]).unwrap();
+    image.layer().close().unwrap();
+}
+
+/// Makes a SEsparse extent as ESXi leaves it when it goes down between two transactions: marked, and one transaction
+/// that is in place.
+fn make_dirty(extent: &Path) {
+    const TABLE: usize = 6144;
+    const SLOT: usize = 2048 * 512;
+    let mut bytes = std::fs::read(extent).unwrap();
+    let table = bytes[TABLE * 512..][..512].to_vec();
+    let mut word = |at: usize, word: u64| bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
+    for (index, value) in [0x00c0_ffee, 1, 0, 2, 0x1234, 7, u64::MAX, 99].into_iter().enumerate() {
+        word(SLOT + index * 8, value);
+    }
+    word(SLOT + 128, TABLE as u64);
+    word(SLOT + 136, 1);
+    word(512 + 16, 7);
+    word(512 + 24, 1);
+    bytes[SLOT + 512..][..512].copy_from_slice(&table);
+    std::fs::write(extent, &bytes).unwrap();
+}
+
+#[test]
+fn a_journal_that_was_replayed_on_demand_is_replayed_again() {
+    let (home, folder) = (scratch(), scratch());
+    let (_, content, head) = foreign(folder.path(), DELTAS[1]);
+    make_dirty(&folder.path().join(head.replace(".vmdk", "-sesparse.vmdk")));
+    let before = bytes_of(folder.path());
+    let refused = adopt(home.path(), folder.path(), &head, Adopt::Head { writable: false }).err().unwrap();
+    assert!(refused.to_string().contains("journal"), "{refused}");
+    let home = scratch();
+    let place = Place::local(&folder.path().join(&head), &[]).unwrap();
+    let replaying = Options { replay_journal: true, ..options(3) };
+    let disk = Disk::adopt(local(home.path()), "x", &place, Adopt::Head { writable: false }, &replaying).unwrap();
+    assert!(read(&disk.chain().unwrap()) == content);
+    disk.close().unwrap();
+    drop(disk);
+    let disk = Disk::open(local(home.path()), &options(3)).unwrap();
+    assert!(read(&disk.chain().unwrap()) == content);
+    disk.snapshot(&NewSnapshot::named("mine")).unwrap();
+    disk.close().unwrap();
+    assert!(bytes_of(folder.path()) == before, "somebody else's images were changed");
+}
+
 #[test]
 fn changed_parents_are_refused_unless_forced() {
     let (home, folder) = (scratch(), scratch());
@@ -232,11 +280,7 @@ fn changed_parents_are_refused_unless_forced() {
     disk.close().unwrap();
     drop(disk);
     // Somebody else writes the base.
-    let place = Place::local(&folder.path().join("web.vmdk"), &[]).unwrap();
-    let image = Image::open(place, &OpenOptions { writable: true, ..OpenOptions::default() }).unwrap();
-    image.layer().write(0, &[&[1; 512]]).unwrap();
-    image.layer().close().unwrap();
-    drop(image);
+    write_base(folder.path(), 1);
     let disk = Disk::open(local(home.path()), &options(1)).unwrap();
     let refused = disk.chain().err().unwrap();
     assert!(refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("web.vmdk"), "{refused}");
@@ -244,4 +288,36 @@ fn changed_parents_are_refused_unless_forced() {
     let forced = Options { force_parent: true, ..options(1) };
     let disk = Disk::open(local(home.path()), &forced).unwrap();
     assert_eq!(read(&disk.chain().unwrap()).len(), content.len());
+    disk.close().unwrap();
+    drop(disk);
+
+    // What was forced when it was adopted is known from then on, also of its snapshots and to its clones.
+    let (home, clone_home) = (scratch(), scratch());
+    let place = Place::local(&folder.path().join(&head), &[]).unwrap();
+    assert!(adopt(home.path(), folder.path(), &head, Adopt::Head { writable: false }).is_err());
+    let disk = Disk::adopt(local(home.path()), "x", &place, Adopt::Head { writable: false }, &forced).unwrap();
+    let content = read(&disk.chain().unwrap());
+    disk.close().unwrap();
+    drop(disk);
+    let disk = Disk::open(local(home.path()), &options(1)).unwrap();
+    assert!(read(&disk.chain().unwrap()) == content);
+    for snapshot in disk.snapshots() {
+        disk.snapshot_chain(&snapshot.name).unwrap();
+    }
+    disk.snapshot(&NewSnapshot::named("mine")).unwrap();
+    let clone = disk.linked_clone("mine", local(clone_home.path()), "clone", &options(2)).unwrap();
+    assert!(read(&clone.chain().unwrap()) == content);
+    clone.close().unwrap();
+    disk.close().unwrap();
+    drop((disk, clone));
+    let clone = Disk::open(local(clone_home.path()), &options(2)).unwrap();
+    assert!(read(&clone.chain().unwrap()) == content);
+    clone.close().unwrap();
+    drop(clone);
+
+    // That content was accepted, and no other.
+    write_base(folder.path(), 2);
+    let disk = Disk::open(local(home.path()), &options(1)).unwrap();
+    let refused = disk.chain().err().unwrap();
+    assert!(refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("web.vmdk"), "{refused}");
 }

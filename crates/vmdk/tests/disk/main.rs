@@ -4,6 +4,7 @@
 
 mod adopting;
 mod crashes;
+mod full;
 mod histories;
 mod operations;
 #[path = "../../../chain/tests/chain/random.rs"]

@@ -150,10 +150,12 @@ pub struct DiskImport {
     /// A folder in which images may lie that the named one refers to.
     #[arg(long, value_name = "DIR")]
     pub allow_folder: Vec<PathBuf>,
-    /// Take a parent that was changed since its child was made.
+    /// Take a parent that was changed since its child was made. With --in-place and --live that is remembered: the
+    /// content that it has now, and no later one.
     #[arg(long)]
     pub force_parent: bool,
-    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
+    /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole. With
+    /// --in-place and --live it is whenever the image is opened.
     #[arg(long)]
     pub replay_journal: bool,
     /// Most bytes a second that are copied, such as 100M.

@@ -33,32 +33,15 @@ pub struct Failure {
     message: String,
 }
 
-/// The names of the kinds on the wire; each kind once.
-const KINDS: [(ErrorKind, &str); 11] = [
-    (ErrorKind::NotFound, "not_found"),
-    (ErrorKind::Exists, "exists"),
-    (ErrorKind::Invalid, "invalid"),
-    (ErrorKind::Busy, "busy"),
-    (ErrorKind::NoSpace, "no_space"),
-    (ErrorKind::ReadOnly, "read_only"),
-    (ErrorKind::Corrupt, "corrupt"),
-    (ErrorKind::Io, "io"),
-    (ErrorKind::Unsupported, "unsupported"),
-    (ErrorKind::Interrupted, "interrupted"),
-    (ErrorKind::Stopped, "stopped"),
-];
-
 impl From<&Error> for Failure {
     fn from(error: &Error) -> Self {
-        let kind = KINDS.iter().find(|(kind, _)| *kind == error.kind()).map_or("io", |(_, name)| name);
-        Self { kind: kind.into(), message: error.to_string() }
+        Self { kind: error.kind().name().into(), message: error.to_string() }
     }
 }
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        let kind = KINDS.iter().find(|(_, name)| *name == failure.kind).map_or(ErrorKind::Io, |(kind, _)| *kind);
-        Self::new(kind, failure.message)
+        Self::new(ErrorKind::from_name(&failure.kind), failure.message)
     }
 }
 

@@ -198,3 +198,36 @@ fn a_failed_flush_stops_all_writes() {
     assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(stamps(&layer, 0, GRAIN).unwrap(), [1; 8]);
 }
+
+/// Pages of tables, bitmap and backmap come from holes of the file, are written by a commit, leave memory and come
+/// back: from the file then, whatever was known of the hole.
+#[test]
+fn pages_from_holes_come_back_after_they_left_memory() {
+    /// A grain in each page of tables, of many more than memory keeps.
+    const STEP: u64 = 512 * GRAIN;
+    const COUNT: u64 = 6000;
+    for shuffled in [false, true] {
+        let disk = simulated(5);
+        let layer = create(&disk, IoMode::Buffered, COUNT * STEP, Options { cache: 0, ..writing() });
+        let mut order: Vec<u64> = (0..COUNT).collect();
+        let mut random = Random(9);
+        for index in (1..order.len()).rev().filter(|_| shuffled) {
+            order.swap(index, random.below(index as u64 + 1) as usize);
+        }
+        for (number, place) in order.iter().enumerate() {
+            layer.write(place * STEP, &[&stamped(1, place + 1)]).unwrap();
+            if number % 50 == 49 {
+                layer.flush().unwrap();
+                let other = order[random.below(number as u64) as usize];
+                assert_eq!(stamps(&layer, other * STEP, GRAIN).unwrap(), [other + 1; 8], "grain {other} of {number}");
+            }
+        }
+        for place in 0..COUNT {
+            assert_eq!(stamps(&layer, place * STEP, GRAIN).unwrap(), [place + 1; 8], "grain {place}");
+        }
+        layer.close().unwrap();
+        let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
+        assert_clean(&layer);
+        assert_eq!(layer.usage().unwrap().mapped, COUNT * GRAIN);
+    }
+}

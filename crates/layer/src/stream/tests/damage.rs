@@ -38,6 +38,36 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
     }
 }
 
+/// The directory cannot be had, but every marker is there, up to that of the end: the stream is whole.
+#[test]
+fn a_whole_stream_without_its_footer_needs_no_force() {
+    let model = content(12, 20 << 20);
+    let bytes = written(&model, 6, 1);
+    let footer = bytes.len() - 2 * 512;
+    let mut damaged = vec![bytes.clone(), [&bytes[..], &[0; 512]].concat(), [&bytes[..], &[0; 5 * 512 + 7]].concat()];
+    // Of the first, the footer is none any more; the others go on behind their end.
+    damaged[0][footer] ^= 1;
+    for bytes in &damaged {
+        let layer = Stream::open(memory_file(bytes), "disk.vmdk").unwrap();
+        let warnings = layer.warnings();
+        assert!(warnings.len() == 1 && warnings[0].contains("by walking the stream"), "{warnings:?}");
+        assert!(read_all(&layer, None) == model);
+        let grains = model.chunks(GRAIN).filter(|grain| grain.iter().any(|byte| *byte != 0)).count();
+        assert_eq!(layer.usage().unwrap().mapped, (grains * GRAIN) as u64);
+    }
+    // Bytes behind the last whole sector are no part of it.
+    let layer = Stream::open(memory_file(&[&bytes[..], &[1; 511]].concat()), "disk.vmdk").unwrap();
+    assert_eq!(layer.warnings(), Vec::<String>::new());
+    assert!(read_all(&layer, None) == model);
+    // Without the last of its sectors it is no longer whole, wherever the directory is.
+    let cut = &damaged[0][..bytes.len() - 1];
+    let refused = Stream::open(memory_file(cut), "disk.vmdk").err().unwrap();
+    assert!(refused.to_string().contains("the file ends: the file was cut"), "{refused}");
+    let layer = Stream::salvage(memory_file(cut), "disk.vmdk").unwrap();
+    assert_eq!(layer.warnings().len(), 2, "{:?}", layer.warnings());
+    assert!(read_all(&layer, None) == model);
+}
+
 #[test]
 fn mutations_end_in_an_error_or_an_answer() {
     let mut model = vec![0; 36 << 20];

@@ -1,0 +1,17 @@
+//! The time of day, for what people read: nothing is decided by it. Zero where the clock is before 1970.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Seconds since 1970.
+pub fn seconds() -> u64 {
+    since_1970().as_secs()
+}
+
+/// Microseconds since 1970.
+pub fn microseconds() -> u64 {
+    u64::try_from(since_1970().as_micros()).unwrap_or(u64::MAX)
+}
+
+fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
