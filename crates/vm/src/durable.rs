@@ -7,7 +7,6 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Files synced at once: the file system gathers what comes together into one commit of its journal.
 const SYNCED_AT_ONCE: usize = 16;
@@ -89,9 +88,4 @@ pub fn write_many(files: &[(PathBuf, String)]) -> Result<()> {
         let panicked = |_| Err(Error::new(ErrorKind::Io, "a thread that wrote has panicked"));
         workers.into_iter().try_for_each(|worker| worker.join().unwrap_or_else(panicked))
     })
-}
-
-/// The time, in seconds since 1970.
-pub fn now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }

@@ -27,6 +27,7 @@ use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -54,6 +55,8 @@ pub struct Host {
     images: Images,
     qemu: PathBuf,
     features: OnceLock<Features>,
+    /// Something was begun that may leave memory to nobody.
+    worked: AtomicBool,
 }
 
 /// While this lives, nothing is swept.
@@ -62,12 +65,12 @@ pub struct Working {
 }
 
 impl Drop for Host {
-    /// Nothing stays in memory that nobody needs, be it an empty folder.
+    /// What a command was the last to need goes with it, not with the next one.
     fn drop(&mut self) {
-        if let Ok(lock) = lock_file(&self.machines.folder().join(WORKING))
-            && lock.try_lock().is_ok()
+        if self.worked.load(Ordering::Relaxed)
+            && let Err(error) = self.sweep()
         {
-            self.images.remove_empty_folder();
+            tracing::debug!("what nobody refers to any more is left to the next command: {error}");
         }
     }
 }
@@ -78,7 +81,13 @@ impl Host {
         let machines = Machines::open(places.datastore.join("machines"), disks)?;
         let memory = memory_folder(&places.datastore, places.memory.as_deref().unwrap_or(Path::new(MEMORY)))?;
         let images = Images::open(places.datastore.join("memory-images"), memory)?;
-        Ok(Self { machines, images, qemu: places.qemu.clone(), features: OnceLock::new() })
+        Ok(Self {
+            machines,
+            images,
+            qemu: places.qemu.clone(),
+            features: OnceLock::new(),
+            worked: AtomicBool::new(false),
+        })
     }
 
     /// The machines.
@@ -98,6 +107,7 @@ impl Host {
 
     /// Begins work that makes, starts or changes machines.
     pub fn work(&self) -> Result<Working> {
+        self.worked.store(true, Ordering::Relaxed);
         let path = self.machines.folder().join(WORKING);
         let lock = lock_file(&path)?;
         lock.lock_shared().during(|| format!("locking '{}'", path.display()))?;
@@ -106,6 +116,7 @@ impl Host {
 
     /// A machine, to be changed; waits for another command that does.
     pub fn change(&self, name: &str) -> Result<Change> {
+        self.worked.store(true, Ordering::Relaxed);
         self.machines.get(name)?.change_within(CHANGE_PATIENCE)
     }
 
@@ -153,12 +164,18 @@ impl Host {
                 tracing::error!("machine '{}': {error}", machine.name());
             }
         }
-        let path = self.machines.folder().join(WORKING);
-        let lock = lock_file(&path)?;
-        if lock.try_lock().is_ok()
-            && let Err(error) = self.images.sweep(&self.machines)
-        {
+        if let Err(error) = self.sweep() {
             tracing::error!("memory that belongs to nobody stays until the next command: {error}");
+        }
+        Ok(())
+    }
+
+    /// Removes what no machine refers to any more, unless somebody is at work.
+    fn sweep(&self) -> Result<()> {
+        let lock = lock_file(&self.machines.folder().join(WORKING))?;
+        if lock.try_lock().is_ok() {
+            self.images.sweep(&self.machines)?;
+            self.images.remove_empty_folder();
         }
         Ok(())
     }

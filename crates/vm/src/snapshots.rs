@@ -24,7 +24,7 @@ use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, remove_i
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
-use backend::{Error, ErrorKind, IoContext, Result};
+use backend::{Error, ErrorKind, IoContext, Result, clock};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fs;
@@ -182,7 +182,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     }
     let new = folder.join(format!("{NEW}{name}"));
     fs::create_dir_all(&new).during(|| format!("making '{}'", new.display()))?;
-    let intent = Intent { begun: durable::now(), disks: of.clone() };
+    let intent = Intent { begun: clock::seconds(), disks: of.clone() };
     let taken = durable::write_toml(&new.join(INTENT), &intent)
         .and_then(|()| durable::sync(&folder))
         .and_then(|()| durable::sync(machine.folder()))
@@ -222,7 +222,7 @@ fn take_in(
     let record = Record {
         version: VERSION,
         name: name.to_owned(),
-        created: durable::now(),
+        created: clock::seconds(),
         consistency: quiet.as_ref().map_or("memory", Quiet::word).to_owned(),
         disks: of,
         machine: definition,

@@ -20,7 +20,7 @@ use crate::identity::Uuid;
 use crate::machine::{MemoryRecord, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::features::Features;
-use backend::{Error, ErrorKind, IoContext, Result};
+use backend::{Error, ErrorKind, IoContext, Result, clock};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fs;
@@ -189,7 +189,7 @@ impl Images {
             .map(|disk| Snapshot { disk: disk.name.clone(), snapshot: format!("{}{id}", super::freeze::PREFIX) })
             .collect();
         let memory = self.memory.join(format!("image-{id}"));
-        let record = Record { version: VERSION, created: durable::now(), agent, memory, snapshots, machine };
+        let record = Record { version: VERSION, created: clock::seconds(), agent, memory, snapshots, machine };
         fs::create_dir(&folder).during(|| format!("making '{}'", folder.display()))?;
         durable::write_toml(&folder.join(BEGUN), &record)?;
         durable::sync(&self.folder)?;

@@ -2,7 +2,7 @@
 //! made in, or deleted in.
 
 use crate::durable;
-use backend::{Error, ErrorKind, IoContext, Result};
+use backend::{Error, ErrorKind, IoContext, Result, clock};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::Path;
@@ -63,7 +63,7 @@ pub struct Snapshot {
 impl Intent {
     /// One that begins now.
     pub fn new(machines: Vec<Intended>, snapshots: Vec<Snapshot>) -> Self {
-        Self { version: VERSION, begun: durable::now(), machines, snapshots }
+        Self { version: VERSION, begun: clock::seconds(), machines, snapshots }
     }
 
     /// Writes it, durable on return.

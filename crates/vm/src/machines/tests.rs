@@ -13,7 +13,7 @@ struct Names(Mutex<BTreeMap<String, Facts>>);
 impl Names {
     fn add(&self, name: &str, origin: Option<(&str, &str)>) {
         let origin = origin.map(|(disk, snapshot)| (disk.to_owned(), snapshot.to_owned()));
-        let facts = Facts { capacity: 1 << 20, origin, clients: 0, created: durable::now() };
+        let facts = Facts { capacity: 1 << 20, origin, clients: 0, created: backend::clock::seconds() };
         self.0.lock().insert(name.to_owned(), facts);
     }
 
