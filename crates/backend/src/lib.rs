@@ -101,12 +101,6 @@ pub trait File: Send + Sync {
         let _ = (offset, length, wait);
     }
 
-    /// How near the operating system is to having those wait who write to files that it caches, because too much of
-    /// that is unwritten: 100 where it does. 0 where it has none of this file's, or does not say.
-    fn pressure(&self) -> u32 {
-        0
-    }
-
     /// Has the operating system begin to bring a range into its cache, if it caches this file.
     fn will_need(&self, offset: u64, length: u64) {
         let _ = (offset, length);

@@ -12,7 +12,6 @@
 mod extents;
 mod file;
 mod scheduling;
-mod unwritten;
 
 pub use file::LocalFile;
 #[cfg(target_os = "linux")]

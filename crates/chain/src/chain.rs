@@ -183,13 +183,6 @@ impl Chain {
     }
 
     /// The current levels.
-    /// How near the medium is to having writers wait, in percent ([`backend::File::pressure`]).
-    pub fn pressure(&self) -> u32 {
-        let levels = self.levels();
-        let top = levels.stack.first().and_then(|level| level.layer.file(0).ok());
-        top.map_or(0, |file| file.pressure())
-    }
-
     pub(crate) fn levels(&self) -> Arc<Levels> {
         Arc::clone(&self.current.read())
     }

@@ -42,12 +42,6 @@ pub const COPY_STEP: u64 = 256 << 10;
 /// Bytes after which a merge makes its copies durable and says so. A flush of the disk may have to wait for this much.
 pub const COPY_CHECKPOINT: u64 = 16 << 20;
 
-/// How near the medium may be to having guests wait, in percent, before a merge leaves it to them.
-pub const COPY_PRESSURE_MAX: u32 = 25;
-
-/// Bytes per second that a merge comes to, on the whole, however near the medium stays to that: it ends.
-pub const COPY_RATE_MIN: u64 = 64 << 20;
-
 /// Passes over what was written during a merge before writes go to both sides.
 pub const COPY_PASSES_MAX: u32 = 8;
 

@@ -126,8 +126,7 @@ pub trait Device: Send + Sync {
     /// durable on return. May wait while the write buffer is full.
     fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()>;
 
-    /// How near writers are to having to wait, for room in a buffer or for the medium, in percent: whoever works in the
-    /// background leaves it to them.
+    /// How full the write buffer is, in percent: whoever works in the background lets it empty first.
     fn pressure(&self) -> u32 {
         0
     }

@@ -198,13 +198,6 @@ impl File for LocalFile {
         }
     }
 
-    fn pressure(&self) -> u32 {
-        match self.mode {
-            IoMode::Buffered => super::unwritten::percent(),
-            IoMode::Direct => 0,
-        }
-    }
-
     fn will_need(&self, offset: u64, length: u64) {
         if self.mode == IoMode::Buffered {
             will_need_call(&self.file, offset, length);

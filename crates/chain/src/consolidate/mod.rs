@@ -34,7 +34,7 @@ mod dirty;
 
 use crate::chain::Chain;
 use crate::levels::{Level, LevelKey, Levels};
-use crate::limits::{COPY_CHECKPOINT, COPY_PASSES_MAX, COPY_PRESSURE_MAX, COPY_RATE_MIN, COPY_REST, COPY_STEP};
+use crate::limits::{COPY_CHECKPOINT, COPY_PASSES_MAX, COPY_REST, COPY_STEP};
 use crate::mapping::Numbers;
 use crate::{Error, ErrorKind, Result};
 use copy::{Copied, Side};
@@ -136,36 +136,15 @@ impl Job {
     }
 }
 
-/// Keeps a merge to its rate, and out of the way of guests.
+/// Keeps a merge to its rate.
 struct Throttle {
-    /// The beginning of the merge, and what it copied.
-    all: (Instant, u64),
     begun: Instant,
     bytes: u64,
     rate: u64,
 }
 
 impl Throttle {
-    fn new() -> Self {
-        let now = Instant::now();
-        Self { all: (now, 0), begun: now, bytes: 0, rate: 0 }
-    }
-
-    /// Leaves the medium to guests while it is about to have them wait, unless the merge has fallen behind by that.
-    fn give_way(&mut self, bytes: u64, job: &Job, watch: &dyn Watch) -> Result<()> {
-        let (begun, copied) = &mut self.all;
-        *copied += bytes;
-        let due = Duration::from_secs_f64(*copied as f64 / COPY_RATE_MIN as f64);
-        let pressure = || job.target.layer.file(0).map_or(0, |file| file.pressure());
-        while begun.elapsed() < due && pressure() > COPY_PRESSURE_MAX {
-            std::thread::sleep(SLEEP_MAX.min(due.saturating_sub(begun.elapsed())));
-            job.check(watch)?;
-        }
-        Ok(())
-    }
-
     fn wait(&mut self, bytes: u64, job: &Job, watch: &dyn Watch) -> Result<()> {
-        self.give_way(bytes, job, watch)?;
         let rate = watch.rate();
         if rate != self.rate {
             (self.begun, self.bytes, self.rate) = (Instant::now(), 0, rate);
@@ -367,7 +346,7 @@ impl Chain {
     ) -> Result<Merged> {
         let capacity = job.target.layer.capacity();
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
-        let mut throttle = Throttle::new();
+        let mut throttle = Throttle { begun: Instant::now(), bytes: 0, rate: 0 };
         let mut unflushed = 0;
         // A live top may have been written since a checkpoint, and nobody has noted it.
         let from = if self.levels().job_is_live { 0 } else { from };

@@ -116,10 +116,6 @@ impl Device for ChainedDevice {
         self.finish(fua)
     }
 
-    fn pressure(&self) -> u32 {
-        self.chain.pressure()
-    }
-
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.write_zeroes(offset, length, false, fua)
     }

@@ -47,11 +47,11 @@ const PASS_MAX: u64 = 64 << 20;
 /// Bytes after which what was copied is made durable, so that no flush ever finds much of it left. A native target puts
 /// what guests have in its write buffer into its journal each time, and writes it home once more later.
 const CHECKPOINT: u64 = 32 << 20;
-/// How near either side may be to having guests wait, in percent, before the copier leaves it to them.
+/// How full the target's write buffer may be, in percent, before the copier leaves the target to guests.
 const PRESSURE_MAX: u32 = 25;
 /// Between two looks whether it has emptied.
 const PRESSURE_PAUSE: Duration = Duration::from_millis(2);
-/// Bytes per second that the copier comes to, on the whole, however long that lasts: it ends.
+/// Bytes per second that the copier comes to, on the whole, however full the buffer stays: it ends.
 const RATE_MIN: u64 = 32 << 20;
 /// Largest part of a discard that holds its range at once.
 const DISCARD_STEP: u64 = 16 << 20;
@@ -242,11 +242,10 @@ impl MirrorDevice {
         Ok(copied)
     }
 
-    /// Leaves both sides to guests while they are about to have to wait, unless the copier has fallen behind by that.
+    /// Leaves the target to guests while they fill its write buffer, unless the copier has fallen behind by that.
     fn give_way(&self, began: Instant, copied: u64, progress: &dyn Progress) -> Result<()> {
         let due = Duration::from_secs_f64(copied as f64 / RATE_MIN as f64);
-        let pressure = || self.target.pressure().max(self.source.pressure());
-        while began.elapsed() < due && pressure() > PRESSURE_MAX {
+        while self.target.pressure() > PRESSURE_MAX && began.elapsed() < due {
             std::thread::sleep(PRESSURE_PAUSE);
             self.check()?;
             if progress.cancelled() {
