@@ -52,7 +52,8 @@ fn parents(fleet: &Fleet) {
 fn look(fleet: &Fleet, what: &str) {
     // The command that follows: whatever it is, it takes away what was left first, and says so.
     let next = fleet.command("list").output().unwrap();
-    assert!(next.status.success(), "{what}: {}", String::from_utf8_lossy(&next.stderr));
+    let what = &format!("{what}; then it was said: {}", String::from_utf8_lossy(&next.stderr));
+    assert!(next.status.success(), "{what}");
     let list = fleet.list();
     assert!(fleet.unfinished().is_empty(), "{what}: {:?}", fleet.unfinished());
     let mut disks = BTreeSet::new();

@@ -42,6 +42,8 @@ const AGENT_PATIENCE: Duration = Duration::from_secs(5);
 const SOCKET_PATH_MAX: usize = 107;
 /// How long QEMU may take from being started to answering.
 const START_PATIENCE: Duration = Duration::from_secs(60);
+/// Times that a folder is removed in which a process that is about to end puts another file.
+const REMOVALS_MAX: u32 = 10;
 /// The file that says that a command holds the guest still.
 const HELD: &str = "held";
 /// How long its monitor may take to answer.
@@ -358,7 +360,7 @@ impl Change {
                 continue;
             }
             // Until its folder is gone.
-            let _claim = if counts { None } else { Some(Process::claim(&pid_file)?) };
+            let mut claim = if counts { None } else { Some(Process::claim(&pid_file)?) };
             if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
                 remove_if_there(&file)?;
             }
@@ -367,7 +369,16 @@ impl Change {
                 remove_if_there(&folder.join("memory"))?;
                 continue;
             }
-            fs::remove_dir_all(&folder).during(|| format!("removing '{}'", folder.display()))?;
+            let mut tries = 0;
+            while let Err(error) = fs::remove_dir_all(&folder) {
+                tries += 1;
+                if error.kind() != io::ErrorKind::DirectoryNotEmpty || tries >= REMOVALS_MAX {
+                    return Err(Error::io(format!("removing '{}'", folder.display()), error));
+                }
+                // One that was only just started put a file there meanwhile, maybe its pid file where ours had been.
+                drop(claim.take());
+                claim = Some(Process::claim(&pid_file)?);
+            }
         }
         Ok(())
     }

@@ -89,6 +89,7 @@ impl Fleet {
         crate::process::until("no copy of a killed command is left", || {
             let store = self.store.path();
             processes(&store).into_iter().all(|(pid, words)| pid == server || !words[0].ends_with("lamina"))
+                && lockers(&self.folder()).is_empty()
         });
     }
 
@@ -135,6 +136,23 @@ fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
         }
     }
     found
+}
+
+/// Processes that have something of a folder open that is there to be locked: what becomes a QEMU has the locks of the
+/// command that starts it until it is one, and for a moment then no command line.
+fn lockers(folder: &Path) -> Vec<u32> {
+    let folder = folder.canonicalize().unwrap();
+    let is_lock = |file: &Path| {
+        file.starts_with(&folder) && (file.is_dir() || file.file_name().is_some_and(|name| name == ".working"))
+    };
+    let processes = std::fs::read_dir("/proc").unwrap();
+    let numbers = processes.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
+    let has_one = |pid: &u32| {
+        // Whoever ends meanwhile has no files any more.
+        let Ok(open) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+        open.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok()).any(|file| is_lock(&file))
+    };
+    numbers.filter(has_one).collect()
 }
 
 impl Drop for Fleet {
