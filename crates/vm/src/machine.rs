@@ -254,12 +254,7 @@ impl Machine {
 
     /// Removes the memory files that were its processes' alone.
     pub fn remove_own_memory(&self) -> Result<()> {
-        for folder in self.run_folders()? {
-            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
-                remove_if_there(&file)?;
-            }
-        }
-        Ok(())
+        self.run_folders()?.iter().try_for_each(|folder| remove_own_memory(folder))
     }
 
     /// Whether a command that held its guest still may have been killed.
@@ -270,6 +265,30 @@ impl Machine {
     /// Where the memory of its process is.
     pub fn memory(&self) -> Result<MemoryRecord> {
         read_record(&self.run().0)
+    }
+}
+
+/// Removes the folder of a process that does not count any more, and ends that.
+fn remove_run_folder(folder: &Path) -> Result<()> {
+    let pid_file = RunFolder(folder.into()).pid_file();
+    for left in (0..REMOVALS_MAX).rev() {
+        // Until the folder is gone.
+        let _claim = Process::claim(&pid_file)?;
+        remove_own_memory(folder)?;
+        match fs::remove_dir_all(folder) {
+            // One that was only just started put a file there meanwhile, maybe its pid file where ours had been.
+            Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty && left > 0 => {}
+            outcome => return outcome.during(|| format!("removing '{}'", folder.display())),
+        }
+    }
+    Ok(())
+}
+
+/// Removes the memory file that was that process's alone whose folder this is.
+fn remove_own_memory(folder: &Path) -> Result<()> {
+    match read_record(folder) {
+        Ok(MemoryRecord::Own(file)) => remove_if_there(&file),
+        _ => Ok(()),
     }
 }
 
@@ -355,29 +374,12 @@ impl Change {
         let current = fs::read_link(self.machine.folder.join(RUN)).ok();
         for folder in self.machine.run_folders()? {
             let counts = current.as_deref().map(Path::as_os_str) == folder.file_name();
-            let pid_file = RunFolder(folder.clone()).pid_file();
-            if counts && Process::find(&pid_file)?.is_some() {
-                continue;
-            }
-            // Until its folder is gone.
-            let mut claim = if counts { None } else { Some(Process::claim(&pid_file)?) };
-            if let Ok(MemoryRecord::Own(file)) = read_record(&folder) {
-                remove_if_there(&file)?;
-            }
-            if counts {
+            if !counts {
+                remove_run_folder(&folder)?;
+            } else if Process::find(&RunFolder(folder.clone()).pid_file())?.is_none() {
                 // What the guest last said, and what QEMU complained about, stay to be looked at.
+                remove_own_memory(&folder)?;
                 remove_if_there(&folder.join("memory"))?;
-                continue;
-            }
-            let mut tries = 0;
-            while let Err(error) = fs::remove_dir_all(&folder) {
-                tries += 1;
-                if error.kind() != io::ErrorKind::DirectoryNotEmpty || tries >= REMOVALS_MAX {
-                    return Err(Error::io(format!("removing '{}'", folder.display()), error));
-                }
-                // One that was only just started put a file there meanwhile, maybe its pid file where ours had been.
-                drop(claim.take());
-                claim = Some(Process::claim(&pid_file)?);
             }
         }
         Ok(())
