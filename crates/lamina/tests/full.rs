@@ -37,57 +37,51 @@ fn in_a_namespace(test: &str, unshare: &[&str], script: &str) {
     assert!(status.success(), "the run on a file system of its own failed");
 }
 
-#[test]
-fn full_tmpfs() {
+/// Runs a test again, by its name, on a tmpfs that is soon full.
+fn on_tmpfs(test: &str, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
         None => in_a_namespace(
-            "full_tmpfs",
+            test,
             &["--user", "--map-root-user", "--mount"],
             "mkdir $FOLDER/mounted; mount -t tmpfs -o size=96M none $FOLDER/mounted",
         ),
     }
+}
+
+/// The same on an ext4 in a file.
+fn on_ext4(test: &str, fill_up: fn(&Path)) {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_up(&PathBuf::from(folder)),
+        // Only root may mount a file system with a medium; what others can do is the test on tmpfs.
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None => in_a_namespace(
+            test,
+            &["--mount"],
+            "mkdir $FOLDER/mounted; truncate -s 96M $FOLDER/image; mke2fs -q -t ext4 -m 0 $FOLDER/image; \
+             mount -o loop $FOLDER/image $FOLDER/mounted",
+        ),
+    }
+}
+
+#[test]
+fn full_tmpfs() {
+    on_tmpfs("full_tmpfs", fill_up);
 }
 
 #[test]
 fn full_ext4() {
-    match std::env::var_os(INSIDE) {
-        Some(folder) => fill_up(&PathBuf::from(folder)),
-        // Only root may mount a file system with a medium; what others can do is the test above.
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
-        None => in_a_namespace(
-            "full_ext4",
-            &["--mount"],
-            "mkdir $FOLDER/mounted; truncate -s 96M $FOLDER/image; mke2fs -q -t ext4 -m 0 $FOLDER/image; \
-             mount -o loop $FOLDER/image $FOLDER/mounted",
-        ),
-    }
+    on_ext4("full_ext4", fill_up);
 }
 
 #[test]
 fn full_tmpfs_of_images() {
-    match std::env::var_os(INSIDE) {
-        Some(folder) => fill_images_up(&PathBuf::from(folder)),
-        None => in_a_namespace(
-            "full_tmpfs_of_images",
-            &["--user", "--map-root-user", "--mount"],
-            "mkdir $FOLDER/mounted; mount -t tmpfs -o size=96M none $FOLDER/mounted",
-        ),
-    }
+    on_tmpfs("full_tmpfs_of_images", fill_images_up);
 }
 
 #[test]
 fn full_ext4_of_images() {
-    match std::env::var_os(INSIDE) {
-        Some(folder) => fill_images_up(&PathBuf::from(folder)),
-        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
-        None => in_a_namespace(
-            "full_ext4_of_images",
-            &["--mount"],
-            "mkdir $FOLDER/mounted; truncate -s 96M $FOLDER/image; mke2fs -q -t ext4 -m 0 $FOLDER/image; \
-             mount -o loop $FOLDER/image $FOLDER/mounted",
-        ),
-    }
+    on_ext4("full_ext4_of_images", fill_images_up);
 }
 
 /// What a disk must read as, by block: the seed of its content.
