@@ -106,18 +106,22 @@ fn what_has_arrived_stays_over_restarts_of_both_sides() {
     there.check();
 }
 
+/// Sends the beginning of `web@monday`, and leaves it there.
+fn begin(keys: &Keys, here: &Site, there: &Site) {
+    let receiver = there.receiver(keys);
+    let mut slow = options(keys, 2);
+    slow.rate = 8 << 20;
+    let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
+    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
+}
+
 #[test]
 fn an_abandoned_reception_can_be_given_up() {
     let keys = Keys::new();
     let (here, there) = (Site::new(), Site::new());
     drop(furnished(&here, "web", 7));
     here.snapshot("web", "monday");
-    let receiver = there.receiver(&keys);
-    let mut slow = options(&keys, 2);
-    slow.rate = 8 << 20;
-    let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
-    drop(receiver);
+    begin(&keys, &here, &there);
     let kept = there.datastore.receptions().unwrap();
     assert_eq!(kept.len(), 1);
     assert_eq!(there.datastore.delete_reception("x").unwrap_err().kind(), ErrorKind::NotFound);
@@ -140,12 +144,7 @@ fn a_damaged_record_costs_the_reception_and_nothing_else() {
     drop(furnished(&here, "web", 8));
     drop(there.disk("mine", 1 << 20));
     here.snapshot("web", "monday");
-    let receiver = there.receiver(&keys);
-    let mut slow = options(&keys, 2);
-    slow.rate = 8 << 20;
-    let until = Until { bytes: 1, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    send(&here.shipment(&[("web", "monday", "web")]), &remote(&receiver), &slow, &until).unwrap_err();
-    drop(receiver);
+    begin(&keys, &here, &there);
     let id = there.datastore.receptions().unwrap()[0].id.clone();
     let path = there.path().join(format!("reception-{id}"));
     let mut bytes = std::fs::read(&path).unwrap();
