@@ -323,10 +323,12 @@ impl RequestHead {
     }
 
     /// Bytes that follow the head on the wire.
+    ///
+    /// A write always carries `length` bytes, with extended headers too: QEMU 9 and 10 send it there without
+    /// `PAYLOAD_LEN`, although the protocol asks for the flag.
     pub fn payload(&self, extended: bool) -> u64 {
-        let carries =
-            if extended { self.flags & command_flag::PAYLOAD_LEN != 0 } else { self.command == command::WRITE };
-        if carries { self.length } else { 0 }
+        let flagged = extended && self.flags & command_flag::PAYLOAD_LEN != 0;
+        if self.command == command::WRITE || flagged { self.length } else { 0 }
     }
 }
 

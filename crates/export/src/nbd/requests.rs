@@ -154,9 +154,6 @@ pub fn judge(head: &RequestHead, rules: &Rules) -> Result<Action, Refusal> {
             }
         }
         command::WRITE => {
-            if extended && head.flags & flag::PAYLOAD_LEN == 0 {
-                return Err(Refusal::new(errno::EINVAL, "a write needs the payload flag with extended headers"));
-            }
             writable(rules)?;
             let length = in_range(head, rules, errno::ENOSPC)?;
             let length = usize::try_from(length).ok().filter(|length| *length <= PAYLOAD_BYTES_MAX);
