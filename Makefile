@@ -20,7 +20,7 @@ build: ## Build lamina as users run it
 	cargo build --release -p lamina
 
 test: ## Every test
-	@scripts/setup guest
+	@scripts/setup guest clients
 	@scripts/test $(TEST_ARGUMENTS)
 
 lint: deny ## Format, clippy and dependencies
