@@ -1,0 +1,135 @@
+//! The clients that users have, in two generations side by side: what is installed, and the newest that Debian has.
+//!
+//! Each client, style, way of connection and operation is one line of a matrix, and each line that does not hold is
+//! named. The manual's page on clients has the same table.
+
+#![allow(clippy::unwrap_used)]
+
+#[path = "../authority/mod.rs"]
+mod authority;
+mod conformance;
+mod guest;
+mod libnbd;
+mod matrix;
+#[path = "../nbd/mod.rs"]
+mod nbd;
+mod operation;
+mod own;
+#[path = "../process/mod.rs"]
+mod process;
+mod program;
+#[allow(dead_code, reason = "the tests of the protocol use all of it")]
+#[path = "../../../export/tests/nbd/client.rs"]
+mod protocol;
+mod qemu;
+mod served;
+
+use matrix::{Line, Matrix};
+use operation::Operation::{self, BlockStatus, Cache, FastZero, Fua, Read, Trim, Write, Zero};
+use operation::{STYLES, Style};
+use program::{GENERATIONS, Generation};
+use served::Target;
+
+/// One operation by one client of a generation.
+type Run = fn(Generation, &Target, &Line) -> Result<(), String>;
+
+/// Tries a client of both generations, in the style that it asks for, with TLS and without.
+fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &[Operation], run: Run) {
+    generations(program, style, |_| true, operations, run);
+}
+
+/// The same for a client that has no way to TLS in some generation.
+fn generations(
+    program: &str,
+    style: fn(Generation) -> Style,
+    knows_tls: fn(Generation) -> bool,
+    operations: &[Operation],
+    run: Run,
+) {
+    let mut matrix = Matrix::new();
+    for generation in GENERATIONS {
+        let client = format!("{program} {}", generation.version(program));
+        let ways = if knows_tls(generation) { &[false, true][..] } else { &[false] };
+        for (tls, operation) in ways.iter().flat_map(|tls| operations.iter().map(move |o| (*tls, *o))) {
+            let line = Line { client: client.clone(), style: style(generation), tls, operation };
+            matrix.line(line, |target, line| run(generation, target, line));
+        }
+    }
+    matrix.finish();
+}
+
+/// Everything that QEMU's block layer and nbdkit have a request for.
+const BLOCK_LAYER: [Operation; 6] = [Read, Write, Fua, Trim, Zero, FastZero];
+
+#[test]
+fn generations_differ_in_what_they_negotiate() {
+    // Otherwise the matrix below tries one of them twice.
+    assert_eq!(Generation::Newest.qemu_style(), Style::Extended, "QEMU {}", Generation::Newest.version("qemu-io"));
+    assert_eq!(Generation::Newest.libnbd_style(), Style::Extended, "{}", Generation::Newest.version("nbdinfo"));
+}
+
+#[test]
+fn qemu_io() {
+    both_generations("qemu-io", Generation::qemu_style, &BLOCK_LAYER, qemu::io);
+}
+
+#[test]
+fn qemu_img() {
+    both_generations("qemu-img", Generation::qemu_style, &[Read, Write, Zero, BlockStatus], qemu::img);
+}
+
+#[test]
+fn qemu_nbd_as_a_proxy() {
+    let operations = [&BLOCK_LAYER[..], &[BlockStatus]].concat();
+    both_generations("qemu-nbd", Generation::qemu_style, &operations, qemu::nbd);
+}
+
+#[test]
+fn nbdcopy() {
+    both_generations("nbdcopy", Generation::libnbd_style, &[Read, Write, Zero], libnbd::nbdcopy);
+}
+
+#[test]
+fn nbdinfo_and_nbddump() {
+    both_generations("nbdinfo", Generation::libnbd_style, &[BlockStatus], libnbd::nbdinfo);
+    both_generations("nbddump", Generation::libnbd_style, &[Read], libnbd::nbddump);
+}
+
+#[test]
+fn nbdfuse() {
+    // libnbd 1.14's nbdfuse refuses a URI that names certificates.
+    let knows_tls = |generation: Generation| generation.libnbd_style() == Style::Extended;
+    generations("nbdfuse", Generation::libnbd_style, knows_tls, &[Read, Write, Trim, Zero], libnbd::nbdfuse);
+}
+
+#[test]
+fn nbdkit_as_a_proxy() {
+    let operations = [&BLOCK_LAYER[..], &[BlockStatus, Cache]].concat();
+    both_generations("nbdkit", Generation::libnbd_style, &operations, libnbd::nbdkit);
+}
+
+#[test]
+fn fio() {
+    both_generations("fio", Generation::libnbd_style, &[Read, Write, Trim], libnbd::fio);
+}
+
+#[test]
+fn libnbd_in_every_style() {
+    let operations = [&BLOCK_LAYER[..], &[BlockStatus, Cache]].concat();
+    let mut matrix = Matrix::new();
+    for generation in GENERATIONS {
+        let client = format!("libnbd {}", generation.version("python3"));
+        let known = STYLES
+            .into_iter()
+            .filter(|style| *style != Style::Extended || generation.libnbd_style() == Style::Extended);
+        for (style, tls) in known.flat_map(|style| [(style, false), (style, true)]) {
+            // Block status needs structured replies.
+            let possible = operations.iter().filter(|o| style != Style::Simple || **o != BlockStatus);
+            for operation in possible {
+                let line = Line { client: client.clone(), style, tls, operation: *operation };
+                matrix.line(line, |target, line| libnbd::python(generation, target, line));
+            }
+        }
+    }
+    matrix.finish();
+}

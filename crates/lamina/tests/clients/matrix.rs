@@ -1,0 +1,93 @@
+//! Lines of the matrix: one client, style, way of connection and operation each, on a disk of its own. A line holds if
+//! the client ends well, has connected in the style that it stands for, and has left the disk with the right bytes.
+
+use crate::operation::{Operation, Style};
+use crate::served::{Served, Target};
+use std::fmt;
+
+/// One case.
+#[derive(Clone)]
+pub struct Line {
+    /// Program and version.
+    pub client: String,
+    pub style: Style,
+    pub tls: bool,
+    pub operation: Operation,
+}
+
+impl fmt::Display for Line {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let connection = if self.tls { "TLS" } else { "unix" };
+        write!(f, "{}, {:?}, {connection}, {}", self.client, self.style, self.operation.name())
+    }
+}
+
+pub struct Matrix {
+    served: Served,
+    /// Disks whose last write must have been durable when it was answered.
+    durable: Vec<(String, Line)>,
+    failures: Vec<String>,
+    lines: usize,
+}
+
+impl Matrix {
+    pub fn new() -> Self {
+        Self { served: Served::start(), durable: Vec::new(), failures: Vec::new(), lines: 0 }
+    }
+
+    /// Tries one line.
+    pub fn line(&mut self, line: Line, run: impl FnOnce(&Target, &Line) -> Result<(), String>) {
+        let disk = format!("line{}", self.lines);
+        self.lines += 1;
+        self.served.make(&disk);
+        let log_before = self.served.server.log().len();
+        let target = Target { served: &self.served, export: disk.clone(), tls: line.tls };
+        let outcome = run(&target, &line).and_then(|()| self.verify(&disk, &line, log_before));
+        match outcome {
+            Err(message) => self.failures.push(format!("{line}: {message}")),
+            Ok(()) if line.operation == Operation::Fua => self.durable.push((disk, line)),
+            Ok(()) => (),
+        }
+    }
+
+    fn verify(&self, disk: &str, line: &Line, log_before: usize) -> Result<(), String> {
+        // What the server says, so that a client which falls back to another style does not pass.
+        let log = self.served.server.log();
+        let connected: Vec<&str> = log[log_before..]
+            .lines()
+            .filter(|text| text.contains(&format!("name=\"{disk}\"")) && text.contains("connected style="))
+            .collect();
+        let style = format!("style={:?}", line.style);
+        if connected.is_empty() || !connected.iter().all(|text| text.contains(&style)) {
+            return Err(format!("did not connect with {style}: {connected:?}"));
+        }
+        self.compare(disk, line)
+    }
+
+    fn compare(&self, disk: &str, line: &Line) -> Result<(), String> {
+        let (found, expected) = (self.served.content(disk), line.operation.content());
+        match found.iter().zip(&expected).position(|(found, expected)| found != expected) {
+            None => Ok(()),
+            Some(at) => Err(format!("byte {at} of the disk is {:#x} and not {:#x}", found[at], expected[at])),
+        }
+    }
+
+    /// Kills the server, looks at what must have survived that, and fails with every line that did not hold.
+    pub fn finish(mut self) {
+        self.served.restart("KILL");
+        for (disk, line) in std::mem::take(&mut self.durable) {
+            if let Err(message) = self.compare(&disk, &line) {
+                self.failures.push(format!("{line}: after the server was killed {message}"));
+            }
+        }
+        assert_eq!(self.served.server.stop("TERM"), Some(0));
+        assert!(
+            self.failures.is_empty(),
+            "{} of {} lines failed:\n{}",
+            self.failures.len(),
+            self.lines,
+            self.failures.join("\n")
+        );
+        self.served.store.is_clean();
+    }
+}

@@ -1,0 +1,89 @@
+//! What is tried with every client: the operations of the protocol on one small disk, and what the disk holds after.
+
+/// Capacity of the disk of one line.
+pub const SIZE: usize = 4 << 20;
+
+/// Data before any operation: two runs of one byte each, then a hole.
+const FIRST: (usize, u8) = (1 << 20, 0x11);
+const SECOND: (usize, u8) = (1 << 20, 0x22);
+
+/// Bytes of a disk from here on are a hole before any operation.
+pub const DATA_END: usize = FIRST.0 + SECOND.0;
+
+/// The byte that is written.
+pub const WRITTEN: u8 = 0x33;
+
+/// How requests and replies look on the connection to lamina.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    Simple,
+    Structured,
+    Extended,
+}
+
+pub const STYLES: [Style; 3] = [Style::Simple, Style::Structured, Style::Extended];
+
+/// A part of the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    Read,
+    Write,
+    Fua,
+    Trim,
+    Zero,
+    FastZero,
+    BlockStatus,
+    Cache,
+    Resize,
+}
+
+impl Operation {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "read",
+            Self::Write => "write",
+            Self::Fua => "FUA",
+            Self::Trim => "trim",
+            Self::Zero => "zero",
+            Self::FastZero => "fast zero",
+            Self::BlockStatus => "block status",
+            Self::Cache => "cache",
+            Self::Resize => "resize",
+        }
+    }
+
+    /// Offset and length of what the operation is about.
+    pub fn range(self) -> (usize, usize) {
+        match self {
+            Self::Read | Self::BlockStatus => (0, SIZE),
+            // Across the end of the first run, and no multiple of a block.
+            Self::Write | Self::Fua => (FIRST.0 - 1024, (64 << 10) + 512),
+            Self::Trim => (128 << 10, 64 << 10),
+            Self::Zero => (FIRST.0 - 1000, 70_000),
+            Self::FastZero => (256 << 10, 128 << 10),
+            Self::Cache => (0, 1 << 20),
+            Self::Resize => (0, SIZE),
+        }
+    }
+
+    /// All bytes of the disk after the operation.
+    pub fn content(self) -> Vec<u8> {
+        let mut content = base();
+        let (offset, length) = self.range();
+        let changed = &mut content[offset..offset + length];
+        match self {
+            Self::Write | Self::Fua => changed.fill(WRITTEN),
+            Self::Trim | Self::Zero | Self::FastZero => changed.fill(0),
+            Self::Read | Self::BlockStatus | Self::Cache | Self::Resize => (),
+        }
+        content
+    }
+}
+
+/// All bytes of the disk before any operation.
+pub fn base() -> Vec<u8> {
+    let mut content = vec![0; SIZE];
+    content[..FIRST.0].fill(FIRST.1);
+    content[FIRST.0..DATA_END].fill(SECOND.1);
+    content
+}
