@@ -1,1 +1,149 @@
-//! guest
+//! A Linux guest of each QEMU generation on a lamina disk whose server is ended and started again under the guest's
+//! writes. The guest sees a disk that is slow for a while, and no error. It is made by `scripts/guest`; its part of the
+//! test is the phase `restarts` of `tests/guest/init`.
+//!
+//! A server that ends on SIGTERM takes everything home. One that is killed loses what was not flushed, as a disk does
+//! that loses power, but a guest that goes on does not write it again: it is protected by `write-cache=off`, with which
+//! QEMU asks for every write to be durable.
+
+use crate::libnbd::service;
+use crate::process::{PATIENCE, tool};
+use crate::program::Generation;
+use crate::served::{Served, Target};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+/// How often the server is restarted under one guest.
+const RESTARTS: usize = 4;
+
+/// Rounds of the guest's work between two restarts.
+const ROUNDS: usize = 3;
+
+/// Rounds after which every file has been written; `tests/guest/init` has 16 of them.
+const ROUNDS_MIN: usize = 16;
+
+/// The guest's folder, made at need.
+fn made() -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    // Beside what cargo builds, whichever folder that is.
+    let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
+    tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
+    folder
+}
+
+/// A running guest. Dropped, it is killed.
+struct Guest {
+    child: Child,
+    console: Arc<Mutex<String>>,
+}
+
+impl Guest {
+    fn boot(generation: Generation, target: &Target, write_cache: &str) -> Self {
+        let folder = made();
+        // Longer than any restart here takes.
+        let reconnect = format!("reconnect-delay={}", PATIENCE.as_secs());
+        let blockdev = format!("{},node-name=disk0,discard=unmap,{reconnect}", target.image());
+        let device = format!("virtio-blk-pci,drive=disk0,write-cache={write_cache}");
+        let mut command = service(generation, "qemu-system-x86_64");
+        // No KVM: where these tests run it is often missing, and a guest's speed is not what is tested.
+        command.args(["-accel", "tcg", "-machine", "pc", "-m", "256", "-display", "none", "-monitor", "none"]);
+        command.args(["-no-reboot", "-nodefaults", "-serial", "stdio"]);
+        command.args(target.objects()).args(["-blockdev", &blockdev, "-device", &device]);
+        command.arg("-kernel").arg(folder.join("vmlinuz")).arg("-initrd").arg(folder.join("initrd"));
+        command.args(["-append", "console=ttyS0 quiet panic=-1 phase=restarts"]);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::inherit()).spawn().unwrap();
+        let console = Arc::new(Mutex::new(String::new()));
+        let (mut output, copy) = (child.stdout.take().unwrap(), console.clone());
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = output.read(&mut bytes) {
+                copy.lock().unwrap().push_str(&String::from_utf8_lossy(&bytes[..count]));
+            }
+        });
+        Self { child, console }
+    }
+
+    fn console(&self) -> String {
+        self.console.lock().unwrap().clone()
+    }
+
+    fn round(&self) -> usize {
+        self.console().matches("guest: round ").count()
+    }
+
+    /// Waits until the guest is that far; how far it then is.
+    fn reach(&mut self, round: usize, line: &str) -> usize {
+        let begin = Instant::now();
+        loop {
+            let reached = self.round();
+            if reached >= round {
+                return reached;
+            }
+            let ended = self.child.try_wait().unwrap();
+            let console = self.console();
+            assert!(ended.is_none() && !console.contains("guest: failed"), "{line}: the guest failed: {console}");
+            assert!(begin.elapsed() < PATIENCE, "{line}: the guest does not go on: {console}");
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+
+    /// Tells it to end and waits; what its console said.
+    fn end(mut self, line: &str) -> String {
+        self.child.stdin.take().unwrap().write_all(b"enough\n").unwrap();
+        let code = crate::process::wait(&mut self.child);
+        assert_eq!(code, Some(0), "{line}: {}", self.console());
+        crate::process::until("all of the console is read", || Arc::strong_count(&self.console) == 1);
+        self.console()
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn outlives(generation: Generation, signal: &str, tls: bool) {
+    let mut served = Served::start();
+    served.store.run("disk create vm1 128M").ok();
+    let write_cache = if signal == "KILL" { "off" } else { "on" };
+    let version = generation.version("qemu-system-x86_64");
+    let line = format!("QEMU {version}, guest, TLS {tls}, write-cache={write_cache}, SIG{signal}");
+    let target = Target { served: &served, export: "vm1".into(), tls };
+    let mut guest = Guest::boot(generation, &target, write_cache);
+    let mut round = guest.reach(ROUNDS, &line);
+    for _ in 0..RESTARTS {
+        served.restart(signal);
+        round = guest.reach(round + ROUNDS, &line);
+    }
+    guest.reach(ROUNDS_MIN, &line);
+    let console = guest.end(&line);
+    assert!(console.contains("guest: done"), "{line}: {console}");
+    for complaint in ["I/O error", "EXT4-fs error", "EXT4-fs warning"] {
+        assert!(!console.contains(complaint), "{line}: {complaint}: {console}");
+    }
+    // In the style of this QEMU, and the file system is what e2fsck thinks it is, here as well.
+    let style = format!("style={:?}", generation.qemu_style());
+    assert!(served.server.log().contains(&style), "{line}: not in {style}: {}", served.server.log());
+    let image = served.scratch().join("image");
+    tool("nbdcopy", &[&served.store.uri("vm1"), image.to_str().unwrap()]);
+    tool("e2fsck", &["-fn", image.to_str().unwrap()]);
+    assert_eq!(served.server.stop("TERM"), Some(0));
+    served.store.is_clean();
+}
+
+#[test]
+fn a_guest_outlives_restarts_of_the_server() {
+    outlives(Generation::Installed, "TERM", false);
+    outlives(Generation::Installed, "KILL", true);
+}
+
+#[test]
+fn a_guest_of_the_newest_qemu_outlives_restarts_of_the_server() {
+    outlives(Generation::Newest, "TERM", false);
+    outlives(Generation::Newest, "KILL", true);
+}
