@@ -4,10 +4,13 @@ use crate::matrix::Line;
 use crate::operation::{self, DATA_END, Operation, SIZE, WRITTEN};
 use crate::program::{Generation, newest};
 use crate::served::Target;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 type Outcome = Result<(), String>;
+
+/// The flag of sockets that listen, as the kernel prints it.
+const SOCKET_LISTENS: &str = " 00010000 ";
 
 /// One operation by the Python binding, which can be told the style.
 pub fn python(generation: Generation, target: &Target, line: &Line) -> Outcome {
@@ -37,26 +40,28 @@ fn ask(generation: Generation, operation: Operation, mut task: serde_json::Value
 /// A process that serves something made of an export. Dropped, it is killed.
 pub struct Proxy {
     child: Child,
-    folder: tempfile::TempDir,
+    _folder: tempfile::TempDir,
 }
 
 impl Proxy {
-    /// Starts it and waits for its file, `awaited` in a folder of its own.
-    pub fn start(mut command: Command, folder: tempfile::TempDir, awaited: &str) -> Result<Self, String> {
+    /// Starts it and waits until it listens on the socket `proxy` in a folder of its own.
+    pub fn listening(command: Command, folder: tempfile::TempDir) -> Result<Self, String> {
+        let socket = folder.path().join("proxy").display().to_string();
+        // The file alone does not tell: a socket has a name before it can be connected to.
+        let listens = |line: &str| line.ends_with(&socket) && line.contains(SOCKET_LISTENS);
+        Self::start(command, folder, || std::fs::read_to_string("/proc/net/unix").unwrap().lines().any(listens))
+    }
+
+    fn start(mut command: Command, folder: tempfile::TempDir, is_ready: impl Fn() -> bool) -> Result<Self, String> {
         let log = tempfile::tempfile().unwrap();
         let child = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
-        let mut proxy = Self { child, folder };
-        let path = proxy.path(awaited);
+        let mut proxy = Self { child, _folder: folder };
         let mut ended = None;
         crate::process::until("a proxy is ready or has ended", || {
             ended = proxy.child.try_wait().unwrap();
-            ended.is_some() || path.exists()
+            ended.is_some() || is_ready()
         });
         ended.map_or(Ok(proxy), |status| Err(format!("{command:?}: {status} before it was ready")))
-    }
-
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
     }
 
     /// Ends it with a signal and waits.
@@ -102,7 +107,7 @@ pub fn nbdkit(generation: Generation, target: &Target, line: &Line) -> Outcome {
     } else {
         command.arg(format!("socket={}", served.store.socket().display()));
     }
-    let proxy = Proxy::start(command, folder, "proxy")?;
+    let proxy = Proxy::listening(command, folder)?;
     let task = serde_json::json!({ "style": "any", "tls": false, "socket": socket, "export": "" });
     ask(generation, line.operation, task)?;
     proxy.stop(if line.operation == Operation::Fua { "KILL" } else { "TERM" });
@@ -176,8 +181,8 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
     std::fs::create_dir(&mount).unwrap();
     let mut command = service(generation, "nbdfuse");
     command.arg(&mount).arg(target.uri());
-    let proxy = Proxy::start(command, folder, "mount/nbd")?;
-    let path = proxy.path("mount/nbd");
+    let path = mount.join("nbd");
+    let proxy = Proxy::start(command, folder, || path.exists())?;
     let (offset, length) = line.operation.range();
     let [offset_text, length_text] = [offset, length].map(|number| number.to_string());
     let allocate = |mode: &str| {

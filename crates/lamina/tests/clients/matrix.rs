@@ -24,15 +24,13 @@ impl fmt::Display for Line {
 
 pub struct Matrix {
     served: Served,
-    /// Disks whose last write must have been durable when it was answered.
-    durable: Vec<(String, Line)>,
     failures: Vec<String>,
     lines: usize,
 }
 
 impl Matrix {
     pub fn new() -> Self {
-        Self { served: Served::start(), durable: Vec::new(), failures: Vec::new(), lines: 0 }
+        Self { served: Served::start(), failures: Vec::new(), lines: 0 }
     }
 
     /// Tries one line.
@@ -42,16 +40,17 @@ impl Matrix {
         self.served.make(&disk);
         let log_before = self.served.server.log().len();
         let target = Target { served: &self.served, export: disk.clone(), tls: line.tls };
-        let outcome = run(&target, &line).and_then(|()| self.verify(&disk, &line, log_before));
-        match outcome {
-            Err(message) => self.failures.push(format!("{line}: {message}")),
-            Ok(()) if line.operation == Operation::Fua => self.durable.push((disk, line)),
-            Ok(()) => (),
+        let outcome = run(&target, &line)
+            .and_then(|()| self.connected(&disk, &line, log_before))
+            .and_then(|()| self.compare(&disk, &line))
+            .and_then(|()| self.survives(&disk, &line));
+        if let Err(message) = outcome {
+            self.failures.push(format!("{line}: {message}"));
         }
     }
 
-    fn verify(&self, disk: &str, line: &Line, log_before: usize) -> Result<(), String> {
-        // What the server says, so that a client which falls back to another style does not pass.
+    /// In the style of the line, as the server says: a client that falls back to another style does not pass.
+    fn connected(&self, disk: &str, line: &Line, log_before: usize) -> Result<(), String> {
         let log = self.served.server.log();
         let connected: Vec<&str> = log[log_before..]
             .lines()
@@ -61,7 +60,16 @@ impl Matrix {
         if connected.is_empty() || !connected.iter().all(|text| text.contains(&style)) {
             return Err(format!("did not connect with {style}: {connected:?}"));
         }
-        self.compare(disk, line)
+        Ok(())
+    }
+
+    /// What was written with FUA is there after the server was killed.
+    fn survives(&mut self, disk: &str, line: &Line) -> Result<(), String> {
+        if line.operation != Operation::Fua {
+            return Ok(());
+        }
+        self.served.restart("KILL");
+        self.compare(disk, line).map_err(|message| format!("after the server was killed {message}"))
     }
 
     fn compare(&self, disk: &str, line: &Line) -> Result<(), String> {
@@ -72,14 +80,8 @@ impl Matrix {
         }
     }
 
-    /// Kills the server, looks at what must have survived that, and fails with every line that did not hold.
+    /// Fails with every line that did not hold.
     pub fn finish(mut self) {
-        self.served.restart("KILL");
-        for (disk, line) in std::mem::take(&mut self.durable) {
-            if let Err(message) = self.compare(&disk, &line) {
-                self.failures.push(format!("{line}: after the server was killed {message}"));
-            }
-        }
         assert_eq!(self.served.server.stop("TERM"), Some(0));
         assert!(
             self.failures.is_empty(),

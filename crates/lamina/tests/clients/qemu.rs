@@ -106,7 +106,7 @@ pub fn nbd(generation: Generation, target: &Target, line: &Line) -> Outcome {
     let mut command = service(generation, "qemu-nbd");
     command.args(["--persistent", "--discard=unmap", "--socket"]).arg(&socket);
     command.args(arguments(&objects, &image));
-    let proxy = Proxy::start(command, folder, "proxy")?;
+    let proxy = Proxy::listening(command, folder)?;
     let through = format!("driver=nbd,server.type=unix,server.path={}", socket.display());
     if line.operation == Operation::BlockStatus {
         let text = generation.run("qemu-img", &["map", "--output=json", "--image-opts", &through])?;
