@@ -1,9 +1,9 @@
 //! Damaged streams of requests: the server never loses its place in one.
 //!
-//! A stream is cut into requests by the rules of the protocol alone. What the server answers to the whole stream must be,
-//! reply by reply, what it answers to each request on a connection of its own, over a disk with the same past. A probe at
-//! the end writes, is refused, and reads back. Where the stream cannot be followed any further nothing more is answered,
-//! and nothing more is changed.
+//! A stream is cut into requests by the rules of the protocol alone. What the server answers to the whole stream must
+//! be, reply by reply, what it answers to each request on a connection of its own, over a disk with the same past. A
+//! probe at the end writes, is refused, and reads back. Where the stream cannot be followed any further nothing more is
+//! answered, and nothing more is changed.
 
 use crate::client::*;
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
@@ -19,7 +19,7 @@ const STREAMS: u64 = 100_000;
 const CAPACITY: u64 = (80 << 10) + 512;
 /// What is missing of a last request is made up for up to this size.
 const FILL_MAX: u64 = 1 << 20;
-/// Most memory that a session may have ready to receive into: its buffer, and the payload of a write that fits the disk.
+/// Most memory that a session may have ready to receive into: its buffer, and the payload of a write within the disk.
 const OFFERED_MAX: usize = INBOX_BYTES + CAPACITY as usize + 2 * 4096;
 const PROBES: u64 = 5;
 
@@ -55,7 +55,7 @@ fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
 }
 
 /// The requests in a stream, and what is left behind the last one.
-fn cut<'a>(mut stream: &'a [u8], mode: Mode) -> (Vec<&'a [u8]>, &'a [u8], Option<Next>) {
+fn cut(mut stream: &[u8], mode: Mode) -> (Vec<&[u8]>, &[u8], Option<Next>) {
     let mut requests = Vec::new();
     while !stream.is_empty() {
         match next(stream, mode) {

@@ -137,18 +137,26 @@ fn some_stream(random: &mut Random, setting: Setting) -> Vec<Vec<u8>> {
     stream
 }
 
-/// Requests in batches of at most `depth`, behind the opening.
+/// Requests in batches behind the opening: whole requests, up to a depth chosen for the stream, or cut anywhere.
 pub fn batches(random: &mut Random, opening: Vec<u8>, requests: &[Vec<u8>]) -> Vec<Vec<u8>> {
-    let depth = [1, 4, 16, 64][random.below(4) as usize];
     let mut batches = vec![opening];
-    let mut left = 0;
-    for request in requests {
-        if left == 0 {
-            left = 1 + random.below(depth);
-            batches.push(Vec::new());
+    if random.below(4) == 0 {
+        let all = requests.concat();
+        let mut left = &all[..];
+        while !left.is_empty() {
+            let most = if random.below(2) == 0 { 100 } else { 20_000 };
+            let (batch, rest) = left.split_at(left.len().min(1 + random.below(most) as usize));
+            batches.push(batch.to_vec());
+            left = rest;
         }
-        batches.last_mut().unwrap().extend(request);
-        left -= 1;
+        return batches;
+    }
+    let depth = [1, 4, 16, 64][random.below(4) as usize];
+    let mut left = requests;
+    while !left.is_empty() {
+        let (batch, rest) = left.split_at(left.len().min(1 + random.below(depth) as usize));
+        batches.push(batch.concat());
+        left = rest;
     }
     batches
 }
