@@ -128,7 +128,8 @@ fn requests(input: &mut Input<'_>, extended: bool, out: &mut Vec<u8>) {
         } else {
             out.extend_from_slice(&(length as u32).to_be_bytes());
         }
-        if command == 1 {
+        // Writes have a payload with every style of headers; other commands where a flag of extended ones says so.
+        if command == 1 || extended && flags & 32 != 0 {
             out.resize(out.len() + length as usize % (1 << 18), 0xa5);
         }
         if input.u8() == 0xff {

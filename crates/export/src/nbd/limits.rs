@@ -5,7 +5,9 @@
 
 use std::time::Duration;
 
-/// Largest payload of one read or write; what the protocol asks every server to take, and what we advertise.
+/// Largest payload of one request or reply; what the protocol asks every server to take, and what we advertise. The
+/// payload of a refused request is consumed up to this size. A request that announces more ends the connection, as the
+/// protocol recommends: consuming it would cost the client and the server more than connecting again.
 pub const PAYLOAD_BYTES_MAX: usize = 32 << 20;
 
 /// Smallest unit of access we advertise: the device takes any byte range.

@@ -394,9 +394,8 @@ fn welcome(shared: &Arc<Shared>, listener: &Listener, descriptor: OwnedFd) {
         let span = tracing::info_span!("nbd", connection = entry.number, peer);
         let _entered = span.enter();
         let transport = Box::new(Socket::new(descriptor));
-        if let Err(error) = serve(transport, &*shared.exports, &terms, &shared.stop) {
-            tracing::info!(%error, "connection ended by an error");
-        }
+        // The session has logged its error itself, with the name of the export.
+        let _ = serve(transport, &*shared.exports, &terms, &shared.stop);
     });
     if let Err(error) = spawned {
         tracing::error!(%error, "client turned away: no thread for it");

@@ -108,14 +108,16 @@ impl Default for Terms {
 }
 
 /// Serves one client over any transport, from greeting to goodbye. An error is why the connection ended, when it was
-/// not by the client's wish.
+/// not by the client's wish; it is logged here, where the name of the export is known.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,
     terms: &Terms,
     stop: &AtomicBool,
 ) -> store::Result<()> {
-    let Some(mut agreement) = handshake::negotiate(transport, exports, terms)? else {
+    let agreement = handshake::negotiate(transport, exports, terms)
+        .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
+    let Some(mut agreement) = agreement else {
         tracing::debug!("left before choosing an export");
         return Ok(());
     };
@@ -138,5 +140,5 @@ pub fn serve(
     );
     agreement.transport.close();
     tracing::info!(requests = tally.requests, bytes_read = tally.read, bytes_written = tally.written, "disconnected");
-    result
+    result.inspect_err(|error| tracing::warn!(%error, "connection ended by an error"))
 }

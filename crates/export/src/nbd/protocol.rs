@@ -324,8 +324,9 @@ impl RequestHead {
 
     /// Bytes that follow the head on the wire.
     ///
-    /// A write always carries `length` bytes, with extended headers too: QEMU 9 and 10 send it there without
-    /// `PAYLOAD_LEN`, although the protocol asks for the flag.
+    /// A write always carries `length` bytes. With extended headers the protocol asks for `PAYLOAD_LEN` on it, and QEMU
+    /// (10.0 among others) sends its writes without the flag, so the command alone decides. Every other command has a
+    /// payload only with the flag, and only with extended headers.
     pub fn payload(&self, extended: bool) -> u64 {
         let flagged = extended && self.flags & command_flag::PAYLOAD_LEN != 0;
         if self.command == command::WRITE || flagged { self.length } else { 0 }

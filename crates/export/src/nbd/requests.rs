@@ -250,3 +250,6 @@ pub fn status_payload(
     let length = in_range(&RequestHead { length, ..*head }, rules, errno::EINVAL)?;
     Ok((length, chosen))
 }
+
+#[cfg(test)]
+mod tests;

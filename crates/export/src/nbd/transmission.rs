@@ -13,6 +13,9 @@
 //! 3. Every request is answered exactly once, except by the end of the connection. A request whose payload did not
 //!    arrive whole has no effect.
 //! 4. When the client leaves or the server stops, what was taken up is finished and answered before we close.
+//! 5. The place in the stream is never lost: the payload of a refused request is consumed before the refusal is sent.
+//!    The session ends where the end of a request is not known (no magic number), or a payload is longer than
+//!    [`PAYLOAD_BYTES_MAX`].
 
 use super::inbox::Inbox;
 use super::limits::*;
@@ -263,11 +266,14 @@ impl Session<'_> {
             return false;
         }
         let Some(head) = RequestHead::decode(bytes, extended) else {
-            return self.end_by_fault("a request did not begin with its magic number".to_owned());
+            return self.end_by_fault("a request does not begin with its magic number".to_owned());
         };
         let payload = usize::try_from(head.payload(extended)).ok().filter(|payload| *payload <= PAYLOAD_BYTES_MAX);
         let Some(payload) = payload else {
-            return self.end_by_fault(format!("a request announced a payload of {} bytes", head.length));
+            return self.end_by_fault(format!(
+                "a request (command {}) announces a payload of {} bytes; the maximum is {PAYLOAD_BYTES_MAX}",
+                head.command, head.length
+            ));
         };
         let rules = Rules {
             style: self.style,
@@ -321,9 +327,10 @@ impl Session<'_> {
         true
     }
 
-    /// Where the stream cannot be understood any further, there is nothing to answer; what came before is finished.
+    /// Ends the session where the stream cannot be followed any further. What was taken up before is finished.
     fn end_by_fault(&mut self, what: String) -> bool {
-        self.fault = Some(Error::new(ErrorKind::Invalid, what));
+        let name = self.device.name();
+        self.fault = Some(Error::new(ErrorKind::Invalid, format!("client of {name}: {what}; the connection ends")));
         self.ended = true;
         false
     }

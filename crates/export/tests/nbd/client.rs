@@ -266,6 +266,12 @@ impl Client {
         (self.cookie, out)
     }
 
+    /// Takes note of a request that was sent by other means.
+    pub fn expect(&mut self, command: u16, cookie: u64, offset: u64, length: u64) {
+        let asked = Asked { offset, length, command, reply: Reply::default(), covered: 0 };
+        assert!(self.asked.insert(cookie, asked).is_none(), "two requests with one cookie");
+    }
+
     /// Sends a request without waiting for its reply.
     pub fn send(&mut self, command: u16, flags: u16, offset: u64, length: u64, payload: &[u8]) -> u64 {
         let (cookie, bytes) = self.encode(command, flags, offset, length, payload);

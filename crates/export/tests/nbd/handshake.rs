@@ -226,3 +226,122 @@ fn violations_close_the_connection() {
     client.stream.write_all(b"IHAVEOPT\0\0\0\x03\xff\xff\xff\xff").unwrap();
     assert!(client.at_end(), "an option of 4 GiB");
 }
+
+#[test]
+fn options_that_are_not_known_are_refused_at_any_size_and_the_handshake_goes_on() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    for code in [0, 4, 12, 13, 255, 0x1234_5678, u32::MAX] {
+        for length in [0, 1, 4096, 64 << 10] {
+            assert_eq!(client.verdict(code, &vec![0xa5; length]), ERR_UNSUP, "option {code} of {length} bytes");
+        }
+    }
+    for length in [(64 << 10) + 1, 1 << 20] {
+        for code in [OPT_LIST, OPT_GO, OPT_SET_META, 77] {
+            assert_eq!(client.verdict(code, &vec![0xa5; length]), ERR_TOO_BIG, "option {code} of {length} bytes");
+        }
+    }
+    client.choose(Mode::Structured);
+    assert_eq!(client.verdict(77, b"between"), ERR_UNSUP);
+    assert_eq!(client.go("vm"), REP_ACK);
+    assert_eq!(client.read(0, 512), [0; 512]);
+    client.leave();
+    let mut client = greeted(&running);
+    client.stream.write_all(b"IHAVEOPT\0\0\0\x4d\0\x10\0\x01").unwrap();
+    assert!(client.at_end(), "an option of 1 MiB and a byte");
+}
+
+#[test]
+fn information_that_is_not_known_is_left_out() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    let strange: Vec<u16> = (4..250).collect();
+    for wanted in [&strange[..], &[u16::MAX], &[0x8000, 4, 4, 4], &[0, 0, 0]] {
+        for code in [OPT_INFO, OPT_GO] {
+            let replies = client.option(code, &Client::info_data("vm", wanted));
+            let kinds: Vec<_> = replies.iter().map(|(kind, _)| *kind).collect();
+            assert_eq!(kinds, [REP_INFO, REP_ACK], "{wanted:?}");
+            assert_eq!(replies[0].1[..2], [0, 0]);
+            if code == OPT_GO {
+                assert_eq!(client.read(0, 512), [0; 512]);
+                client = greeted(&running);
+            }
+        }
+    }
+    // Each fact is told once, however often it is asked for, and unknown ones between do not matter.
+    let replies = client.option(OPT_INFO, &Client::info_data("vm", &[3, 9, 3, 1, 1000, 1]));
+    let facts: Vec<u8> = replies.iter().filter(|(kind, _)| *kind == REP_INFO).map(|(_, data)| data[1]).collect();
+    assert_eq!(facts, [0, 1, 3]);
+}
+
+#[test]
+fn extensions_may_be_asked_for_again() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    for code in [OPT_STRUCTURED_REPLY, OPT_STRUCTURED_REPLY, OPT_EXTENDED, OPT_EXTENDED] {
+        assert_eq!(client.verdict(code, &[]), REP_ACK);
+    }
+    client.mode = Mode::Extended;
+    for _ in 0..3 {
+        assert_eq!(client.set_meta("vm", &["base:allocation"]).len(), 1);
+        assert_eq!(client.verdict(OPT_INFO, &Client::info_data("vm", &[])), REP_ACK);
+    }
+    assert_eq!(client.go("vm"), REP_ACK);
+    assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, 0);
+    client.leave();
+}
+
+#[test]
+fn export_names_of_every_form() {
+    const STRANGE: &str = "Ünïcode/with space, 雪";
+    let names = ["vm", "vm@monday", STRANGE];
+    let [vm, monday, strange] = names.map(|name| match name {
+        "vm@monday" => MemoryDisk::read_only(name, 2 * MIB),
+        name => MemoryDisk::new(name, if name == "vm" { MIB } else { 3 * MIB }, 1),
+    });
+    let running = Running::start(Shelf::of(&[&vm, &monday, &strange]));
+    for (name, size) in [("vm", MIB), ("vm@monday", 2 * MIB), (STRANGE, 3 * MIB)] {
+        let mut client = greeted(&running);
+        assert_eq!(client.verdict(OPT_INFO, &Client::info_data(name, &[1])), REP_ACK, "{name}");
+        assert_eq!(client.go(name), REP_ACK, "{name}");
+        assert_eq!(client.size, size);
+        client.leave();
+        let mut client = greeted(&running);
+        client.send_option(OPT_EXPORT_NAME, name.as_bytes());
+        assert_eq!(client.take(10)[..8], size.to_be_bytes(), "{name}");
+        client.leave();
+    }
+    // A wrong name is an answer, not an end.
+    let mut client = greeted(&running);
+    let longest = "x".repeat(4096);
+    for name in ["", "VM", "vm ", " vm", "/vm", "vm/", "vm@", "@monday", "vm@tuesday", "..", &longest] {
+        assert_eq!(client.verdict(OPT_INFO, &Client::info_data(name, &[])), ERR_UNKNOWN, "{name:?}");
+        assert_eq!(client.go(name), ERR_UNKNOWN, "{name:?}");
+    }
+    for name in [&b"a\0b"[..], b"\xff\xfe", &[b'x'; 4097]] {
+        let mut data = (name.len() as u32).to_be_bytes().to_vec();
+        data.extend(name);
+        data.extend([0, 0]);
+        assert_eq!(client.verdict(OPT_GO, &data), ERR_INVALID, "{name:?}");
+    }
+    assert_eq!(client.go("vm"), REP_ACK);
+    client.leave();
+}
+
+#[test]
+fn the_empty_name_is_the_default_export_in_every_option() {
+    let running = one_disk();
+    let mut client = greeted(&running);
+    client.send_option(OPT_EXPORT_NAME, b"");
+    assert_eq!(client.take(10)[..8], MIB.to_be_bytes());
+    client.leave();
+    // Contexts that were chosen under one of its names are in force under the other.
+    for (chosen, opened) in [("", "vm"), ("vm", ""), ("", "")] {
+        let mut client = greeted(&running);
+        client.choose(Mode::Extended);
+        client.set_meta(chosen, &["base:allocation"]);
+        assert_eq!(client.go(opened), REP_ACK);
+        assert_eq!(client.ask(CMD_STATUS, 0, 0, 4096).error, 0, "{chosen:?} {opened:?}");
+        client.leave();
+    }
+}

@@ -3,14 +3,18 @@
 
 mod chained;
 mod client;
+mod fuzzed;
 mod handshake;
 mod hostile;
+mod in_process;
 #[allow(dead_code)]
 #[path = "../../../chain/tests/chain/mock.rs"]
 mod layer_mock;
 mod malformed;
 mod memory_disk;
 mod model;
+mod reference;
+mod streams;
 mod tls;
 mod tools;
 mod transmission;

@@ -2,6 +2,7 @@
 //! time, without a panic, and without having said more than it may.
 
 use crate::client::{Client, Mode};
+use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use export::nbd::transport::Memory;
 use export::nbd::{Terms, serve};
@@ -18,14 +19,6 @@ fn session(shelf: &Shelf, input: Vec<u8>, step: usize) -> Vec<u8> {
     let said = output.lock().clone();
     assert!(said.starts_with(b"NBDMAGICIHAVEOPT\0\x03"));
     said
-}
-
-fn option(code: u32, data: &[u8]) -> Vec<u8> {
-    let mut out = b"IHAVEOPT".to_vec();
-    out.extend(code.to_be_bytes());
-    out.extend((data.len() as u32).to_be_bytes());
-    out.extend(data);
-    out
 }
 
 /// A likely client: some options, then some requests, most of them sensible.

@@ -185,6 +185,17 @@ impl MemoryDisk {
         self.file.misses_of_8.store(8, Ordering::Relaxed);
     }
 
+    /// Of 8 reads of a piece of the medium, so many do not find it in the page cache.
+    pub fn misses_of_8(&self, misses: u32) {
+        self.file.misses_of_8.store(misses, Ordering::Relaxed);
+    }
+
+    /// Everything on the disk.
+    pub fn contents(&self) -> Vec<u8> {
+        let capacity = self.state.lock().capacity as usize;
+        self.file.bytes.read()[..capacity].to_vec()
+    }
+
     /// Reads of this range of the medium fail.
     pub fn break_medium(&self, range: Range<u64>) {
         *self.file.broken.lock() = Some(range);

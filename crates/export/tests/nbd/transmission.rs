@@ -2,6 +2,7 @@
 
 use crate::Running;
 use crate::client::*;
+use crate::in_process::encode;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use export::nbd::{ResizePolicy, ServerConfig};
 use std::sync::Arc;
@@ -216,13 +217,68 @@ fn extended_headers_take_payload_and_length_as_they_say() {
     assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, CAPACITY).error, 0);
-    // A write without the payload flag has no payload.
-    let (cookie, mut bytes) = client.encode(CMD_WRITE, 0, 0, 512, &[]);
-    bytes[4..6].copy_from_slice(&[0, 0]);
-    client.stream.write_all(&bytes).unwrap();
-    let (answered, reply) = client.receive();
-    assert_eq!((answered, reply.error), (cookie, EINVAL));
-    assert_eq!(client.read(0, 512), vec![0; 512]);
+    // QEMU sends its writes without the payload flag.
+    for (flags, byte) in [(0, 3), (PAYLOAD, 4), (FUA, 5), (FUA | PAYLOAD, 6)] {
+        for length in [512, 100_000] {
+            let cookie = 9000 + length as u64 + u64::from(flags);
+            client.expect(CMD_WRITE, cookie, 512, length as u64);
+            let payload = vec![byte; length];
+            let bytes = encode(Mode::Extended, CMD_WRITE, flags, cookie, 512, length as u64, &payload);
+            client.stream.write_all(&bytes).unwrap();
+            let (answered, reply) = client.receive();
+            assert_eq!((answered, reply.error), (cookie, 0), "{}", reply.message);
+            assert_eq!(client.read(512, length as u64), payload);
+        }
+    }
+}
+
+#[test]
+fn a_refused_payload_is_consumed_up_to_the_largest_there_may_be() {
+    let disk = MemoryDisk::new("vm", CAPACITY, 7);
+    let config = ServerConfig { read_only: true, ..ServerConfig::default() };
+    let running = Running::with(config, Shelf::of(&[&disk]));
+    let refused = |mode, command, flags, length: usize, errno| {
+        let mut client = Client::open(&running.socket, "vm", mode);
+        client.expect(command, 5, 0, length as u64);
+        let request = encode(mode, command, flags, 5, 0, length as u64, &vec![1; length]);
+        client.stream.write_all(&request).unwrap();
+        assert_eq!(client.receive().1.error, errno, "{mode:?} command {command} of {length} bytes");
+        assert_eq!(client.read(0, 512), [0; 512], "{mode:?} command {command} of {length} bytes");
+    };
+    for length in [1, 65_535, 65_536, 300_000, 32 << 20] {
+        for mode in MODES {
+            refused(mode, CMD_WRITE, 0, length, EPERM);
+        }
+        refused(Mode::Extended, CMD_WRITE, PAYLOAD, length, EPERM);
+        for command in [CMD_READ, CMD_FLUSH, CMD_TRIM, CMD_CACHE, CMD_ZEROES, CMD_STATUS, CMD_RESIZE, 77] {
+            refused(Mode::Extended, command, PAYLOAD, length, EINVAL);
+        }
+    }
+}
+
+#[test]
+fn a_disconnect_leaves_whatever_it_carries() {
+    for mode in MODES {
+        for flags in [0, FUA, PAYLOAD, u16::MAX] {
+            let (running, _disk) = start();
+            let mut client = Client::open(&running.socket, "vm", mode);
+            client.write(0, &[4; 65_536]);
+            let mut batch = Vec::new();
+            for n in 0..10 {
+                batch.extend(client.encode(CMD_WRITE, 0, n * 4096, 4096, &[5; 4096]).1);
+                batch.extend(client.encode(CMD_READ, 0, (1 << 20) + n * 4096, 4096, &[]).1);
+                batch.extend(client.encode(CMD_FLUSH, 0, 0, 0, &[]).1);
+            }
+            batch.extend(encode(mode, CMD_DISC, flags, 1, 0, 4096, &[]));
+            // What stands behind it is not looked at.
+            batch.extend(client.encode(CMD_READ, 0, 0, 4096, &[]).1);
+            client.stream.write_all(&batch).unwrap();
+            for _ in 0..30 {
+                assert_eq!(client.receive().1.error, 0);
+            }
+            assert!(client.at_end(), "{mode:?} {flags:#x}");
+        }
+    }
 }
 
 #[test]

@@ -1,0 +1,257 @@
+//! Damaged streams of requests: the server never loses its place in one.
+//!
+//! A stream is cut into requests by the rules of the protocol alone. What the server answers to the whole stream must
+//! be, reply by reply, what it answers to each request on a connection of its own, over a disk with the same past. A
+//! probe at the end writes, is refused, and reads back. Where the stream cannot be followed any further nothing more is
+//! answered, and nothing more is changed.
+
+use crate::client::*;
+use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
+use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use crate::reference::{Next, next};
+use crate::streams::{CONTEXTS, Setting, batches, some_request};
+use export::nbd::limits::INBOX_BYTES;
+use export::nbd::{ResizePolicy, Terms};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+const STREAMS: u64 = 100_000;
+const CAPACITY: u64 = (80 << 10) + 512;
+/// What is missing of a last request is made up for up to this size.
+const FILL_MAX: u64 = 1 << 20;
+/// Most memory that a session may have ready to receive into: its buffer, and the payload of a write within the disk.
+const OFFERED_MAX: usize = INBOX_BYTES + CAPACITY as usize + 2 * 4096;
+const PROBES: u64 = 5;
+
+/// Damages a stream whose requests begin at `heads`.
+fn damage(random: &mut Random, stream: &mut Vec<u8>, heads: &[usize]) {
+    if stream.is_empty() {
+        return;
+    }
+    let anywhere = random.below(stream.len() as u64) as usize;
+    let in_head = heads[random.below(heads.len() as u64) as usize] + random.below(32) as usize;
+    let in_head = in_head.min(stream.len() - 1);
+    // Of a head: its magic number is often left alone, because nothing is learned behind a wrong one.
+    let in_fields = (in_head + if random.below(8) == 0 { 0 } else { 4 }).min(stream.len() - 1);
+    match random.below(16) {
+        0 => stream.truncate(anywhere),
+        1 => stream[anywhere] ^= 1 << random.below(8),
+        2 => {
+            let bytes = random.clone().bytes(1 + random.below(40) as usize);
+            stream.splice(anywhere..anywhere, bytes);
+        }
+        3 => {
+            let end = (anywhere + 1 + random.below(40) as usize).min(stream.len());
+            stream.drain(anywhere..end);
+        }
+        4 => {
+            let length = random.below(60) as usize;
+            stream.truncate(in_head);
+            stream.extend(random.bytes(length));
+        }
+        5..8 => stream[in_fields] = random.next() as u8,
+        _ => stream[in_fields] ^= 1 << random.below(8),
+    }
+}
+
+/// The requests in a stream, and what is left behind the last one.
+fn cut(mut stream: &[u8], mode: Mode) -> (Vec<&[u8]>, &[u8], Option<Next>) {
+    let mut requests = Vec::new();
+    while !stream.is_empty() {
+        match next(stream, mode) {
+            Next::Whole(head) => {
+                let (request, rest) = stream.split_at(head.bytes + head.payload as usize);
+                requests.push(request);
+                stream = rest;
+                if head.command == CMD_DISC {
+                    return (requests, stream, Some(Next::Lost));
+                }
+            }
+            other => return (requests, stream, Some(other)),
+        }
+    }
+    (requests, stream, None)
+}
+
+/// What the server said after the opening, reply by reply: each with its cookie, put together from all its chunks.
+fn replies(heard: &[u8], from: usize, reads: &HashMap<u64, u64>) -> HashMap<u64, Vec<u8>> {
+    let mut replies: HashMap<u64, Vec<u8>> = HashMap::new();
+    let mut left = &heard[from..];
+    while !left.is_empty() {
+        let number = |from: usize, to: usize| left[from..to].iter().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
+        let (cookie, length) = match number(0, 4) {
+            0x6744_6698 => {
+                let data = if number(4, 8) == 0 { reads.get(&number(8, 16)).copied().unwrap_or(0) } else { 0 };
+                (number(8, 16), 16 + data)
+            }
+            0x668e_33ef => (number(8, 16), 20 + number(16, 20)),
+            0x6e8a_278c => (number(8, 16), 32 + number(24, 32)),
+            other => panic!("a reply begins with {other:#x}"),
+        };
+        let (reply, rest) = left.split_at(length as usize);
+        replies.entry(cookie).or_default().extend(reply);
+        left = rest;
+    }
+    replies
+}
+
+struct Side {
+    disk: Arc<MemoryDisk>,
+    shelf: Arc<Shelf>,
+}
+
+impl Side {
+    fn new(seed: u64) -> Self {
+        let disk = MemoryDisk::new("vm", CAPACITY, seed);
+        disk.misses_of_8(0);
+        Self { shelf: Shelf::of(&[&disk]), disk }
+    }
+
+    fn session(&self, terms: &Terms, batches: Vec<Vec<u8>>, cut: usize) -> Outcome {
+        run(&*self.shelf, terms, Script::new(batches, cut))
+    }
+}
+
+/// A write, a write beyond the end, a change without sense, the write read back, and more than the beginning of it.
+fn probe(mode: Mode, random: &mut Random, cookie: u64) -> Vec<Vec<u8>> {
+    let pattern = random.bytes(3000);
+    let flag = if mode == Mode::Extended && random.below(2) == 0 { PAYLOAD } else { 0 };
+    vec![
+        encode(mode, CMD_WRITE, flag, cookie, 5000, 3000, &pattern),
+        encode(mode, CMD_WRITE, 0, cookie + 1, CAPACITY - 100, 600, &random.bytes(600)),
+        encode(mode, 77, 0, cookie + 2, 0, 0, &[]),
+        encode(mode, CMD_READ, 0, cookie + 3, 5000, 3000, &[]),
+        encode(mode, CMD_READ, 0, cookie + 4, 0, 9000, &[]),
+    ]
+}
+
+/// What streams came to.
+#[derive(Clone, Copy, Debug, Default)]
+struct Met {
+    /// Streams with a probe at the end.
+    probed: u64,
+    /// Streams that end inside a request.
+    parts: u64,
+    /// Streams that cannot be followed to their end.
+    lost: u64,
+    /// Requests with a payload that were refused and had another request behind them.
+    refused: u64,
+}
+
+fn check(seed: u64) -> Met {
+    let mut random = Random(seed ^ 0x6675_7a7a);
+    let mode = [Mode::Simple, Mode::Structured, Mode::Extended][(seed % 3) as usize];
+    let _seed = Seed { what: "fuzzed stream", mode, seed };
+    let setting = Setting { mode, capacity: CAPACITY, resize: false };
+    let mut stream = Vec::new();
+    let mut heads = Vec::new();
+    for _ in 0..1 + random.below(8) {
+        heads.push(stream.len());
+        stream.extend(some_request(&mut random, setting));
+    }
+    if random.below(20) == 0 {
+        let length = random.below(200) as usize;
+        stream = random.bytes(length);
+    }
+    for _ in 0..random.below(4) {
+        damage(&mut random, &mut stream, &heads);
+    }
+    // Where the stream ends inside a request the rest of it is sent, so that the probe stands at a place known to both.
+    // Else the request stays a part, and must have no effect.
+    let fill = random.below(4) > 0;
+    let lost = loop {
+        match cut(&stream, mode).2 {
+            None => break false,
+            Some(Next::Part(missing)) if fill && missing <= FILL_MAX => {
+                // A head is filled up in the direction of a request that leads on.
+                let filler = if missing > 32 { random.bytes(missing as usize) } else { vec![0; missing as usize] };
+                stream.extend(filler);
+            }
+            Some(_) => break true,
+        }
+    };
+    let cookie = random.next() >> 1;
+    let probe = probe(mode, &mut random, cookie);
+    let (mut requests, rest, end) = cut(&stream, mode);
+    let partial = matches!(end, Some(Next::Part(_)));
+    if !lost {
+        requests.extend(probe.iter().map(Vec::as_slice));
+    }
+    let number = |request: &[u8], from: usize, to: usize| {
+        request[from..to].iter().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte))
+    };
+    let head_bytes = if mode == Mode::Extended { 32 } else { 28 };
+    let mut reads = HashMap::new();
+    for request in requests.iter().filter(|request| number(request, 6, 8) == u64::from(CMD_READ)) {
+        reads.insert(number(request, 8, 16), number(request, 24, head_bytes));
+    }
+
+    let contexts = if random.below(4) > 0 { &CONTEXTS[..] } else { &[] };
+    let opening = opening(mode, contexts);
+    let read_only = random.below(10) == 0;
+    let terms = Terms { read_only, resize: ResizePolicy::Never, ..Terms::default() };
+    let (together, apart) = (Side::new(seed), Side::new(seed));
+    let silence = apart.session(&terms, vec![opening.clone()], 0).heard.len();
+    let mut expected = HashMap::new();
+    for request in &requests {
+        let outcome = apart.session(&terms, vec![opening.clone(), request.to_vec()], 0);
+        assert!(outcome.fault.is_none(), "a whole request ends the connection: {:?}", outcome.fault);
+        expected.extend(replies(&outcome.heard, silence, &reads));
+    }
+
+    let mut all: Vec<Vec<u8>> = requests.iter().map(|request| request.to_vec()).collect();
+    if lost {
+        all.push(rest.to_vec());
+        // What stands behind a part of a request would be the rest of it.
+        all.extend(probe.iter().filter(|_| !partial).cloned());
+    }
+    let small = if random.below(32) == 0 { 1 + random.below(300) as usize } else { 0 };
+    let outcome = together.session(&terms, batches(&mut random, opening, &all), small);
+    assert!(outcome.offered <= OFFERED_MAX, "{} bytes of memory to receive into", outcome.offered);
+    let farewell = requests.last().is_some_and(|request| number(request, 6, 8) == u64::from(CMD_DISC));
+    assert_eq!(outcome.fault.is_some(), lost && !partial && !farewell, "{:?}", outcome.fault);
+    let heard = replies(&outcome.heard, silence, &reads);
+    for request in &requests {
+        let cookie = number(request, 8, 16);
+        let head = &request[..head_bytes];
+        assert!(heard.get(&cookie) == expected.get(&cookie), "answered as on no fresh connection: {head:x?}");
+        assert_eq!(heard.contains_key(&cookie), number(request, 6, 8) != u64::from(CMD_DISC), "{head:x?}");
+    }
+    assert_eq!(heard.len(), expected.len(), "replies to what was no request");
+    assert!(together.disk.contents() == apart.disk.contents(), "the disks differ");
+    if !lost && !read_only {
+        let pattern = &probe[0][head_bytes..];
+        assert!(heard[&(cookie + PROBES - 2)].ends_with(pattern), "the probe does not read what it wrote");
+    }
+    let refused = |request: &&&[u8]| {
+        let error = match heard.get(&number(request, 8, 16)) {
+            Some(reply) if mode == Mode::Simple => reply[4..8] != [0; 4],
+            Some(reply) => reply[6..8] == [0x80, 1],
+            None => false,
+        };
+        error && request.len() > head_bytes
+    };
+    let followed = &requests[..requests.len().saturating_sub(1)];
+    Met {
+        probed: u64::from(!lost),
+        parts: u64::from(partial),
+        lost: u64::from(lost && !partial),
+        refused: followed.iter().filter(refused).count() as u64,
+    }
+}
+
+#[test]
+fn damaged_streams_are_followed_or_end() {
+    let all = parking_lot::Mutex::new(Met::default());
+    every_seed("fuzzed streams", 0..STREAMS, |seed| {
+        let met = check(seed);
+        let mut all = all.lock();
+        all.probed += met.probed;
+        all.parts += met.parts;
+        all.lost += met.lost;
+        all.refused += met.refused;
+    });
+    let all = all.into_inner();
+    let enough = |count| count > STREAMS / 20;
+    assert!([all.probed, all.parts, all.lost, all.refused].into_iter().all(enough), "{all:?}");
+}
