@@ -156,7 +156,7 @@ impl Engine {
     }
 
     /// Moves everything buffered into the map and the pending list, payload by reference. Under gate and commit.
-    fn log_buffers(&self) -> Result<()> {
+    pub(super) fn log_buffers(&self) -> Result<()> {
         for head in self.existing_heads() {
             let mut buffer = head.buffer.lock();
             if buffer.layers.is_empty() {

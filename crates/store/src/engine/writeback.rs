@@ -58,7 +58,7 @@ impl Lane {
 }
 
 /// A run of one piece with its place.
-struct Home {
+pub(super) struct Home {
     placement: Placement,
     logical: u64,
     run: Run,
@@ -171,7 +171,7 @@ impl Engine {
     }
 
     /// Splits pieces into runs and finds their places.
-    fn plan_homes(
+    pub(super) fn plan_homes(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
