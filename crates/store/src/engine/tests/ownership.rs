@@ -79,6 +79,66 @@ fn a_clone_never_gets_what_its_former_parent_writes() {
 }
 
 #[test]
+fn the_same_when_each_has_nodes_of_its_own_already() {
+    let (disk, engine, clone) = shared();
+    for (id, block) in [(1, 0), (clone, 1)] {
+        write_to(&engine, id, block, 9);
+        engine.settle(&engine.head(id)).unwrap();
+    }
+    engine.flush().unwrap();
+    (2..CAPACITY).for_each(|block| write_to(&engine, clone, block, 2));
+    write_back_all(&engine);
+    (2..CAPACITY).for_each(|block| write_to(&engine, 1, block, 3));
+    write_back_all(&engine);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    for block in 2..CAPACITY {
+        let found = read_from(&engine, clone, block).unwrap();
+        assert!([1, 2].contains(&found), "block {block} of the clone holds {found}");
+    }
+}
+
+#[test]
+fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
+    // One block in two: many leaves.
+    const BLOCKS: u64 = 2000;
+    for kept in [BLOCKS - 40..BLOCKS, 0..40, 900..1300] {
+        let disk = plain_disk();
+        Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+        let engine = open(&disk).unwrap();
+        let large = |name: &str| NewDisk { capacity: 2 * BLOCKS * BLOCK_SIZE as u64, ..new_disk(name) };
+        engine.create_disk(large("a")).unwrap();
+        (0..BLOCKS).for_each(|block| write_to(&engine, 1, 2 * block, 1));
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        let of = NewSnapshot { disk: 1, name: "s".into(), uuid: [2; 16], incomplete: false };
+        let snapshot = engine.snapshot(&[of]).unwrap()[0];
+        let clone = engine.clone_snapshot(snapshot, &[large("c")]).unwrap()[0];
+        engine.detach(clone).unwrap();
+        engine.delete_snapshot(snapshot).unwrap();
+        while engine.drop_all_trash().unwrap() {}
+        engine.checkpoint().unwrap();
+        {
+            // Nothing of this is in the journal when the datastore is killed.
+            let mut meta = engine.meta.lock();
+            engine.carry_out(&mut meta, Operation::Trash { object: clone }, 0).unwrap();
+            engine.carry_out(&mut meta, Operation::Drop { object: clone, steps: 4 }, 0).unwrap();
+            assert!(meta.catalog.first_trash().is_none(), "one reference on the shared root is all there is to drop");
+        }
+        let head = engine.head(1);
+        engine.discard_blocks(&head, 0..2 * kept.start).unwrap();
+        engine.discard_blocks(&head, 2 * kept.end..2 * BLOCKS).unwrap();
+        write_back_all(&engine);
+        kept.clone().for_each(|block| write_to(&engine, 1, 2 * block, 3));
+        write_back_all(&engine);
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        (0..BLOCKS).for_each(|block| assert_eq!(read_from(&engine, clone, 2 * block).unwrap(), 1, "block {block}"));
+        is_whole(&engine);
+    }
+}
+
+#[test]
 fn discards_of_a_clone_that_are_pending_keep_its_blocks_from_its_former_parent() {
     let (disk, engine, clone) = shared();
     engine.discard_blocks(&engine.head(clone), 0..CAPACITY / 2).unwrap();
