@@ -1,6 +1,7 @@
 //! Carrying out operations on the metadata: the one way in which it changes.
 
 use super::Meta;
+use super::placement::Holds;
 use crate::catalog::{Object, State};
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
@@ -17,8 +18,29 @@ pub struct Nodes<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
     pub data: &'a mut Space,
+    pub holds: &'a Holds,
+    pub effects: &'a mut Effects,
+}
+
+/// What an operation did beside changing the metadata.
+#[derive(Default)]
+pub struct Effects {
     /// Data blocks that lost their last reference.
-    pub freed: &'a mut Vec<Run>,
+    pub freed: Vec<Run>,
+    /// Data blocks that lost a reference and have others.
+    pub unshared: Vec<Run>,
+    /// Nodes that lost a reference and have others.
+    pub unshared_nodes: Vec<NodeId>,
+    /// Nodes changed, made or freed, while some node was held.
+    pub changed_nodes: Vec<NodeId>,
+}
+
+impl Nodes<'_> {
+    fn note_change(&mut self, id: NodeId) {
+        if !self.holds.no_nodes() {
+            self.effects.changed_nodes.push(id);
+        }
+    }
 }
 
 impl NodeStore for Nodes<'_> {
@@ -29,6 +51,7 @@ impl NodeStore for Nodes<'_> {
 
     #[inline]
     fn node_mut(&mut self, id: NodeId) -> Result<&mut Block> {
+        self.note_change(id);
         self.pages.get_mut(PageKey::new(PageFile::Map, id.0))
     }
 
@@ -45,6 +68,10 @@ impl NodeStore for Nodes<'_> {
         Ok(self.map.entry(self.pages, id.0)?.references)
     }
 
+    fn is_shared(&mut self, id: NodeId) -> Result<bool> {
+        Ok(self.holds.is_node_held(id) || self.references(id)? > 1)
+    }
+
     fn add_reference(&mut self, id: NodeId) -> Result<()> {
         self.map.add_references(self.pages, Run { start: id.0, blocks: 1 })
     }
@@ -52,10 +79,12 @@ impl NodeStore for Nodes<'_> {
     fn drop_reference(&mut self, id: NodeId) -> Result<u32> {
         let run = Run { start: id.0, blocks: 1 };
         let mut freed = Vec::new();
-        self.map.drop_references(self.pages, run, &mut freed)?;
+        self.map.drop_references(self.pages, run, &mut freed, &mut Vec::new())?;
         if freed.is_empty() {
+            self.effects.unshared_nodes.push(id);
             return Ok(self.map.entry(self.pages, id.0)?.references);
         }
+        self.note_change(id);
         // A node may be used again at once: its page changes on the medium only with a whole checkpoint.
         self.map.release(run);
         self.pages.forget(PageKey::new(PageFile::Map, id.0));
@@ -67,14 +96,20 @@ impl NodeStore for Nodes<'_> {
     }
 
     fn drop_data_references(&mut self, physical: u64, blocks: u64) -> Result<()> {
-        self.data.drop_references(self.pages, Run { start: physical, blocks }, self.freed)
+        let Effects { freed, unshared, .. } = &mut *self.effects;
+        self.data.drop_references(self.pages, Run { start: physical, blocks }, freed, unshared)
     }
 }
 
 impl Meta {
-    /// The trees, with freed blocks going to `freed`.
-    pub(super) fn nodes<'a>(&'a mut self, freed: &'a mut Vec<Run>) -> Nodes<'a> {
-        Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, freed }
+    /// The trees, changes beside theirs going to `effects`.
+    pub(super) fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
+        Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, holds: &self.holds, effects }
+    }
+
+    /// The trees as they are now, whatever recovery would find: not to be asked about overwriting in place.
+    pub(super) fn current_nodes<'a>(&'a mut self, none: &'a Holds, effects: &'a mut Effects) -> Nodes<'a> {
+        Nodes { holds: none, ..self.nodes(effects) }
     }
 
     /// Changes what a disk maps a range to.
@@ -84,19 +119,23 @@ impl Meta {
         logical: u64,
         blocks: u64,
         with: Option<(u64, bool)>,
-        freed: &mut Vec<Run>,
+        effects: &mut Effects,
     ) -> Result<()> {
         let object = self.catalog.get(disk)?;
         let root = object.root;
         if root.is_none() && with.is_none() {
             return Ok(());
         }
-        let mut nodes = self.nodes(freed);
-        let root = match root {
+        let mut nodes = self.nodes(effects);
+        let old = match root {
             Some(root) => root,
             None => tree::create(&mut nodes)?,
         };
-        let root = tree::replace(&mut nodes, root, logical..logical + blocks, with)?;
+        let root = tree::replace(&mut nodes, old, logical..logical + blocks, with)?;
+        if root != old {
+            // The only child of the old root may have become the root without being changed.
+            nodes.note_change(root);
+        }
         self.catalog.set_root(disk, Some(root));
         Ok(())
     }
@@ -109,59 +148,57 @@ impl Meta {
         Ok(())
     }
 
-    fn note_written(&mut self, run: Run, checksums: &[u32], fresh: bool) -> Result<()> {
+    fn note_written(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
         if checksums.len() as u64 != run.blocks {
             return Err(Error::new(ErrorKind::Corrupt, "a journal record has checksums for another number of blocks"));
         }
         self.data.annotate(&mut self.pages, run, |block, entry| {
             entry.checksum = checksums[(block - run.start) as usize];
             entry.suspect = false;
-            entry.fresh = fresh;
         })
     }
 
     fn root_reference(&mut self, root: Option<NodeId>) -> Result<()> {
         match root {
-            Some(root) => self.nodes(&mut Vec::new()).add_reference(root),
+            Some(root) => self.nodes(&mut Effects::default()).add_reference(root),
             None => Ok(()),
         }
     }
 
-    /// Carries out an operation. Data blocks that lost their last reference are appended to `freed`; `fresh` marks new
-    /// places as not to be overwritten before the operation is durable.
-    pub(super) fn apply(&mut self, operation: &Operation, fresh: bool, freed: &mut Vec<Run>) -> Result<()> {
-        let first = freed.len();
+    /// Carries out an operation.
+    pub(super) fn apply(&mut self, operation: &Operation, effects: &mut Effects) -> Result<()> {
+        let first = effects.freed.len();
         match operation {
             Operation::Map { disk, logical, run, checksums } => {
                 self.data.adopt(&mut self.pages, *run)?;
-                self.note_written(*run, checksums, fresh)?;
-                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
+                self.note_written(*run, checksums)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
                 self.consume_reserve(*disk, run.blocks)?;
             }
             Operation::MapData { disk, logical, run, data } => {
                 self.data.adopt(&mut self.pages, *run)?;
                 let sums = self.log(*run, data);
-                self.note_written(*run, &sums, fresh)?;
-                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
+                self.note_written(*run, &sums)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
                 self.consume_reserve(*disk, run.blocks)?;
             }
             Operation::Overwrite { run, checksums } => {
-                self.note_written(*run, checksums, false)?;
+                self.note_written(*run, checksums)?;
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
             }
             Operation::OverwriteData { run, data } => {
                 let sums = self.log(*run, data);
-                self.note_written(*run, &sums, fresh)?;
+                self.note_written(*run, &sums)?;
             }
             Operation::Announce { run } => {
                 self.data.annotate(&mut self.pages, *run, |_, entry| entry.suspect = true)?;
             }
             Operation::Checksums { run, checksums } => {
                 self.forget_logged(*run);
-                self.note_written(*run, checksums, fresh)?;
+                self.note_written(*run, checksums)?;
             }
             Operation::Synced { .. } => {}
-            Operation::Unmap { disk, logical, blocks } => self.replace(*disk, *logical, *blocks, None, freed)?,
+            Operation::Unmap { disk, logical, blocks } => self.replace(*disk, *logical, *blocks, None, effects)?,
             Operation::Unwritten { disk, logical, run, fresh: new } => {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
@@ -171,16 +208,13 @@ impl Meta {
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
-                self.replace(*disk, *logical, run.blocks, Some((run.start, true)), freed)?;
-                if fresh {
-                    self.data.annotate(&mut self.pages, *run, |_, entry| entry.fresh = true)?;
-                }
+                self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
             }
             Operation::Written { disk, logical, run, checksums } => {
                 self.data.add_references(&mut self.pages, *run)?;
                 self.forget_logged(*run);
-                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), freed)?;
-                self.note_written(*run, checksums, fresh)?;
+                self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
+                self.note_written(*run, checksums)?;
             }
             Operation::Resolve { block, checksum } => {
                 self.data.annotate(&mut self.pages, Run { start: *block, blocks: 1 }, |_, entry| {
@@ -242,7 +276,7 @@ impl Meta {
             }
             Operation::Drop { object, steps } => {
                 let mut root = self.catalog.get(*object)?.root;
-                let mut nodes = self.nodes(freed);
+                let mut nodes = self.nodes(effects);
                 tree::drop_step(&mut nodes, &mut root, *steps as usize)?;
                 match root {
                     Some(_) => self.catalog.set_root(*object, root),
@@ -251,7 +285,7 @@ impl Meta {
             }
         }
         if !self.logged.is_empty() {
-            for run in &freed[first..] {
+            for run in &effects.freed[first..] {
                 self.forget_logged(*run);
             }
         }

@@ -70,7 +70,7 @@ impl<'a> BulkWriter<'a> {
             let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();
             let operation = Operation::Map { disk: self.disk, logical: logical + at, run, checksums };
             let mut meta = engine.meta.lock();
-            engine.carry_out(&mut meta, operation, gate, Some(run))?;
+            engine.carry_out(&mut meta, operation, gate)?;
             at += run.blocks;
         }
         self.bound_pending()
@@ -87,7 +87,7 @@ impl<'a> BulkWriter<'a> {
             let mut meta = engine.meta.lock();
             let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
-            engine.carry_out(&mut meta, operation, 0, None)?;
+            engine.carry_out(&mut meta, operation, 0)?;
             engine.update_headroom(&meta);
             drop(meta);
             drop(claim);
@@ -105,7 +105,7 @@ impl<'a> BulkWriter<'a> {
             engine.make_journal_room()?;
             let operation = Operation::Unmap { disk: self.disk, logical: part.start, blocks: part.blocks };
             let mut meta = engine.meta.lock();
-            engine.carry_out(&mut meta, operation, 0, None)?;
+            engine.carry_out(&mut meta, operation, 0)?;
             engine.update_headroom(&meta);
             drop(meta);
             self.bound_pending()?;

@@ -4,6 +4,7 @@
 //! other data go on between the steps. Pages are read from the medium, not from the cache. Data blocks are counted
 //! window by window, so that memory does not grow with the size of the store; each window walks the trees again.
 
+use super::apply::Effects;
 use super::{Engine, Meta};
 use crate::catalog::State;
 use crate::space::{Run, TABLE_ENTRIES};
@@ -266,9 +267,9 @@ fn count_tree(
     seen: &mut [bool],
     window: &mut Window,
 ) -> Result<()> {
-    let mut freed = Vec::new();
+    let mut effects = Effects::default();
     let beyond = |id: u64| Error::new(ErrorKind::Corrupt, format!("map node {id} lies past the end of the map"));
-    tree::walk(&mut meta.nodes(&mut freed), root.node, &mut |visit| match visit {
+    tree::walk(&mut meta.nodes(&mut effects), root.node, &mut |visit| match visit {
         Visit::Node { id, .. } => {
             let at = id.0 as usize;
             if first {
@@ -353,9 +354,9 @@ fn owners_of(meta: &mut Meta, block: u64) -> Result<String> {
     let mut report = Report::default();
     let mut names = Vec::new();
     for root in check_catalog(meta, &mut report) {
-        let mut freed = Vec::new();
+        let mut effects = Effects::default();
         let mut at = None;
-        let walked = tree::walk(&mut meta.nodes(&mut freed), root.node, &mut |visit| {
+        let walked = tree::walk(&mut meta.nodes(&mut effects), root.node, &mut |visit| {
             if let Visit::Extent(mapping) = visit
                 && (mapping.physical..mapping.physical + mapping.blocks).contains(&block)
             {

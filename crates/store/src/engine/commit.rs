@@ -6,11 +6,13 @@
 //!
 //! Two kinds of operations are appended ahead of what is pending, because they commute with it:
 //!
-//! * announcements of overwrites: they name only blocks whose mapping is durable (others are marked fresh and never
-//!   overwritten in place), so nothing pending can concern them but their being freed, which makes them irrelevant;
+//! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and
+//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being freed, which makes them irrelevant;
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 
+use super::apply::Effects;
+use super::placement::Holds;
 use super::{Committer, Engine, Head, Meta, Pending};
 use crate::Result;
 use crate::buffer::{Content, Piece};
@@ -131,9 +133,12 @@ impl Engine {
     /// Ends all permits; what a flush of the data files from now on settles: (announcements before this journal
     /// position, home writes).
     fn begin_sync(&self) -> (u64, u64) {
-        self.permits.lock().clear();
+        // One critical section: a permit given between its two statements would be settled and live on.
+        let mut permits = self.permits.lock();
+        permits.clear();
         // The order matters: an announcement made after the head was read lies behind it.
         let head = self.journal_head.load(Ordering::Acquire);
+        drop(permits);
         let settled = head.min(self.announced.load(Ordering::Acquire));
         (settled, self.written.load(Ordering::Acquire))
     }
@@ -145,13 +150,13 @@ impl Engine {
         if self.settled.fetch_max(settled, Ordering::AcqRel) < settled {
             // Behind the checksums of what it settles: they are pending already.
             let operation = Operation::Synced { position: settled };
-            self.meta.lock().push(operation, 0, Vec::new(), None);
+            self.meta.lock().enqueue(operation, 0)?;
         }
         Ok(())
     }
 
     /// Moves everything buffered into the map and the pending list, payload by reference. Under gate and commit.
-    fn log_buffers(&self) -> Result<()> {
+    pub(super) fn log_buffers(&self) -> Result<()> {
         for head in self.existing_heads() {
             let mut buffer = head.buffer.lock();
             if buffer.layers.is_empty() {
@@ -186,8 +191,11 @@ impl Engine {
         let root = meta.catalog.get(head.id)?.root;
         let mut extents = Vec::new();
         if let Some(root) = root {
-            let mut freed = Vec::new();
-            tree::lookup_exclusive(&mut meta.nodes(&mut freed), root, range.clone(), &mut extents)?;
+            // Payload follows what is pending in the journal, and goes home when the journal has it: what matters is
+            // who shares the blocks now.
+            let (none, mut effects) = (Holds::default(), Effects::default());
+            let mut nodes = meta.current_nodes(&none, &mut effects);
+            tree::lookup_exclusive(&mut nodes, root, range.clone(), &mut extents)?;
         }
         let part = |from: u64, to: u64| -> SharedSlice {
             let at = |block: u64| (block - piece.logical) as usize * BLOCK_SIZE;
@@ -217,10 +225,10 @@ impl Engine {
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };
-                    self.carry_out(meta, written, gate, Some(run))?;
+                    self.carry_out(meta, written, gate)?;
                     meta.join_last();
                 }
-                self.carry_out(meta, Operation::OverwriteData { run, data }, gate, Some(run))?;
+                self.carry_out(meta, Operation::OverwriteData { run, data }, gate)?;
                 at = logical + blocks;
             }
         }
@@ -240,7 +248,7 @@ impl Engine {
             let data = vec![part(at, at + run.blocks)];
             let gate = self.synced.load(Ordering::Acquire);
             let operation = Operation::MapData { disk: head.id, logical: at, run, data };
-            self.carry_out(meta, operation, gate, Some(run))?;
+            self.carry_out(meta, operation, gate)?;
             at += run.blocks;
         }
         Ok(())
@@ -294,10 +302,7 @@ impl Engine {
         let mut meta = self.meta.lock();
         let mut freed = Vec::new();
         for pending in taken {
-            if let Some(run) = pending.fresh {
-                let Meta { data, pages, .. } = &mut *meta;
-                data.annotate(pages, run, |_, entry| entry.fresh = false)?;
-            }
+            meta.release_holds(&pending)?;
             freed.extend(pending.freed);
         }
         meta.freeing -= freed.iter().map(|run| run.blocks).sum::<u64>();

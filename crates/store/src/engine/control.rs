@@ -1,5 +1,6 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
+use super::apply::Effects;
 use super::{Engine, Head};
 use crate::catalog::{NAME_MAX, Object, Provisioning, State};
 use crate::journal::Operation;
@@ -104,7 +105,7 @@ impl Engine {
             self.refuse_too_many(&operations)?;
             let last = operations.len().saturating_sub(1);
             for (i, operation) in operations.into_iter().enumerate() {
-                self.carry_out(&mut meta, operation, 0, None)?;
+                self.carry_out(&mut meta, operation, 0)?;
                 if i < last {
                     meta.join_last();
                 }
@@ -271,13 +272,13 @@ impl Engine {
             let mut buffers: Vec<_> = heads.iter().map(|(head, _)| head.buffer.lock()).collect();
             let mut meta = self.meta.lock();
             for operation in &operations {
-                meta.apply(operation, false, &mut Vec::new()).map_err(|error| self.stop(error))?;
+                meta.apply(operation, &mut Effects::default()).map_err(|error| self.stop(error))?;
             }
             for ((_, snapshot), buffer) in heads.iter().zip(&mut buffers) {
                 if buffer.layers.close(*snapshot) {
                     self.unsealed.fetch_add(1, Ordering::AcqRel);
                 } else {
-                    self.carry_out(&mut meta, Operation::Seal { snapshot: *snapshot }, 0, None)?;
+                    self.carry_out(&mut meta, Operation::Seal { snapshot: *snapshot }, 0)?;
                 }
             }
             self.update_headroom(&meta);

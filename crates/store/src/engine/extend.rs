@@ -110,9 +110,7 @@ impl Engine {
         // The reservation itself must be durable before the journal says so.
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
         let operation = Operation::Backed { run, backed: true };
-        let mut freed = Vec::new();
-        meta.apply(&operation, false, &mut freed)?;
-        meta.push(operation, gate, freed, None);
+        meta.enqueue(operation, gate)?;
         self.update_headroom(meta);
         Ok(())
     }

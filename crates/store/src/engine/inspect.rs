@@ -1,5 +1,7 @@
 //! Looking at maps: what a range is, what changed between two points, how much a disk holds.
 
+use super::apply::Effects;
+use super::placement::Holds;
 use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, Piece};
@@ -87,8 +89,8 @@ impl Meta {
     fn spans(&mut self, root: Option<NodeId>, range: Range<u64>, out: &mut Vec<Span>) -> Result<()> {
         let mut extents = Vec::new();
         if let Some(root) = root {
-            let mut freed = Vec::new();
-            tree::lookup(&mut self.nodes(&mut freed), root, range.clone(), &mut extents)?;
+            let mut effects = Effects::default();
+            tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
         }
         let mut at = range.start;
         for extent in extents {
@@ -195,8 +197,8 @@ impl Engine {
                     // One tree: nothing can differ anywhere.
                     break;
                 }
-                let mut freed = Vec::new();
-                tree::diff(&mut meta.nodes(&mut freed), a, b, part.clone(), &mut |extent| {
+                let mut effects = Effects::default();
+                tree::diff(&mut meta.nodes(&mut effects), a, b, part.clone(), &mut |extent| {
                     found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
                     Ok(())
                 })?;
@@ -246,10 +248,12 @@ impl Engine {
             let mut meta = self.meta.lock();
             let Some(root) = meta.catalog.get(object)?.root else { break };
             let mut extents = Vec::new();
-            let mut freed = Vec::new();
+            let mut effects = Effects::default();
             // Far beyond the last mapping there is nothing to stride over one step at a time.
             let stride = end.min(at + STRIDE);
-            tree::lookup_exclusive(&mut meta.nodes(&mut freed), root, at..stride, &mut extents)?;
+            let none = Holds::default();
+            let mut nodes = meta.current_nodes(&none, &mut effects);
+            tree::lookup_exclusive(&mut nodes, root, at..stride, &mut extents)?;
             if extents.is_empty() {
                 at = meta.next_mapped(root, stride, end)?.unwrap_or(end);
                 continue;
@@ -301,9 +305,9 @@ impl Meta {
         let mut at = from;
         while at < end {
             let mut extents = Vec::new();
-            let mut freed = Vec::new();
+            let mut effects = Effects::default();
             let until = end.min(at.saturating_add(width));
-            tree::lookup(&mut self.nodes(&mut freed), root, at..until, &mut extents)?;
+            tree::lookup(&mut self.nodes(&mut effects), root, at..until, &mut extents)?;
             if let Some(extent) = extents.first() {
                 return Ok(Some(extent.logical));
             }

@@ -217,7 +217,7 @@ impl Engine {
         for _ in 0..rounds {
             let mut meta = self.meta.lock();
             let Some(object) = meta.catalog.first_trash() else { return Ok(false) };
-            self.carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0, None)?;
+            self.carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0)?;
             let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
             if full {
@@ -284,7 +284,7 @@ impl Engine {
             self.update_headroom(meta);
             for run in &runs {
                 for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
-                    self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0, None)?;
+                    self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0)?;
                 }
             }
             if *region >= meta.data.regions() {

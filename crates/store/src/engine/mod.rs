@@ -42,6 +42,7 @@ mod files;
 mod inspect;
 mod maintain;
 mod payload;
+mod placement;
 mod read;
 mod recover;
 mod replay;
@@ -66,9 +67,11 @@ use crate::journal::{Journal, Operation, Place};
 use crate::pages::{PageFile, Pages};
 use crate::space::{Run, Space};
 use crate::{Error, ErrorKind, Result};
+use apply::Effects;
 use backend::{Directory, File, IoMode, SharedSlice};
 use files::DataFiles;
 use parking_lot::{Condvar, Mutex, RwLock};
+use placement::{Holds, InFlight};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -113,10 +116,12 @@ struct Pending {
     operation: Operation,
     /// The data it points at is durable once [`Engine::synced`] has reached this.
     gate: u64,
+    /// Its number among the operations that became pending.
+    number: u64,
     /// Blocks that it freed.
     freed: Vec<Run>,
     /// Blocks that must not be overwritten in place before it is durable.
-    fresh: Option<Run>,
+    held: Vec<Run>,
     /// It takes effect together with the next one or not at all: both go into one batch.
     joined: bool,
 }
@@ -129,8 +134,10 @@ struct Meta {
     catalog: Catalog,
     /// Payload in the journal that is not home yet, by physical block.
     logged: BTreeMap<u64, SharedSlice>,
-    /// The part of `logged` that is being written home: not to be overwritten in place meanwhile.
-    logged_in_flight: std::ops::Range<u64>,
+    /// Blocks being overwritten in place, by write-back, by a write past the buffer or by payload on its way home.
+    in_flight: InFlight,
+    /// Blocks and nodes that pending operations concern.
+    holds: Holds,
     pending: VecDeque<Pending>,
     pending_bytes: usize,
     /// How many of the pending changes are [`Operation::Checksums`].
@@ -387,8 +394,38 @@ impl Engine {
 }
 
 impl Meta {
-    /// Queues an operation that has just been applied.
-    fn push(&mut self, operation: Operation, gate: u64, freed: Vec<Run>, fresh: Option<Run>) {
+    /// Applies an operation and queues it for the journal.
+    fn enqueue(&mut self, operation: Operation, gate: u64) -> Result<()> {
+        let mut effects = Effects::default();
+        self.apply(&operation, &mut effects)?;
+        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
+        held.extend(operation.names());
+        for run in &held {
+            self.data.annotate(&mut self.pages, *run, |block, entry| {
+                self.holds.hold_block(block, entry.held);
+                entry.held = true;
+            })?;
+        }
+        self.holds.spread(&changed_nodes);
+        unshared_nodes.into_iter().for_each(|node| self.holds.hold_node(node));
+        self.push(operation, gate, freed, held);
+        Ok(())
+    }
+
+    /// Ends the holds of an operation that is durable.
+    fn release_holds(&mut self, pending: &Pending) -> Result<()> {
+        for run in &pending.held {
+            self.data.annotate(&mut self.pages, *run, |block, entry| {
+                if self.holds.release_block(block, pending.number) {
+                    entry.held = false;
+                }
+            })?;
+        }
+        self.holds.committed(pending.number);
+        Ok(())
+    }
+
+    fn push(&mut self, operation: Operation, gate: u64, freed: Vec<Run>, held: Vec<Run>) {
         let size = match &operation {
             Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
                 run.blocks as usize * backend::BLOCK_SIZE + 32
@@ -403,7 +440,8 @@ impl Meta {
         self.pending_checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
-        self.pending.push_back(Pending { operation, gate, freed, fresh, joined: false });
+        let number = self.holds.pushed();
+        self.pending.push_back(Pending { operation, gate, number, freed, held, joined: false });
     }
 
     /// The operation queued last takes effect with the next one or not at all.

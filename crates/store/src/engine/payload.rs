@@ -37,21 +37,22 @@ impl Engine {
                 blocks = meta.logged.iter().take(most).map(|(block, slice)| (*block, slice.clone())).collect();
             }
             let last_seen = blocks.last().map_or(0, |(last, _)| *last + 1);
-            let mut durable = Vec::with_capacity(blocks.len());
+            let mut ready = Vec::with_capacity(blocks.len());
             for (block, slice) in blocks {
-                if !meta.entry(block)?.fresh {
-                    durable.push((block, slice));
+                if !meta.entry(block)?.held && !meta.in_flight.contains(block) {
+                    meta.in_flight.claim(Run { start: block, blocks: 1 });
+                    ready.push((block, slice));
                 }
             }
-            let blocks = durable;
             lane.cursor = last_seen;
-            let (Some((first, _)), Some((last, _))) = (blocks.first(), blocks.last()) else { return Ok(0) };
-            meta.logged_in_flight = *first..*last + 1;
-            (blocks, Arc::clone(&meta.epoch))
+            if ready.is_empty() {
+                return Ok(0);
+            }
+            (ready, Arc::clone(&meta.epoch))
         };
         let result = self.write_logged_blocks(&mut lane, &blocks);
         let mut meta = self.meta.lock();
-        meta.logged_in_flight = 0..0;
+        blocks.iter().for_each(|(block, _)| meta.in_flight.release(Run { start: *block, blocks: 1 }));
         if result.is_ok() {
             for (block, slice) in &blocks {
                 // Newer payload may have come meanwhile.

@@ -1,5 +1,6 @@
 //! Reading: asking the buffer and the map where blocks are, and verifying what the caller fetched.
 
+use super::apply::Effects;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
@@ -90,8 +91,8 @@ impl Meta {
     ) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::new();
         if let Some(root) = root {
-            let mut freed = Vec::new();
-            tree::lookup(&mut self.nodes(&mut freed), root, range.clone(), &mut extents)?;
+            let mut effects = Effects::default();
+            tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
         }
         let mut at = range.start;
         for extent in extents {
@@ -282,12 +283,14 @@ impl Engine {
                 _ => Ok(Verdict::Again),
             };
         }
+        if meta.in_flight.contains(run.start) {
+            // A write of it has begun, whose announcement may be in the journal already.
+            return Ok(Verdict::Again);
+        }
         if entry.suspect {
             // A write that nobody was told is durable was cut off here: what is left of it is the content now.
             let operation = Operation::Resolve { block: run.start, checksum: found };
-            let mut freed = Vec::new();
-            meta.apply(&operation, false, &mut freed)?;
-            meta.push(operation, 0, freed, None);
+            meta.enqueue(operation, 0)?;
             self.counters.torn_blocks.fetch_add(1, Ordering::Relaxed);
             return Ok(Verdict::Again);
         }

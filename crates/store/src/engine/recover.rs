@@ -8,6 +8,7 @@
 use super::checkpoint::{CheckpointRecord, write_home};
 use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
 use super::payload::LoggedLane;
+use super::placement::{Holds, InFlight};
 use super::superblock::Superblock;
 use super::writeback::{LANE_DEPTH, Lane};
 use super::{Committer, Counters, Engine, EngineOptions, Meta};
@@ -169,7 +170,8 @@ impl Engine {
             data,
             catalog,
             logged: BTreeMap::new(),
-            logged_in_flight: 0..0,
+            in_flight: InFlight::default(),
+            holds: Holds::default(),
             pending: VecDeque::new(),
             pending_bytes: 0,
             pending_checksums: 0,
@@ -251,7 +253,7 @@ impl Engine {
                 .collect();
             unsealed.sort_unstable();
             for snapshot in unsealed {
-                self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
+                self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
             }
             // Disks that are incomplete are for the owner of the store to look at: the record of a migration may say
             // that one of them is the disk. And they go together with their snapshots, as any disk does.
@@ -263,7 +265,7 @@ impl Engine {
                 .collect();
             incomplete.sort_unstable();
             for object in incomplete {
-                self.carry_out(&mut meta, Operation::Trash { object }, 0, None)?;
+                self.carry_out(&mut meta, Operation::Trash { object }, 0)?;
             }
             self.clear_behind_ends(&mut meta)?;
             self.restore_reserves(&mut meta)?;
@@ -296,7 +298,7 @@ impl Engine {
             {
                 end = crate::tree::LOGICAL_LIMIT.min(first + super::writeback::UNMAP_MAX);
                 let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
-                self.carry_out(meta, operation, 0, None)?;
+                self.carry_out(meta, operation, 0)?;
             }
         }
         Ok(())
@@ -314,7 +316,7 @@ impl Engine {
         for id in thick {
             let mut object = meta.catalog.get(id)?.clone();
             object.reserved = object.capacity.div_ceil(BLOCK_SIZE as u64);
-            self.carry_out(meta, Operation::Put { record: object.encode() }, 0, None)?;
+            self.carry_out(meta, Operation::Put { record: object.encode() }, 0)?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@
 //! Suspect blocks were being overwritten by a write of which nobody was told that it is durable: what is found there is
 //! their content.
 
+use super::apply::Effects;
 use super::{Engine, Meta};
 use crate::journal::{Batch, BatchKind, Operation, Place, Reader};
 use crate::space::Run;
@@ -88,9 +89,9 @@ impl Engine {
             Operation::Synced { position: settled } => meta.settle(replay, *settled)?,
             _ => {}
         }
-        let mut freed = Vec::new();
-        meta.apply(operation, false, &mut freed)?;
-        for run in freed {
+        let mut effects = Effects::default();
+        meta.apply(operation, &mut effects)?;
+        for run in effects.freed {
             replay.told(&run);
             meta.data.release(run);
         }

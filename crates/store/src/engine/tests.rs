@@ -217,3 +217,5 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
     }
     assert_eq!(Superblock::read(&*file).unwrap(), good);
 }
+
+mod ownership;

@@ -170,8 +170,12 @@ impl Engine {
                     at += run.blocks;
                 }
             }
-            // Nothing can fail any more: older payload of these must not go home over what is written now.
-            parts.iter().filter(|part| !part.new).for_each(|part| meta.forget_logged(part.run));
+            // Nothing can fail any more but the medium: older payload of these must not go home over what is written
+            // now.
+            for part in parts.iter().filter(|part| !part.new) {
+                meta.in_flight.claim(part.run);
+                meta.forget_logged(part.run);
+            }
             self.update_headroom(meta);
             parts
         };
@@ -193,10 +197,11 @@ impl Engine {
             if part.new {
                 let (disk, logical, run) = (head.id, part.logical, part.run);
                 let operation = Operation::Map { disk, logical, run, checksums: sums };
-                self.carry_out(&mut meta, operation, gate, Some(part.run))?;
+                self.carry_out(&mut meta, operation, gate)?;
             } else {
+                meta.in_flight.release(part.run);
                 let operation = Operation::Checksums { run: part.run, checksums: sums };
-                self.carry_out(&mut meta, operation, gate, None)?;
+                self.carry_out(&mut meta, operation, gate)?;
             }
         }
         self.update_headroom(&meta);

@@ -1,6 +1,8 @@
 //! Writing: into the buffer, with room set aside for what may need a new place.
 
 use super::read::gone;
+use super::apply::Effects;
+use super::placement::Placement;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, Entry};
 use crate::space::Run;
@@ -30,6 +32,9 @@ impl Engine {
 
     /// Gives blocks back: they read as zeros afterwards.
     pub fn discard_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
         self.put(head, range.start, range.end - range.start, Content::Unmapped, None).map(|_| ())
     }
 
@@ -238,20 +243,19 @@ impl Engine {
 impl Meta {
     /// True when something waits for being durable before its blocks can be used.
     fn helped_by_commit(&self) -> bool {
-        self.freeing > 0 || self.pending.iter().any(|pending| pending.fresh.is_some())
+        self.freeing > 0 || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
     /// How many blocks of a range a disk could overwrite in place.
     fn own_blocks(&mut self, disk: u64, range: Range<u64>) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
         let mut extents = Vec::new();
-        let mut freed = Vec::new();
-        tree::lookup_exclusive(&mut self.nodes(&mut freed), root, range, &mut extents)?;
+        let mut effects = Effects::default();
+        tree::lookup_exclusive(&mut self.nodes(&mut effects), root, range, &mut extents)?;
         let mut own = 0;
-        for extent in extents.iter().filter(|extent| !extent.shared_path) {
+        for extent in &extents {
             for block in extent.physical..extent.physical + extent.blocks {
-                let entry = self.entry(block)?;
-                own += u64::from(entry.references == 1 && !entry.fresh);
+                own += u64::from(self.placement(extent, block)? != Placement::New);
             }
         }
         Ok(own)

@@ -4,6 +4,8 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
+use super::placement::{BlockState, Placement, place};
+use super::apply::Effects;
 use super::write::chunks;
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
@@ -55,20 +57,9 @@ impl Lane {
     }
 }
 
-/// How a run of a piece goes home.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Way {
-    /// Over its own old content.
-    InPlace,
-    /// Into blocks that are mapped and were never written.
-    Fill,
-    /// Into newly allocated blocks.
-    New,
-}
-
 /// A run of one piece with its place.
-struct Home {
-    way: Way,
+pub(super) struct Home {
+    placement: Placement,
     logical: u64,
     run: Run,
     data: SharedSlice,
@@ -132,35 +123,44 @@ impl Engine {
                 break pieces;
             }
         };
-        let mut homes = Vec::new();
-        let mut others = Vec::new();
+        let (mut homes, mut others, mut claimed) = (Vec::new(), Vec::new(), Vec::new());
+        let mut waited = false;
         let mut meta = loop {
             let mut meta = self.meta.lock();
-            let planned = self.plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others);
+            let planned = self.plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others, &mut claimed);
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
             if planned.is_ok() && !overtakes {
                 break meta;
             }
-            for home in homes.iter().filter(|home| home.way == Way::New) {
+            for home in homes.iter().filter(|home| home.placement == Placement::New) {
                 meta.data.release(home.run);
             }
+            claimed.drain(..).for_each(|run| meta.in_flight.release(run));
             self.update_headroom(&meta);
             drop(meta);
-            planned?;
+            match planned {
+                // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
+                Err(error) if error.kind() == ErrorKind::NoSpace && !waited => waited = true,
+                other => other?,
+            }
             homes.clear();
             others.clear();
             self.sync_all_data()?;
             self.append_pending(&mut commit)?;
         };
         // Older payload of these must not go home beside or after what is written now. The journal still has it.
-        for home in homes.iter().filter(|home| home.way == Way::InPlace) {
+        for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
             meta.forget_logged(home.run);
         }
         drop(meta);
         self.announce(commit, &homes)?;
         self.write_homes(lane, head, &mut homes)?;
         self.announced.store(u64::MAX, Ordering::Release);
+        {
+            let mut meta = self.meta.lock();
+            claimed.into_iter().for_each(|run| meta.in_flight.release(run));
+        }
         self.finish_others(head, others)?;
         let mut buffer = head.buffer.lock();
         let (layer, closed) = buffer.layers.oldest();
@@ -171,16 +171,17 @@ impl Engine {
     }
 
     /// Splits pieces into runs and finds their places.
-    fn plan_homes(
+    pub(super) fn plan_homes(
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
         pieces: Vec<Piece>,
         homes: &mut Vec<Home>,
         others: &mut Vec<Piece>,
+        claimed: &mut Vec<Run>,
     ) -> Result<()> {
         let root = meta.catalog.get(head.id)?.root;
-        let mut ways: Vec<(Range<u64>, Way, u64)> = Vec::new();
+        let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
         let mut new_blocks = 0;
         let mut data = Vec::new();
         for piece in pieces {
@@ -192,23 +193,29 @@ impl Engine {
         let mut plans = Vec::with_capacity(data.len());
         for (i, (_, _, piece)) in data.iter().enumerate() {
             if i % HOMES_PER_HOLD == HOMES_PER_HOLD - 1 {
-                // Others may go between: what they change concerns this plan as little as what they change after it.
+                // Other threads may go between: what is planned so far is claimed, so no payload goes home over it and
+                // no read resolves it.
                 MutexGuard::bump(meta);
             }
-            ways.clear();
+            placements.clear();
             let range = piece.logical..piece.logical + piece.entry.blocks;
-            meta.ways(root, range, &mut ways)?;
+            meta.placements(root, range, &mut placements)?;
             new_blocks +=
-                ways.iter().filter(|(_, way, _)| *way == Way::New).map(|(r, _, _)| r.end - r.start).sum::<u64>();
-            plans.push(ways.clone());
+                placements.iter().filter(|(_, placement, _)| *placement == Placement::New).map(|(r, _, _)| r.end - r.start).sum::<u64>();
+            for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
+                let run = Run { start: *start, blocks: range.end - range.start };
+                meta.in_flight.claim(run);
+                claimed.push(run);
+            }
+            plans.push(placements.clone());
         }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), plan) in data.into_iter().zip(plans) {
-            for (range, way, physical) in plan {
+            for (range, placement, physical) in plan {
                 let mut at = range.start;
                 while at < range.end {
                     let mut run = Run { start: physical + (at - range.start), blocks: range.end - at };
-                    if way == Way::New {
+                    if placement == Placement::New {
                         if spare.blocks == 0 {
                             spare = self.allocate(meta, new_blocks)?;
                         }
@@ -218,7 +225,7 @@ impl Engine {
                     }
                     let (from, to) = ((at - piece.logical) as usize, (at - piece.logical + run.blocks) as usize);
                     homes.push(Home {
-                        way,
+                        placement,
                         logical: at,
                         run,
                         data: slice.slice(from * BLOCK_SIZE..to * BLOCK_SIZE),
@@ -250,7 +257,7 @@ impl Engine {
     /// Makes durable which blocks are about to be overwritten in place.
     fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
         let mut writer = Writer::default();
-        for home in homes.iter().filter(|home| home.way == Way::InPlace) {
+        for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
             writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
         }
         if writer.is_empty() {
@@ -311,7 +318,7 @@ impl Engine {
                 .during(|| format!("writing block {} home", part[0].run.start))
                 .map_err(|error| self.stop(error))?;
             let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
-            let long = length >= WRITE_OUT_MIN && part[0].way == Way::New;
+            let long = length >= WRITE_OUT_MIN && part[0].placement == Placement::New;
             if long {
                 file.write_out(offset, length, false);
             }
@@ -388,16 +395,16 @@ impl Engine {
         gate: u64,
     ) -> Result<(u64, u64)> {
         let checksums = home.checksums.clone();
-        let operation = match home.way {
-            Way::InPlace => {
+        let operation = match home.placement {
+            Placement::InPlace => {
                 meta.note_overwritten(home.run, &checksums)?;
                 None
             }
-            Way::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
-            Way::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
+            Placement::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
+            Placement::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
         };
         if let Some(operation) = operation {
-            self.carry_out(meta, operation, gate, Some(home.run))?;
+            self.carry_out(meta, operation, gate)?;
         }
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
@@ -406,14 +413,11 @@ impl Engine {
 
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
     /// journal would no longer agree.
-    pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64, fresh: Option<Run>) -> Result<()> {
+    pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
         if operation.changes_map() {
             self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
         }
-        let mut freed = Vec::new();
-        meta.apply(&operation, fresh.is_some(), &mut freed).map_err(|error| self.stop(error))?;
-        meta.push(operation, gate, freed, fresh);
-        Ok(())
+        meta.enqueue(operation, gate).map_err(|error| self.stop(error))
     }
 
     /// Discards and zeroes of a batch: no data, only the map.
@@ -438,30 +442,30 @@ impl Engine {
         if matches!(piece.entry.content, Content::Unmapped) {
             for part in chunks(range, UNMAP_MAX) {
                 let operation = Operation::Unmap { disk, logical: part.start, blocks: part.blocks };
-                self.carry_out(meta, operation, 0, None)?;
+                self.carry_out(meta, operation, 0)?;
             }
             return Ok(());
         }
         let root = meta.catalog.get(disk)?.root;
-        let mut ways = Vec::new();
-        meta.ways(root, range, &mut ways)?;
-        for (range, way, physical) in ways {
-            match way {
-                Way::Fill => {}
-                Way::InPlace => {
+        let mut placements = Vec::new();
+        meta.placements(root, range, &mut placements)?;
+        for (range, placement, physical) in placements {
+            match placement {
+                Placement::Fill => {}
+                Placement::InPlace => {
                     for part in chunks(physical..physical + (range.end - range.start), crate::journal::RUN_MAX) {
                         let logical = range.start + (part.start - physical);
                         let operation = Operation::Unwritten { disk, logical, run: part, fresh: false };
                         // Until the journal says so, recovery expects the old content: nothing may be written there.
-                        self.carry_out(meta, operation, 0, Some(part))?;
+                        self.carry_out(meta, operation, 0)?;
                     }
                 }
-                Way::New => {
+                Placement::New => {
                     let mut at = range.start;
                     while at < range.end {
                         let run = self.allocate(meta, (range.end - at).min(crate::journal::RUN_MAX))?;
                         let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
-                        self.carry_out(meta, operation, 0, None)?;
+                        self.carry_out(meta, operation, 0)?;
                         at += run.blocks;
                     }
                 }
@@ -475,7 +479,7 @@ impl Engine {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
         let mut meta = self.meta.lock();
-        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0, None)?;
+        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
         drop(meta);
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();
@@ -499,7 +503,7 @@ impl Meta {
             return false;
         }
         let mut in_place: Vec<Run> =
-            homes.iter().filter(|home| home.way == Way::InPlace).map(|home| home.run).collect();
+            homes.iter().filter(|home| home.placement == Placement::InPlace).map(|home| home.run).collect();
         in_place.sort_unstable_by_key(|run| run.start);
         self.pending.iter().any(|pending| {
             let Operation::Checksums { run, .. } = &pending.operation else { return false };
@@ -514,64 +518,68 @@ impl Meta {
         root: Option<tree::NodeId>,
         range: Range<u64>,
     ) -> Result<Vec<(Range<u64>, Option<u64>)>> {
-        let mut ways = Vec::new();
-        self.ways(root, range, &mut ways)?;
-        let place = |way, physical| if way == Way::InPlace { Some(physical) } else { None };
-        Ok(ways.into_iter().map(|(range, way, physical)| (range, place(way, physical))).collect())
+        let mut placements = Vec::new();
+        self.placements(root, range, &mut placements)?;
+        let place = |placement, physical| (placement == Placement::InPlace).then_some(physical);
+        Ok(placements.into_iter().map(|(range, placement, physical)| (range, place(placement, physical))).collect())
     }
 
-    /// Cuts a logical range by how its parts can be written: (range, way, physical block for in place and fill).
-    fn ways(
+    /// Where a write of one block of an extent goes.
+    pub(super) fn placement(&mut self, extent: &Extent, block: u64) -> Result<Placement> {
+        let entry = self.entry(block)?;
+        Ok(place(BlockState {
+            references: entry.references,
+            shared_path: extent.shared_path,
+            held: entry.held,
+            in_flight: self.in_flight.contains(block),
+            unwritten: extent.unwritten,
+        }))
+    }
+
+    /// Cuts a logical range by where its parts go: (range, placement, physical block for in place and fill).
+    fn placements(
         &mut self,
         root: Option<tree::NodeId>,
         range: Range<u64>,
-        out: &mut Vec<(Range<u64>, Way, u64)>,
+        out: &mut Vec<(Range<u64>, Placement, u64)>,
     ) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::new();
         if let Some(root) = root {
-            let mut freed = Vec::new();
-            tree::lookup_exclusive(&mut self.nodes(&mut freed), root, range.clone(), &mut extents)?;
+            let mut effects = Effects::default();
+            tree::lookup_exclusive(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
         }
         let mut at = range.start;
         for extent in extents {
             if at < extent.logical {
-                push_way(out, at..extent.logical, Way::New, 0);
+                push_placement(out, at..extent.logical, Placement::New, 0);
             }
             at = extent.logical + extent.blocks;
             if extent.shared_path {
-                push_way(out, extent.logical..at, Way::New, 0);
+                push_placement(out, extent.logical..at, Placement::New, 0);
                 continue;
             }
             for i in 0..extent.blocks {
                 let block = extent.physical + i;
-                let entry = self.entry(block)?;
-                let busy = self.logged_in_flight.contains(&block);
-                let way = if entry.references != 1 || entry.fresh || busy {
-                    Way::New
-                } else if extent.unwritten {
-                    Way::Fill
-                } else {
-                    Way::InPlace
-                };
+                let placement = self.placement(&extent, block)?;
                 let logical = extent.logical + i;
-                push_way(out, logical..logical + 1, way, block);
+                push_placement(out, logical..logical + 1, placement, block);
             }
         }
         if at < range.end {
-            push_way(out, at..range.end, Way::New, 0);
+            push_placement(out, at..range.end, Placement::New, 0);
         }
         Ok(())
     }
 }
 
-fn push_way(out: &mut Vec<(Range<u64>, Way, u64)>, range: Range<u64>, way: Way, physical: u64) {
-    if let Some((last, last_way, start)) = out.last_mut()
+fn push_placement(out: &mut Vec<(Range<u64>, Placement, u64)>, range: Range<u64>, placement: Placement, physical: u64) {
+    if let Some((last, last_placement, start)) = out.last_mut()
         && last.end == range.start
-        && *last_way == way
-        && (way == Way::New || *start + (last.end - last.start) == physical)
+        && *last_placement == placement
+        && (placement == Placement::New || *start + (last.end - last.start) == physical)
     {
         last.end = range.end;
         return;
     }
-    out.push((range, way, physical));
+    out.push((range, placement, physical));
 }

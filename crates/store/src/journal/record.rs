@@ -63,6 +63,22 @@ impl Operation {
         }
     }
 
+    /// Data blocks that must not be overwritten in place before the operation is durable: an announcement, which goes
+    /// into the journal at once, would be replayed before it. Not so where space alone is given: that is written once
+    /// before anything is overwritten. Checksums of overwrites are pending behind the announcement that covers them;
+    /// a new announcement waits until they are durable.
+    pub fn names(&self) -> Option<Run> {
+        match self {
+            Self::Map { run, .. }
+            | Self::MapData { run, .. }
+            | Self::OverwriteData { run, .. }
+            | Self::Written { run, .. }
+            | Self::Unwritten { run, fresh: false, .. } => Some(*run),
+            Self::Resolve { block, .. } => Some(Run { start: *block, blocks: 1 }),
+            _ => None,
+        }
+    }
+
     /// True when it may change a tree in a way that takes new nodes.
     pub fn changes_map(&self) -> bool {
         matches!(

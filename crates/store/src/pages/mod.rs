@@ -192,7 +192,7 @@ impl Pages {
             .during(|| format!("reading {key} of the datastore's metadata"))?;
         verify(&mut page, key)?;
         if key.file() == PageFile::DataTable {
-            crate::space::forget_fresh(&mut page);
+            crate::space::forget_holds(&mut page);
         }
         Ok(page)
     }

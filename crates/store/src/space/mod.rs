@@ -19,7 +19,7 @@ mod region;
 mod table;
 
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
-pub use table::{Entry, TABLE_ENTRIES, forget_fresh};
+pub use table::{Entry, TABLE_ENTRIES, forget_holds};
 
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
@@ -259,10 +259,17 @@ impl Space {
         })
     }
 
-    /// One reference less on each block of a run; what has none left goes to `freed`, still not allocatable.
-    pub fn drop_references(&mut self, pages: &mut Pages, run: Run, freed: &mut Vec<Run>) -> Result<()> {
+    /// One reference less on each block of a run; what has none left goes to `freed`, still not allocatable, and the
+    /// rest to `left`.
+    pub fn drop_references(
+        &mut self,
+        pages: &mut Pages,
+        run: Run,
+        freed: &mut Vec<Run>,
+        left: &mut Vec<Run>,
+    ) -> Result<()> {
         self.check_range(run)?;
-        let first = freed.len();
+        let (first, first_left) = (freed.len(), left.len());
         // The bitmaps must be there before the table forgets the blocks: they are what holds them until release.
         for (number, _, _) in region::parts(run) {
             self.load(pages, number)?;
@@ -272,12 +279,13 @@ impl Space {
                 return Err(impossible(self.table, block, 0));
             }
             entry.references -= 1;
+            let (list, first) = if entry.references == 0 { (&mut *freed, first) } else { (&mut *left, first_left) };
             if entry.references == 0 {
                 entry.clear_notes();
-                match freed[first..].last_mut() {
-                    Some(last) if last.start + last.blocks == block => last.blocks += 1,
-                    _ => freed.push(Run { start: block, blocks: 1 }),
-                }
+            }
+            match list[first..].last_mut() {
+                Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                _ => list.push(Run { start: block, blocks: 1 }),
             }
             Ok(())
         })?;

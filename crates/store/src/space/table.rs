@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 4 | CRC32C of the block |
-//! | 4 | 4 | bits 0-27 reference count; bit 29 fresh; bit 30 suspect; bit 31 backed |
+//! | 4 | 4 | bits 0-27 reference count; bit 29 held; bit 30 suspect; bit 31 backed |
 
 use crate::pages::HEADER_SIZE;
 use backend::{BLOCK_SIZE, Block};
@@ -13,7 +13,7 @@ const ENTRY_SIZE: usize = 8;
 pub const TABLE_ENTRIES: u64 = ((BLOCK_SIZE - HEADER_SIZE) / ENTRY_SIZE) as u64;
 const _: () = assert!(TABLE_ENTRIES == 508);
 
-const FRESH: u32 = 1 << 29;
+const HELD: u32 = 1 << 29;
 const SUSPECT: u32 = 1 << 30;
 const BACKED: u32 = 1 << 31;
 
@@ -28,19 +28,19 @@ pub struct Entry {
     pub backed: bool,
     /// An overwrite was under way when the machine stopped: whatever it holds now is what was left of it.
     pub suspect: bool,
-    /// Mapped by an operation that is not durable yet. Meaningless on the medium, where checkpoints may leave it.
-    pub fresh: bool,
+    /// A pending operation concerns it (`engine/placement.rs`). Meaningless on the medium, where checkpoints may leave
+    /// it.
+    pub held: bool,
 }
 
 impl Entry {
     /// The highest reference count.
     pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
 
-    /// Forgets what was noted of a block that is free now.
+    /// Forgets what was noted of a block that is free now. Holds stay until the operations behind them are durable.
     pub fn clear_notes(&mut self) {
         self.checksum = 0;
         self.suspect = false;
-        self.fresh = false;
     }
 }
 
@@ -59,14 +59,14 @@ pub fn read(page: &Block, index: usize) -> Entry {
         references: word & Entry::REFERENCES_MAX,
         backed: word & BACKED != 0,
         suspect: word & SUSPECT != 0,
-        fresh: word & FRESH != 0,
+        held: word & HELD != 0,
     }
 }
 
 /// Clears what only meant something to the process that wrote the page.
-pub fn forget_fresh(page: &mut Block) {
+pub fn forget_holds(page: &mut Block) {
     for entry in page.0[HEADER_SIZE..].chunks_exact_mut(ENTRY_SIZE) {
-        entry[7] &= !((FRESH >> 24) as u8);
+        entry[7] &= !((HELD >> 24) as u8);
     }
 }
 
@@ -80,8 +80,8 @@ pub fn write(page: &mut Block, index: usize, entry: Entry) {
     if entry.suspect {
         word |= SUSPECT;
     }
-    if entry.fresh {
-        word |= FRESH;
+    if entry.held {
+        word |= HELD;
     }
     let raw = u64::from(word) << 32 | u64::from(entry.checksum);
     let at = offset(index);

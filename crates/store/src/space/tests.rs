@@ -158,7 +158,7 @@ impl World {
     fn drop(&mut self) {
         let Some(run) = self.referenced_part() else { return };
         let mut freed = vec![Run { start: 0, blocks: 0 }];
-        self.space.drop_references(&mut self.pages, run, &mut freed).unwrap();
+        self.space.drop_references(&mut self.pages, run, &mut freed, &mut Vec::new()).unwrap();
         let mut expected = Vec::new();
         for number in blocks_of(run) {
             let block = &mut self.blocks[number];
@@ -295,7 +295,7 @@ fn more_regions_than_bitmaps_in_memory() {
         let run = Run { start: world.random.below(world.space.blocks() - blocks), blocks };
         if world.blocks[blocks_of(run)].iter().all(|block| block.references > 0) {
             let mut freed = Vec::new();
-            world.space.drop_references(&mut world.pages, run, &mut freed).unwrap();
+            world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap();
             freed.iter().for_each(|run| world.space.release(*run));
             world.blocks[blocks_of(run)].iter_mut().for_each(|block| block.references = 0);
         }
@@ -311,7 +311,7 @@ fn references_end_at_both_ends() {
     world.extend();
     let run = Run { start: 0, blocks: 1 };
     let mut freed = Vec::new();
-    let none = world.space.drop_references(&mut world.pages, run, &mut freed).unwrap_err();
+    let none = world.space.drop_references(&mut world.pages, run, &mut freed, &mut Vec::new()).unwrap_err();
     assert_eq!(none.kind(), ErrorKind::Corrupt);
     assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
     world.space.adopt(&mut world.pages, run).unwrap();
@@ -334,7 +334,7 @@ fn runs_past_the_end_are_refused() {
     ] {
         let refused = |result: crate::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Corrupt, "{run:?}");
         refused(world.space.add_references(&mut world.pages, run));
-        refused(world.space.drop_references(&mut world.pages, run, &mut Vec::new()));
+        refused(world.space.drop_references(&mut world.pages, run, &mut Vec::new(), &mut Vec::new()));
         refused(world.space.annotate(&mut world.pages, run, |_, _| {}));
         if run.start > 1 << 40 {
             refused(world.space.adopt(&mut world.pages, run));
@@ -402,7 +402,7 @@ fn a_table_page_that_was_lost_is_no_free_space() {
         space.adopt(&mut world.pages, run).unwrap();
     }
     assert_eq!((space.counts().free, space.counts().used), (0, REGION_BLOCKS + 30));
-    let refused = space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new());
+    let refused = space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
     assert!(space.plan_extension(&mut world.pages, 300).unwrap().start >= 2 * REGION_BLOCKS);
     // What check counted in the trees is put back, and what it implies.
@@ -414,5 +414,5 @@ fn a_table_page_that_was_lost_is_no_free_space() {
     let counts = space.counts();
     assert_eq!((counts.used, counts.backed), (REGION_BLOCKS + 30, 2 * REGION_BLOCKS - lost));
     assert_eq!(counts.free, counts.backed - counts.used);
-    space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new()).unwrap();
+    space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new()).unwrap();
 }

@@ -120,6 +120,12 @@ pub trait NodeStore {
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Result<u32>;
 
+    /// True when what lies below a node may be seen by more than one tree, now or in the metadata that recovery would
+    /// find: asked before data is overwritten in place.
+    fn is_shared(&mut self, id: NodeId) -> Result<bool> {
+        Ok(self.references(id)? > 1)
+    }
+
     /// One more reference on a node.
     fn add_reference(&mut self, id: NodeId) -> Result<()>;
 

@@ -1,0 +1,184 @@
+//! Placement: where a write of a block goes, and what the state that recovery would find says about it.
+//!
+//! A block is overwritten in place only if all of this holds:
+//!
+//! 1. it has one owner in the current metadata: one reference, on a path of nodes with one reference each;
+//! 2. it has one owner in the *durable* metadata, which is what recovery finds, too: no pending operation took a
+//!    reference from the block or from a node on its path and left others;
+//! 3. no pending operation names the block: an announcement overtakes pending operations, so replay would see the
+//!    announcement first and the older statement last;
+//! 4. nothing is in flight for it: neither journalled payload on its way home nor another overwrite in place.
+//!
+//! Conditions 2 and 3 are *holds*. An operation that becomes pending holds the blocks it names and what it unshares
+//! until the journal has it durably. Operations become durable in the order in which they became pending, so a hold is
+//! the number of the last pending operation that concerns the block or node.
+//!
+//! Everything here is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`.
+
+use crate::space::Run;
+use crate::tree::NodeId;
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+
+/// What decides where a write of one mapped block goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockState {
+    /// References of the block in the current metadata.
+    pub references: u32,
+    /// A node on the path has more than one reference, or is held.
+    pub shared_path: bool,
+    /// A pending operation names the block or took a reference from it.
+    pub held: bool,
+    /// A write of the block is under way.
+    pub in_flight: bool,
+    /// The block has space and no content yet.
+    pub unwritten: bool,
+}
+
+/// Where a write of a block goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Placement {
+    /// Over its own old content, after an announcement.
+    InPlace,
+    /// Into its own space, which was never written.
+    Fill,
+    /// Into a newly allocated block.
+    New,
+}
+
+/// Decides where a write of a mapped block goes.
+pub fn place(state: BlockState) -> Placement {
+    if state.references != 1 || state.shared_path || state.held || state.in_flight {
+        Placement::New
+    } else if state.unwritten {
+        Placement::Fill
+    } else {
+        Placement::InPlace
+    }
+}
+
+/// Which blocks and nodes pending operations concern.
+///
+/// The first hold of a data block is a flag in its table entry, which the caller keeps: [`Holds::hold_block`] and
+/// [`Holds::release_block`] say what becomes of it. Only what is held by several operations at once costs memory here.
+#[derive(Default)]
+pub struct Holds {
+    /// Number of the operation that became pending last.
+    last: u64,
+    /// Number of the operation that became durable last.
+    durable: u64,
+    /// Nodes, and the last operation that concerns each.
+    nodes: FxHashMap<u64, u64>,
+    /// Entries of `nodes` that were worth keeping when it was last cleaned.
+    nodes_kept: usize,
+    /// Blocks concerned by more than one pending operation, and the last of them.
+    again: FxHashMap<u64, u64>,
+}
+
+/// Entries of nodes beyond those kept that make a cleaning worth its time.
+const CLEAN_AFTER: usize = 1024;
+
+impl Holds {
+    /// The number of the operation that becomes pending next.
+    pub fn next(&self) -> u64 {
+        self.last + 1
+    }
+
+    /// An operation is pending: everything it concerns has been held under [`Holds::next`].
+    pub fn pushed(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    /// All operations up to `number` are durable.
+    pub fn committed(&mut self, number: u64) {
+        self.durable = number;
+        if self.durable == self.last {
+            self.nodes.clear();
+            self.nodes_kept = 0;
+        } else if self.nodes.len() > 2 * self.nodes_kept + CLEAN_AFTER {
+            self.nodes.retain(|_, until| *until > number);
+            self.nodes_kept = self.nodes.len();
+        }
+    }
+
+    /// True when no node can be held.
+    pub fn no_nodes(&self) -> bool {
+        self.nodes.is_empty()
+    }
+
+    /// True while the durable metadata may reach what lies below the node in other ways than the current metadata.
+    pub fn is_node_held(&self, node: NodeId) -> bool {
+        !self.nodes.is_empty() && self.nodes.get(&node.0).is_some_and(|until| *until > self.durable)
+    }
+
+    /// The operation about to become pending took a reference from a node and left others.
+    pub fn hold_node(&mut self, node: NodeId) {
+        self.nodes.insert(node.0, self.next());
+    }
+
+    /// An operation changed these nodes, or freed them: entries may have moved from each to each other. What lies
+    /// below is held as long as the longest hold among them.
+    pub fn spread(&mut self, changed: &[NodeId]) {
+        let longest = changed.iter().filter_map(|node| self.nodes.get(&node.0)).max().copied();
+        let Some(until) = longest.filter(|until| *until > self.durable) else { return };
+        for node in changed {
+            let known = self.nodes.entry(node.0).or_default();
+            *known = until.max(*known);
+        }
+    }
+
+    /// The operation about to become pending concerns a block; `flagged` is the flag of its entry, which is set
+    /// afterwards.
+    pub fn hold_block(&mut self, block: u64, flagged: bool) {
+        if flagged {
+            self.again.insert(block, self.next());
+        }
+    }
+
+    /// Operation `number` is durable, which held the block; true when its flag is to be cleared.
+    pub fn release_block(&mut self, block: u64, number: u64) -> bool {
+        if self.again.is_empty() {
+            return true;
+        }
+        match self.again.get(&block) {
+            Some(until) if *until > number => false,
+            Some(_) => {
+                self.again.remove(&block);
+                true
+            }
+            None => true,
+        }
+    }
+}
+
+/// Blocks that a write is under way for: claimed under the metadata lock where the write is planned, given back when
+/// its outcome is in the metadata.
+#[derive(Default)]
+pub struct InFlight {
+    /// Runs by first block; they do not overlap. Neighbours are not joined: each is given back as it was claimed.
+    runs: BTreeMap<u64, u64>,
+}
+
+impl InFlight {
+    /// True when a write of the block is under way.
+    pub fn contains(&self, block: u64) -> bool {
+        !self.runs.is_empty()
+            && self.runs.range(..=block).next_back().is_some_and(|(start, blocks)| block < start + blocks)
+    }
+
+    /// Claims a run, no block of which is claimed.
+    pub fn claim(&mut self, run: Run) {
+        debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());
+        self.runs.insert(run.start, run.blocks);
+    }
+
+    /// Gives a claimed run back.
+    pub fn release(&mut self, run: Run) {
+        let blocks = self.runs.remove(&run.start);
+        debug_assert_eq!(blocks, Some(run.blocks), "a run is given back as it was claimed");
+    }
+}
+
+#[cfg(test)]
+mod tests;

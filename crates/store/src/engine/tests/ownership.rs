@@ -1,0 +1,396 @@
+//! Overwriting in place: never what recovery would give to another disk, or would judge by an older checksum.
+
+use super::*;
+use crate::engine::apply::Effects;
+use crate::tree;
+
+const CAPACITY: u64 = 64;
+
+fn write_to(engine: &Engine, disk: u64, logical: u64, value: u32) {
+    let mut buffer = Buffer::zeroed(1);
+    buffer.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&value.to_le_bytes()));
+    engine.write_blocks(&engine.head(disk), logical, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
+}
+
+fn read_from(engine: &Engine, disk: u64, logical: u64) -> Result<u32> {
+    let head = engine.head(disk);
+    let block = engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
+    let word = u32::from_le_bytes(block[..4].try_into().unwrap());
+    assert!(block.chunks_exact(4).all(|other| other == word.to_le_bytes()), "a block holds a mixture");
+    Ok(word)
+}
+
+fn new_disk(name: &str) -> NewDisk {
+    let capacity = CAPACITY * BLOCK_SIZE as u64;
+    NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
+}
+
+/// A store with disk 1, whose blocks hold 1, and the clone it returns, with no snapshot left between them.
+fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
+    let disk = plain_disk();
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let engine = open(&disk).unwrap();
+    engine.create_disk(new_disk("a")).unwrap();
+    (0..CAPACITY).for_each(|block| write_to(&engine, 1, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    let clone = cloned(&engine, 1, "c");
+    engine.checkpoint().unwrap();
+    (disk, engine, clone)
+}
+
+/// A clone of a disk that shares its blocks, with no snapshot left between them.
+fn cloned(engine: &Engine, disk: u64, name: &str) -> u64 {
+    let of = NewSnapshot { disk, name: "s".into(), uuid: [2; 16], incomplete: false };
+    let snapshot = engine.snapshot(&[of]).unwrap()[0];
+    let clone = engine.clone_snapshot(snapshot, &[new_disk(name)]).unwrap()[0];
+    engine.detach(clone).unwrap();
+    engine.delete_snapshot(snapshot).unwrap();
+    while engine.drop_all_trash().unwrap() {}
+    clone
+}
+
+/// Everything buffered goes home; nothing is flushed, and no pending change appended.
+fn write_back_all(engine: &Engine) {
+    while engine.write_back_once().unwrap() {}
+}
+
+#[test]
+fn a_clone_never_gets_what_its_former_parent_writes() {
+    let (disk, engine, clone) = shared();
+    for block in 0..CAPACITY {
+        write_to(&engine, clone, block, 2);
+    }
+    write_back_all(&engine);
+    for block in 0..CAPACITY {
+        write_to(&engine, 1, block, 3);
+    }
+    write_back_all(&engine);
+    // Killed: what the clone wrote may be lost, and is not replaced by what the parent wrote.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    for block in 0..CAPACITY {
+        let found = read_from(&engine, clone, block).unwrap();
+        assert!([1, 2].contains(&found), "block {block} of the clone holds {found}");
+        let found = read_from(&engine, 1, block).unwrap();
+        assert!([1, 3].contains(&found), "block {block} of the parent holds {found}");
+    }
+    is_whole(&engine);
+}
+
+#[test]
+fn the_same_when_each_has_nodes_of_its_own_already() {
+    let (disk, engine, clone) = shared();
+    for (id, block) in [(1, 0), (clone, 1)] {
+        write_to(&engine, id, block, 9);
+        engine.settle(&engine.head(id)).unwrap();
+    }
+    engine.flush().unwrap();
+    (2..CAPACITY).for_each(|block| write_to(&engine, clone, block, 2));
+    write_back_all(&engine);
+    (2..CAPACITY).for_each(|block| write_to(&engine, 1, block, 3));
+    write_back_all(&engine);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    for block in 2..CAPACITY {
+        let found = read_from(&engine, clone, block).unwrap();
+        assert!([1, 2].contains(&found), "block {block} of the clone holds {found}");
+    }
+}
+
+#[test]
+fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
+    // One block in two: many leaves.
+    const BLOCKS: u64 = 2000;
+    for kept in [BLOCKS - 40..BLOCKS, 0..40, 900..1300] {
+        let disk = plain_disk();
+        Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+        let engine = open(&disk).unwrap();
+        let large = |name: &str| NewDisk { capacity: 2 * BLOCKS * BLOCK_SIZE as u64, ..new_disk(name) };
+        engine.create_disk(large("a")).unwrap();
+        (0..BLOCKS).for_each(|block| write_to(&engine, 1, 2 * block, 1));
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        let of = NewSnapshot { disk: 1, name: "s".into(), uuid: [2; 16], incomplete: false };
+        let snapshot = engine.snapshot(&[of]).unwrap()[0];
+        let clone = engine.clone_snapshot(snapshot, &[large("c")]).unwrap()[0];
+        engine.detach(clone).unwrap();
+        engine.delete_snapshot(snapshot).unwrap();
+        while engine.drop_all_trash().unwrap() {}
+        engine.checkpoint().unwrap();
+        {
+            // Nothing of this is in the journal when the datastore is killed.
+            let mut meta = engine.meta.lock();
+            engine.carry_out(&mut meta, Operation::Trash { object: clone }, 0).unwrap();
+            engine.carry_out(&mut meta, Operation::Drop { object: clone, steps: 4 }, 0).unwrap();
+            assert!(meta.catalog.first_trash().is_none(), "one reference on the shared root is all there is to drop");
+        }
+        let head = engine.head(1);
+        engine.discard_blocks(&head, 0..2 * kept.start).unwrap();
+        engine.discard_blocks(&head, 2 * kept.end..2 * BLOCKS).unwrap();
+        write_back_all(&engine);
+        kept.clone().for_each(|block| write_to(&engine, 1, 2 * block, 3));
+        write_back_all(&engine);
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        (0..BLOCKS).for_each(|block| assert_eq!(read_from(&engine, clone, 2 * block).unwrap(), 1, "block {block}"));
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn discards_of_a_clone_that_are_pending_keep_its_blocks_from_its_former_parent() {
+    let (disk, engine, clone) = shared();
+    engine.discard_blocks(&engine.head(clone), 0..CAPACITY / 2).unwrap();
+    write_back_all(&engine);
+    (0..CAPACITY).for_each(|block| write_to(&engine, 1, block, 3));
+    write_back_all(&engine);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    for block in 0..CAPACITY {
+        let found = read_from(&engine, clone, block).unwrap();
+        assert!(found == 1 || found == 0 && block < CAPACITY / 2, "block {block} of the clone holds {found}");
+    }
+}
+
+#[test]
+fn a_dropped_disk_that_recovery_would_bring_back_keeps_its_blocks() {
+    let (disk, engine, clone) = shared();
+    {
+        // A deletion whose record is not in the journal yet, its tree dropped in memory already.
+        let mut meta = engine.meta.lock();
+        engine.carry_out(&mut meta, Operation::Trash { object: clone }, 0).unwrap();
+        while meta.catalog.first_trash().is_some() {
+            engine.carry_out(&mut meta, Operation::Drop { object: clone, steps: 4 }, 0).unwrap();
+        }
+    }
+    (0..CAPACITY).for_each(|block| write_to(&engine, 1, block, 3));
+    write_back_all(&engine);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    (0..CAPACITY).for_each(|block| assert_eq!(read_from(&engine, clone, block).unwrap(), 1));
+    is_whole(&engine);
+}
+
+#[test]
+fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
+    let (_disk, engine) = made();
+    (0..4).for_each(|block| write_to(&engine, 1, block, 1));
+    engine.flush().unwrap();
+    (0..4).for_each(|block| write_to(&engine, 1, block, 2));
+    engine.flush().unwrap();
+    assert_eq!(engine.meta.lock().logged.len(), 4);
+    // As write-back does, which lets others have the lock between its pieces.
+    let (mut homes, mut others, mut claimed) = Default::default();
+    write_to(&engine, 1, 0, 3);
+    write_to(&engine, 1, 1, 3);
+    let head = engine.head(1);
+    let pieces = head.buffer.lock().layers.oldest().0.take(0, 100);
+    let mut meta = engine.meta.lock();
+    engine.plan_homes(&mut meta, &head, pieces, &mut homes, &mut others, &mut claimed).unwrap();
+    drop(meta);
+    assert_eq!(engine.write_logged(100).unwrap(), 2, "blocks 2 and 3");
+    let mut meta = engine.meta.lock();
+    assert_eq!(meta.logged.len(), 2);
+    claimed.drain(..).for_each(|run| meta.in_flight.release(run));
+    drop(meta);
+    assert_eq!(engine.write_logged(100).unwrap(), 2);
+}
+
+#[test]
+fn an_overwrite_is_not_planned_where_payload_is_on_its_way_home() {
+    let (_disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    engine.flush().unwrap();
+    let mut meta = engine.meta.lock();
+    let block = *meta.logged.keys().next().unwrap();
+    meta.in_flight.claim(Run { start: block, blocks: 1 });
+    let root = meta.catalog.get(1).unwrap().root;
+    assert_eq!(meta.places(root, 0..1).unwrap(), [(0..1, None)]);
+    meta.in_flight.release(Run { start: block, blocks: 1 });
+    assert_eq!(meta.places(root, 0..1).unwrap(), [(0..1, Some(block))]);
+}
+
+#[test]
+fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
+    let (disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let physical = physical_of(&engine, 0);
+    write_to(&engine, 1, 0, 2);
+    write_back_all(&engine);
+    drop(engine);
+    // The overwrite was cut off: some of its sectors are as they were.
+    tear(&disk, physical, 1);
+    let engine = open(&disk).unwrap();
+    assert!(torn(&engine).is_ok(), "what is left of it is the content");
+    write_to(&engine, 1, 0, 3);
+    write_back_all(&engine);
+    engine.flush().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!(read_from(&engine, 1, 0).unwrap(), 3);
+    is_whole(&engine);
+}
+
+fn physical_of(engine: &Engine, logical: u64) -> u64 {
+    let mut meta = engine.meta.lock();
+    let root = meta.catalog.get(1).unwrap().root.unwrap();
+    let (mut extents, mut effects) = (Vec::new(), Effects::default());
+    tree::lookup(&mut meta.nodes(&mut effects), root, logical..logical + 1, &mut extents).unwrap();
+    extents[0].physical
+}
+
+/// Makes the first sector of a data block hold `value` in every word.
+fn tear(disk: &SimulatedDisk, physical: u64, value: u32) {
+    let file = disk.directory().open("data.0000", IoMode::Buffered).unwrap();
+    let sector: Vec<u8> = std::iter::repeat_n(value.to_le_bytes(), 128).flatten().collect();
+    file.write_at(&[&sector], physical * BLOCK_SIZE as u64, true).unwrap();
+}
+
+fn torn(engine: &Engine) -> Result<Buffer> {
+    let head = engine.head(1);
+    engine.read_blocks("vm", 0..1, &|range| engine.plan_head(&head, range))
+}
+
+#[test]
+fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
+    let (disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let physical = physical_of(&engine, 0);
+    write_to(&engine, 1, 0, 2);
+    write_back_all(&engine);
+    drop(engine);
+    tear(&disk, physical, 1);
+    let engine = open(&disk).unwrap();
+    let run = Run { start: physical, blocks: 1 };
+    engine.meta.lock().in_flight.claim(run);
+    let head = engine.head(1);
+    let mut planned = engine.plan_head(&head, 0..1).unwrap();
+    let Some(Segment::Media(media)) = planned.segments.first_mut() else { panic!("on the medium") };
+    let mut buffer = Buffer::zeroed(1);
+    media.file.read_at(&mut buffer, media.offset).unwrap();
+    media.buffer = Some(buffer);
+    let replan = |block: u64| engine.plan_head(&head, block..block + 1);
+    assert_eq!(engine.verify("vm", 0, &mut planned.segments, &replan).unwrap(), Verdict::Again);
+    assert!(engine.meta.lock().pending.iter().all(|pending| !matches!(pending.operation, Operation::Resolve { .. })));
+}
+
+#[test]
+fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
+    let (disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    write_back_all(&engine);
+    engine.sync_data().unwrap();
+    // Behind it in the order, and its data is not flushed.
+    write_to(&engine, 1, 10, 1);
+    write_back_all(&engine);
+    write_to(&engine, 1, 0, 2);
+    {
+        let gate = engine.gate.lock();
+        let mut commit = engine.commit.lock();
+        engine.log_buffers().unwrap();
+        drop(gate);
+        engine.append_pending(&mut commit).unwrap();
+    }
+    assert_eq!(engine.meta.lock().pending.len(), 2, "the second place and the payload wait");
+    assert_eq!(engine.write_logged(100).unwrap(), 0);
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!(read_from(&engine, 1, 0).unwrap(), 1);
+    is_whole(&engine);
+}
+
+/// Values that a block may have after a crash: what was flushed last, or anything written since.
+struct Expected {
+    written: Vec<Vec<Vec<u32>>>,
+}
+
+/// Disks that share blocks and have no snapshot, killed at any point of random work: every block holds what its own disk
+/// wrote.
+#[test]
+fn disks_that_share_blocks_never_meet_each_others_writes() {
+    for seed in 0..400 {
+        random_sharing(seed);
+    }
+}
+
+fn random_sharing(seed: u64) {
+    const DISKS: usize = 3;
+    const USED: u64 = 12;
+    let mut random = Random(seed);
+    let disk = plain_disk();
+    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let mut engine = open(&disk).unwrap();
+    let mut ids = vec![engine.create_disk(new_disk("0")).unwrap()];
+    let mut expected = Expected { written: vec![vec![vec![0]; USED as usize]] };
+    let mut stamp = 0;
+    for step in 0..random.below(120) {
+        let at = random.below(ids.len() as u64) as usize;
+        let block = random.below(USED);
+        match random.below(100) {
+            0..40 => {
+                stamp += 1;
+                write_to(&engine, ids[at], block, stamp);
+                expected.written[at][block as usize].push(stamp);
+            }
+            40..60 => {
+                engine.write_back_once().unwrap();
+            }
+            60..65 => {
+                engine.discard_blocks(&engine.head(ids[at]), block..block + 1).unwrap();
+                expected.written[at][block as usize].push(0);
+            }
+            65..70 => {
+                engine.write_logged(1 + random.below(8) as usize).unwrap();
+            }
+            70..74 => engine.append_pending(&mut engine.commit.lock()).unwrap(),
+            74..77 => engine.sync_data().unwrap(),
+            77..80 => {
+                engine.flush().unwrap();
+                expected.written.iter_mut().flatten().for_each(|values| *values = vec![*values.last().unwrap()]);
+            }
+            80..83 => engine.checkpoint().unwrap(),
+            83..88 if ids.len() < DISKS => {
+                let clone = cloned(&engine, ids[at], &format!("{seed} {step}"));
+                ids.push(clone);
+                // It begins with what was durable of its origin when its snapshot was, and that was all.
+                let begun = expected.written[at].iter().map(|values| vec![*values.last().unwrap()]).collect();
+                expected.written.push(begun);
+            }
+            88..92 if ids.len() > 1 => {
+                let gone = ids.swap_remove(at);
+                expected.written.swap_remove(at);
+                engine.delete_disk(gone, &[]).unwrap();
+            }
+            92..96 => {
+                while engine.drop_all_trash().unwrap() {}
+            }
+            96..98 => {
+                drop(engine);
+                engine = open(&disk).unwrap();
+                check_sharing(&engine, &ids, &mut expected, seed);
+            }
+            _ => drop(engine.pump().unwrap()),
+        }
+    }
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    check_sharing(&engine, &ids, &mut expected, seed);
+    is_whole(&engine);
+}
+
+fn check_sharing(engine: &Engine, ids: &[u64], expected: &mut Expected, seed: u64) {
+    for (id, blocks) in ids.iter().zip(&mut expected.written) {
+        for (block, values) in (0u64..).zip(blocks) {
+            let found = read_from(engine, *id, block).unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            assert!(values.contains(&found), "seed {seed}: disk {id} block {block} holds {found}, not of {values:?}");
+            *values = vec![found];
+        }
+    }
+}
