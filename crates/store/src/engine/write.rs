@@ -243,7 +243,7 @@ impl Engine {
 impl Meta {
     /// True when something waits for being durable before its blocks can be used.
     fn helped_by_commit(&self) -> bool {
-        self.freeing > 0 || self.pending.iter().any(|pending| !pending.held.is_empty())
+        self.freeing > 0 || !self.holds.no_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
     /// How many blocks of a range a disk could overwrite in place.
