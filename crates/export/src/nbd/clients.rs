@@ -90,6 +90,16 @@ pub enum Whose {
     Process(i32),
 }
 
+impl Whose {
+    /// Whether it is about the connections of that client.
+    pub fn means(self, peer: &Peer) -> bool {
+        match self {
+            Self::All => true,
+            Self::Process(wanted) => matches!(peer, Peer::Process { pid, .. } if *pid == wanted),
+        }
+    }
+}
+
 /// How a session ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Departure {
@@ -191,7 +201,8 @@ impl Clients {
         let clients = Self::with(grace, Some(directory), state);
         let shared = Arc::clone(&clients.shared);
         let thread = std::thread::Builder::new().name("nbd-clients".to_owned());
-        let thread = thread.spawn(move || shared.keep()).during(|| "starting the thread that records clients".into())?;
+        let thread =
+            thread.spawn(move || shared.keep()).during(|| "starting the thread that records clients".into())?;
         *clients.writer.lock() = Some(thread);
         Ok(clients)
     }
@@ -225,8 +236,7 @@ impl Clients {
     }
 
     fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: State) -> Self {
-        let shared =
-            Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
+        let shared = Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
     }
 
@@ -254,11 +264,7 @@ impl Clients {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
         for (number, session) in &mut state.sessions {
-            let meant = match whose {
-                Whose::All => true,
-                Whose::Process(wanted) => matches!(session.peer, Peer::Process { pid, .. } if pid == wanted),
-            };
-            if meant && session.export.as_deref() == Some(export) {
+            if whose.means(&session.peer) && session.export.as_deref() == Some(export) {
                 session.retiring = true;
                 session.stop.store(true, Ordering::SeqCst);
                 numbers.push(*number);
