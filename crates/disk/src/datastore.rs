@@ -205,6 +205,11 @@ impl Datastore {
         let _ = self.native.refuse_to_replace.set(Box::new(refuse));
     }
 
+    /// Refuses with `Busy`, and the reason, while an operation has a disk for itself alone.
+    pub fn refuse_alone(&self, disk: &str) -> Result<()> {
+        self.uses.share(disk).map(drop)
+    }
+
     /// The engine below: for tests that drive it by hand.
     pub fn engine(&self) -> &Engine {
         &self.native.engine

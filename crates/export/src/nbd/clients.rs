@@ -398,7 +398,14 @@ impl Shared {
             let record = state.record(self.grace);
             if written.as_ref() != Some(&record) {
                 let outcome = MutexGuard::unlocked(&mut state, || self.write(&record));
-                if outcome {
+                if let Err(error) = &outcome {
+                    tracing::warn!(
+                        %error,
+                        "the clients in use are not recorded: should this server be killed, their disks could be deleted \
+                         before they come back"
+                    );
+                }
+                if outcome.is_ok() {
                     written = Some(record);
                 } else if !closing {
                     let until = Instant::now() + RECORD_RETRY;
@@ -412,26 +419,22 @@ impl Shared {
         }
     }
 
+    /// Writes the record for a process that serves nothing.
     fn write_now(&self) {
         let record = self.state.lock().record(self.grace);
-        self.write(&record);
+        if let Err(error) = self.write(&record) {
+            // What was recorded before stays, and is looked at again by the next process.
+            tracing::info!(%error, "the record of clients stays as the last server left it");
+        }
     }
 
-    /// Whether the record is written, or there is none to be kept.
-    fn write(&self, record: &Record) -> bool {
-        let Some(directory) = &self.directory else { return true };
-        let outcome = match record.clients.is_empty() || self.grace.is_zero() {
+    /// Writes the record, or removes it where there is nothing to be kept.
+    fn write(&self, record: &Record) -> Result<()> {
+        let Some(directory) = &self.directory else { return Ok(()) };
+        match record.clients.is_empty() || self.grace.is_zero() {
             true => record::remove(&**directory),
             false => record::write(&**directory, record),
-        };
-        if let Err(error) = &outcome {
-            tracing::warn!(
-                %error,
-                "the clients in use are not recorded: should this server be killed, their disks could be deleted before \
-                 they come back"
-            );
         }
-        outcome.is_ok()
     }
 }
 

@@ -64,6 +64,8 @@ pub fn refuse(service: Service<'_>, disk: &str, deed: Deed<'_>, force: bool) -> 
     if force {
         return Ok(());
     }
+    // A disk that moves is in use by its clients as well; that it moves is what has to end first.
+    service.datastore.refuse_alone(disk)?;
     let (mut reasons, connected) = about_clients(service.clients, disk, deed);
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
         && let Some(machine) = machine_of(service.folder, disk)?
