@@ -92,8 +92,9 @@ pub const UNREAD_PATIENCE: Duration = Duration::from_millis(200);
 /// Pause before accepting again when the process or the system has no descriptor left.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// How long a client counts as a user of its export after its connection ended without goodbye, unless configured: long
-/// enough for a server to be restarted and for clients that try again ever more rarely (QEMU: after 16 seconds at most).
+/// How long a client counts as a user of its export after its connection ended without `NBD_CMD_DISC`, unless
+/// configured. It is long enough for a restart of the server and for clients whose attempts become rarer (QEMU tries
+/// at least every 16 seconds).
 pub const CLIENT_GRACE_DEFAULT: Duration = Duration::from_secs(120);
 
 /// Clients in grace at a time; of more, the oldest are forgotten.

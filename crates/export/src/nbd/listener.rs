@@ -207,8 +207,8 @@ impl Server {
         self.shared.register.lock().connections.len()
     }
 
-    /// Ends connections to an export after what they have taken up is done and answered, so that their clients reconnect
-    /// and learn what the export is now; those that outlast the grace time are cut off. How many there were.
+    /// Ends connections to an export after what they have taken up is done and answered, so that their clients
+    /// reconnect and learn what the export is now; those that outlast the grace time are cut off. How many there were.
     pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
         let numbers = self.shared.clients.retire(export, whose);
         let shut_down = |numbers: &[u64], how: Shutdown| {
