@@ -76,7 +76,7 @@ fn malformed_lines_are_invalid() {
         &b""[..],
         b"{}",
         b"null",
-        b"[2]",
+        b"[3]",
         b"\xff\xfe",
         br#"{"version":3}"#,
         br#"{"version":-1,"message":"cancel"}"#,
