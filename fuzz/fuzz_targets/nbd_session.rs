@@ -6,12 +6,11 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::device::Device;
 use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use export::nbd::transport::{Transport, Wait};
-use export::nbd::{ExportName, Exports, Terms, serve};
+use export::nbd::{Clients, ExportName, Exports, Peer, Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 /// Replies a client takes before it is taken for one that never ends.
@@ -157,5 +156,5 @@ fuzz_target!(|data: &[u8]| {
         }
     };
     let stream = Stream { left, at: 0, piece, sent: 0 };
-    let _ = serve(Box::new(stream), disks(), &Terms::default(), &AtomicBool::new(false));
+    let _ = serve(Box::new(stream), disks(), &Terms::default(), &mut Clients::default().arrive(Peer::Unknown));
 });

@@ -194,6 +194,22 @@ impl Datastore {
         Ok(datastore)
     }
 
+    /// The folder, for small records of those that serve the datastore.
+    pub fn directory(&self) -> &Arc<dyn Directory> {
+        self.native.engine.directory()
+    }
+
+    /// Has `refuse` asked before a disk that has no clients now is replaced by what another server sends: for clients
+    /// that may come back. Only the first call has an effect.
+    pub fn refuse_to_replace(&self, refuse: impl Fn(&str) -> Result<()> + Send + Sync + 'static) {
+        let _ = self.native.refuse_to_replace.set(Box::new(refuse));
+    }
+
+    /// Refuses with `Busy`, and the reason, while an operation has a disk for itself alone.
+    pub fn refuse_alone(&self, disk: &str) -> Result<()> {
+        self.uses.share(disk).map(drop)
+    }
+
     /// The engine below: for tests that drive it by hand.
     pub fn engine(&self) -> &Engine {
         &self.native.engine

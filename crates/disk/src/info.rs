@@ -166,11 +166,28 @@ pub struct DiskInfo {
     pub exclusive: Option<u64>,
     /// Clients that have it open now.
     pub clients: u64,
+    /// The clients behind that number, and those that may come back: as far as they are known where it is served.
+    #[serde(default)]
+    pub users: Vec<DiskUser>,
+    /// The virtual machine that has the disk; `None` where that was not asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<String>,
     /// Creation time, seconds since 1970.
     pub created: u64,
     /// What one in VMware's formats has beyond that; `None` where it was not asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image: Option<Box<ImageDetails>>,
+}
+
+/// A client of a disk or of a snapshot of it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskUser {
+    /// What it has open: `disk` or `disk@snapshot`.
+    pub export: String,
+    /// Which client: its process, or its address.
+    pub client: String,
+    /// For how many seconds it still counts after its connection ended; `None` while it is connected.
+    pub grace: Option<u64>,
 }
 
 /// A snapshot.

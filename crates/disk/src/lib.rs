@@ -12,7 +12,7 @@ pub mod migrate;
 mod names;
 mod native;
 pub mod progress;
-mod sealed;
+pub mod sealed;
 pub mod switch;
 pub mod transfer;
 

@@ -16,10 +16,10 @@ use std::io;
 use store::{Error, ErrorKind, IoContext, Result, checksum};
 
 /// What a file is written as before it has its name.
-pub(crate) const TEMPORARY: &str = ".new";
+pub const TEMPORARY: &str = ".new";
 
 /// A kind of record.
-pub(crate) struct Kind {
+pub struct Kind {
     /// The word for it, in the file and in errors.
     pub word: &'static str,
     /// The version this program writes and reads.
@@ -96,7 +96,7 @@ impl Kind {
 }
 
 /// Writes a file, durably; in the place of an earlier one of that name.
-pub(crate) fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
+pub fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
     let temporary = format!("{name}{TEMPORARY}");
     remove_if_there(directory, &temporary)?;
     let file = directory.create(&temporary, IoMode::Buffered)?;
@@ -107,7 +107,7 @@ pub(crate) fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Re
 }
 
 /// Removes a file that may be gone already.
-pub(crate) fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
+pub fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
     match directory.remove(name) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,

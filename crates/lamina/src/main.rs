@@ -20,7 +20,7 @@ mod session;
 
 use clap::Parser;
 use cli::{Cli, Command};
-use control::{Reply, Request, SnapshotRequest};
+use control::{DiskRequest, Reply, Request, SnapshotRequest};
 use disk::{Datastore, Error, ErrorKind, InitOptions};
 use follow::Follow;
 use output::{Extents, Form};
@@ -86,7 +86,18 @@ fn run(cli: Cli) -> Result<End, End> {
     let request = cli.command.request().map_err(End::Usage)?;
     match (cli.command, request) {
         (_, Some(request)) if !request.needs_datastore() => ask(None, form, request),
-        (_, Some(request)) => ask(Some(&datastore(cli.datastore)?), form, request),
+        (_, Some(request)) => {
+            let path = datastore(cli.datastore)?;
+            match &request {
+                Request::Disk(DiskRequest::Resize { name, shrink: false, .. }) => {
+                    match machines::resize::affected(&path, name)? {
+                        Some(machine) => machines::resize::run(&path, machine, request, form),
+                        None => ask(Some(&path), form, request),
+                    }
+                }
+                _ => ask(Some(&path), form, request),
+            }
+        }
         (Command::Init { path, journal_size }, _) => init(&path, journal_size, form),
         (Command::Serve(arguments), _) => {
             let path = datastore(arguments.path.clone().or(cli.datastore))?;

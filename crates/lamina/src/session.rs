@@ -2,6 +2,7 @@
 
 use crate::control::{self, Client, Reply, Request, Service, Watch};
 use disk::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
+use export::nbd::Clients;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;
@@ -41,7 +42,9 @@ pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
     match reach(path, watch)? {
         Owner::Server(mut client) => client.ask(request, watch),
         Owner::Us(datastore) => {
-            let outcome = control::dispatch(Service { datastore: &datastore, serving: None }, request, watch);
+            let clients = Clients::of_record(Arc::clone(datastore.directory()));
+            let service = Service { datastore: &datastore, folder: path, clients: &clients, nbd: None, serving: None };
+            let outcome = control::dispatch(service, request, watch);
             // What was answered is only true once it is at home.
             let closed = datastore.close();
             outcome.and_then(|reply| closed.map(|()| reply))

@@ -12,7 +12,7 @@ use pattern::Random;
 use process::{Done, Serving, Store, tool, until};
 use serde_json::Value;
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
@@ -92,7 +92,8 @@ fn disks(store: &Store) -> Vec<String> {
 #[test]
 fn disks_are_sent_and_sent_again() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
-    let (_here, _there) = (here.serve(""), there.serve(&keys.receive(0)));
+    let grace = Duration::from_secs(10);
+    let (_here, _there) = (here.serve(""), there.serve(&format!("{} --client-grace 10", keys.receive(0))));
     let to = address(&_there);
     let status = there.run("--json status").json();
     assert_eq!(format!("lamina://{}/", status["serving"]["receive"].as_str().unwrap()), to);
@@ -128,6 +129,13 @@ fn disks_are_sent_and_sent_again() {
     // What cannot be.
     send("web@monday", "weekly", "").fails(1, "there is a disk 'weekly' already");
     send("nothing", "x", "").fails(3, "nothing");
+    // A client that may come back finds what it left: the sender waits.
+    let client = Client::connect(&there.socket(), "mirror").unwrap();
+    let begin = Instant::now();
+    client.vanish();
+    until("the connection has ended", || there.run("disk list").ok().contains("lost"));
+    assert_eq!(send("web", "mirror", "--incremental").json()["incremental"], 1);
+    assert!(begin.elapsed() >= grace, "it was sent before the grace was over");
     send("web", "a@b", "").fails(2, "lamina://HOST:PORT/NAME");
     here.run(&format!("disk send web {to}x")).fails(2, "--tls-ca");
     there.run(&format!("serve {}", keys.receive(0).replace("--tls-client-ca", "--socket"))).fails(2, "tls-client-ca");
@@ -145,9 +153,11 @@ fn start(mut command: Command) -> std::process::Child {
 fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
-    let (mut mine, mut theirs) = (here.serve(""), there.serve(&keys.receive(0)));
+    // A client that has left just before the kill may count as one that has not: that is not the point here.
+    let receive = |port: u16| format!("{} --client-grace 0", keys.receive(port));
+    let (mut mine, mut theirs) = (here.serve(""), there.serve(&receive(0)));
     let to = address(&theirs);
-    let receive = keys.receive(port(&to));
+    let receive = receive(port(&to));
     here.run(&format!("disk create web {SIZE}")).ok();
     fill(&here, "web", 1, 0..56);
     here.run("snapshot create web@s0").ok();

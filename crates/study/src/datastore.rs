@@ -215,6 +215,8 @@ impl Datastore {
     pub fn serve(&self, serving: &Serving, export: &str) -> Result<(Server, Duration)> {
         let mut command = Command::new(&self.program);
         command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
+        // fio closes its connections without a disconnect request, and its disks are reverted and deleted right after.
+        command.args(["--client-grace", "0"]);
         if let Some(bytes) = serving.metadata_cache {
             command.args(["--metadata-cache", &bytes.to_string()]);
         }

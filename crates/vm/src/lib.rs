@@ -17,6 +17,7 @@
 //! instant      memory images, and machines that go on from them
 //! personality  what makes a copy of a running guest somebody else
 //! clone        clones of every kind, one or many
+//! resize       a disk that gets larger while its machine runs
 //! fleet        many at once
 //! host         what commands work with: all of this, locks, recovery
 //! ```
@@ -46,6 +47,7 @@ pub mod personality;
 pub mod qemu;
 pub mod qmp;
 pub mod quiet;
+pub mod resize;
 pub mod snapshots;
 
 pub use backend::{Error, ErrorKind, Result};

@@ -34,6 +34,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+/// The folder of machines in a datastore's.
+pub const FOLDER: &str = "machines";
 /// What the folder of machines that are being made begins with.
 const NEW: &str = ".new-";
 /// What the folder of a machine that is being deleted begins with.
@@ -86,22 +88,12 @@ impl Machines {
 
     /// All machines, by name.
     pub fn list(&self) -> Result<Vec<Machine>> {
-        let is_one = |name: &String| check_name(name).is_ok() && self.folder.join(name).join(DEFINITION).exists();
-        let mut names: Vec<String> = self.folders()?.into_iter().filter(is_one).collect();
-        names.sort();
-        Ok(names.into_iter().map(|name| Machine::at(self.folder.join(name))).collect())
+        list(&self.folder)
     }
 
     /// Which machine has which disk. Machines whose definition cannot be read have none that is known.
     pub fn users_of_disks(&self) -> Result<BTreeMap<String, String>> {
-        let mut users = BTreeMap::new();
-        for machine in self.list()? {
-            match machine.definition() {
-                Ok(definition) => users.extend(definition.disks.into_iter().map(|disk| (disk.name, machine.name()))),
-                Err(error) => tracing::warn!("{error}"),
-            }
-        }
-        Ok(users)
+        users_of_disks(&self.folder)
     }
 
     fn folders(&self) -> Result<Vec<String>> {
@@ -224,6 +216,30 @@ impl Machines {
         }
         Ok(left.len())
     }
+}
+
+/// The machines in a folder, by name.
+fn list(folder: &Path) -> Result<Vec<Machine>> {
+    let is_one = |name: &String| check_name(name).is_ok() && folder.join(name).join(DEFINITION).exists();
+    let mut names: Vec<String> = durable::names(folder)?.into_iter().filter(is_one).collect();
+    names.sort();
+    Ok(names.into_iter().map(|name| Machine::at(folder.join(name))).collect())
+}
+
+/// Which machine has which disk, of the machines in a folder that need not be there. Machines whose definition cannot
+/// be read have none that is known.
+pub fn users_of_disks(folder: &Path) -> Result<BTreeMap<String, String>> {
+    let mut users = BTreeMap::new();
+    if !folder.exists() {
+        return Ok(users);
+    }
+    for machine in list(folder)? {
+        match machine.definition() {
+            Ok(definition) => users.extend(definition.disks.into_iter().map(|disk| (disk.name, machine.name()))),
+            Err(error) => tracing::warn!("{error}"),
+        }
+    }
+    Ok(users)
 }
 
 /// Opens a file that is there to be locked.

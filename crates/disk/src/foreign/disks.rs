@@ -131,6 +131,8 @@ impl Foreign {
             blocks_to_be_zeroed: None,
             exclusive: None,
             clients: self.switches.clients(&entry.identity(None)),
+            users: Vec::new(),
+            machine: None,
             created: record.created,
             image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
             name: record.name,

@@ -94,6 +94,7 @@ impl Native {
     /// The snapshot that a disk nobody uses stands on and has not been changed since.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
+        self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
         let refuse = |why: &str| {
             let text = format!("disk '{}' cannot be brought up to date: {why}", disk.name);
             Error::new(ErrorKind::Exists, text)

@@ -151,6 +151,8 @@ impl Native {
                 blocks_to_be_zeroed: counts.map(|counts| counts.unwritten),
                 exclusive: counts.map(|counts| counts.exclusive * BLOCK_SIZE as u64),
                 clients: self.clients(id),
+                users: Vec::new(),
+                machine: None,
                 created: disk.created,
                 image: None,
             })

@@ -36,7 +36,7 @@ use device::{NativeDevice, Target};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use store::catalog::{Object, Provisioning, State};
 use store::{Engine, Error, ErrorKind, Result};
 
@@ -61,8 +61,13 @@ pub(crate) struct Native {
     capacities: Mutex<BTreeMap<u64, Weak<Capacity>>>,
     /// One change of disks and snapshots at a time.
     changes: Mutex<()>,
+    /// Asked before a disk is replaced by what another server sends.
+    pub refuse_to_replace: OnceLock<Box<Refusal>>,
     this: Weak<Native>,
 }
+
+/// Says with an error why a disk is not to be touched.
+type Refusal = dyn Fn(&str) -> Result<()> + Send + Sync;
 
 impl Native {
     /// The disks of an engine.
@@ -72,6 +77,7 @@ impl Native {
             switches,
             capacities: Mutex::default(),
             changes: Mutex::new(()),
+            refuse_to_replace: OnceLock::new(),
             this: Weak::clone(this),
         })
     }

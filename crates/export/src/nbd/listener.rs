@@ -6,9 +6,12 @@
 //!    it however it ends.
 //! 2. [`Server::stop`] returns within the grace time and a little: it stops accepting, tells sessions to finish what
 //!    they have taken up, and cuts off those that do not. Only a thread that hangs inside the device outlives it.
-//! 3. A unix socket is created with its final permissions, never wider for a moment; its file is removed on stop if
+//! 3. Connections that are told to end for their clients to reconnect are treated as in 2, one by one; new ones to the
+//!    same export begin after them ([`super::clients`]).
+//! 4. A unix socket is created with its final permissions, never wider for a moment; its file is removed on stop if
 //!    it is still the one we made.
 
+use super::clients::{Clients, Peer, Visit, Whose};
 use super::limits::{ACCEPT_RETRY, CONNECTIONS_DEFAULT, HANDSHAKE_TIMEOUT_DEFAULT, STOP_GRACE_DEFAULT};
 use super::tls::{TlsConfig, TlsIdentity};
 use super::transport::Socket;
@@ -69,6 +72,8 @@ pub struct ServerConfig {
     pub handshake_timeout: Duration,
     /// How long running requests may take when the server stops.
     pub stop_grace: Duration,
+    /// Where clients are listed.
+    pub clients: Arc<Clients>,
 }
 
 impl Default for ServerConfig {
@@ -82,6 +87,7 @@ impl Default for ServerConfig {
             connections_max: CONNECTIONS_DEFAULT,
             handshake_timeout: HANDSHAKE_TIMEOUT_DEFAULT,
             stop_grace: STOP_GRACE_DEFAULT,
+            clients: Arc::default(),
         }
     }
 }
@@ -98,6 +104,7 @@ pub struct Server {
 /// What the threads share.
 struct Shared {
     exports: Arc<dyn Exports>,
+    clients: Arc<Clients>,
     connections_max: usize,
     stop: AtomicBool,
     /// Becomes readable (hung up) when the server stops, to wake the accept loops: the other end is dropped.
@@ -109,8 +116,12 @@ struct Shared {
 
 #[derive(Default)]
 struct Register {
-    next: u64,
-    connections: HashMap<u64, Arc<OwnedFd>>,
+    connections: HashMap<u64, Connection>,
+}
+
+struct Connection {
+    descriptor: Arc<OwnedFd>,
+    stop: Arc<AtomicBool>,
 }
 
 /// A socket file of ours, known by inode.
@@ -158,6 +169,7 @@ impl Server {
         let (stopping, stopper) = std::io::pipe().during(|| "making a pipe for the NBD server".to_owned())?;
         let shared = Arc::new(Shared {
             exports,
+            clients: Arc::clone(&config.clients),
             connections_max: config.connections_max,
             stop: AtomicBool::new(false),
             stopping: stopping.into(),
@@ -195,6 +207,30 @@ impl Server {
         self.shared.register.lock().connections.len()
     }
 
+    /// Ends connections to an export after what they have taken up is done and answered, so that their clients
+    /// reconnect and learn what the export is now; those that outlast the grace time are cut off. How many there were.
+    pub fn reconnect(&self, export: &str, whose: Whose) -> usize {
+        let numbers = self.shared.clients.retire(export, whose);
+        let shut_down = |numbers: &[u64], how: Shutdown| {
+            let register = self.shared.register.lock();
+            for connection in numbers.iter().filter_map(|number| register.connections.get(number)) {
+                // Fails when the client is gone already.
+                let _ = rustix::net::shutdown(&connection.descriptor, how);
+            }
+        };
+        shut_down(&numbers, Shutdown::Read);
+        let left = self.shared.clients.wait_ended(&numbers, self.stop_grace);
+        if !left.is_empty() {
+            tracing::warn!(export, connections = left.len(), "cut off: their requests outlast the grace time");
+            shut_down(&left, Shutdown::Both);
+            let left = self.shared.clients.wait_ended(&left, self.stop_grace);
+            if !left.is_empty() {
+                tracing::error!(export, connections = left.len(), "connections hang in the device");
+            }
+        }
+        numbers.len()
+    }
+
     /// Stops accepting, lets running requests finish within the grace time, closes all connections. Again is harmless.
     pub fn stop(&self) {
         self.shared.stop.store(true, Ordering::SeqCst);
@@ -204,6 +240,9 @@ impl Server {
         }
         for socket in self.sockets.lock().drain(..) {
             socket.remove();
+        }
+        for connection in self.shared.register.lock().connections.values() {
+            connection.stop.store(true, Ordering::SeqCst);
         }
         // A session that waits for its client wakes up to the end of its input, finishes and leaves.
         self.shared.shut_down(Shutdown::Read);
@@ -225,9 +264,9 @@ impl Drop for Server {
 
 impl Shared {
     fn shut_down(&self, how: Shutdown) {
-        for descriptor in self.register.lock().connections.values() {
+        for connection in self.register.lock().connections.values() {
             // Fails when the client is gone already.
-            let _ = rustix::net::shutdown(descriptor, how);
+            let _ = rustix::net::shutdown(&connection.descriptor, how);
         }
     }
 
@@ -243,25 +282,40 @@ impl Shared {
     }
 
     /// Takes a connection into the register; `None` when the server is full or stopping.
-    fn enter(self: &Arc<Self>, descriptor: &Arc<OwnedFd>) -> Option<Entry> {
+    fn enter(self: &Arc<Self>, descriptor: &Arc<OwnedFd>, peer: Peer) -> Option<Entry> {
         let mut register = self.register.lock();
         if register.connections.len() >= self.connections_max || self.stop.load(Ordering::SeqCst) {
             return None;
         }
-        let number = register.next;
-        register.next += 1;
-        register.connections.insert(number, Arc::clone(descriptor));
-        Some(Entry { shared: Arc::clone(self), number })
+        let visit = self.clients.arrive(peer);
+        let (number, shared) = (visit.number(), Arc::clone(self));
+        let connection = Connection { descriptor: Arc::clone(descriptor), stop: visit.stop() };
+        register.connections.insert(number, connection);
+        Some(Entry { visit, place: Place { shared, number } })
     }
 }
 
 /// A place in the register, given back when dropped.
 struct Entry {
+    // Dropped in this order: when the register is empty, no client is listed as connected.
+    visit: Visit,
+    place: Place,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        if self.place.shared.stop.load(Ordering::SeqCst) {
+            self.visit.ends_with_server();
+        }
+    }
+}
+
+struct Place {
     shared: Arc<Shared>,
     number: u64,
 }
 
-impl Drop for Entry {
+impl Drop for Place {
     fn drop(&mut self) {
         self.shared.register.lock().connections.remove(&self.number);
         self.shared.left.notify_all();
@@ -380,22 +434,21 @@ fn accept_loop(shared: &Arc<Shared>, listener: &Listener) {
 }
 
 fn welcome(shared: &Arc<Shared>, listener: &Listener, descriptor: OwnedFd) {
-    let peer = describe_peer(&descriptor);
+    let peer = peer_of(&descriptor);
     let descriptor = Arc::new(descriptor);
-    let Some(entry) = shared.enter(&descriptor) else {
-        tracing::warn!(peer, limit = shared.connections_max, "client turned away: too many connections");
+    let Some(mut entry) = shared.enter(&descriptor, peer.clone()) else {
+        tracing::warn!(%peer, limit = shared.connections_max, "client turned away: too many connections");
         return;
     };
     tune(&descriptor, matches!(listener.address, Address::Tcp(_)));
     let (shared, terms) = (Arc::clone(shared), listener.terms.clone());
-    let thread = std::thread::Builder::new().name(format!("nbd-{}", entry.number));
+    let thread = std::thread::Builder::new().name(format!("nbd-{}", entry.visit.number()));
     let spawned = thread.spawn(move || {
-        let entry = entry;
-        let span = tracing::info_span!("nbd", connection = entry.number, peer);
+        let span = tracing::info_span!("nbd", connection = entry.visit.number(), %peer);
         let _entered = span.enter();
         let transport = Box::new(Socket::new(descriptor));
         // The session has logged its error itself, with the name of the export.
-        let _ = serve(transport, &*shared.exports, &terms, &shared.stop);
+        let _ = serve(transport, &*shared.exports, &terms, &mut entry.visit);
     });
     if let Err(error) = spawned {
         tracing::error!(%error, "client turned away: no thread for it");
@@ -418,13 +471,13 @@ fn tune(descriptor: &OwnedFd, tcp: bool) {
     }
 }
 
-fn describe_peer(descriptor: &OwnedFd) -> String {
+fn peer_of(descriptor: &OwnedFd) -> Peer {
     let address = rustix::net::getpeername(descriptor).ok().flatten();
     if let Some(Ok(address)) = address.map(SocketAddr::try_from) {
-        return address.to_string();
+        return Peer::Address(address);
     }
     match sockopt::socket_peercred(descriptor) {
-        Ok(peer) => format!("process {} of user {}", peer.pid.as_raw_nonzero(), peer.uid.as_raw()),
-        Err(_) => "unknown".to_owned(),
+        Ok(peer) => Peer::Process { pid: peer.pid.as_raw_nonzero().get(), user: peer.uid.as_raw() },
+        Err(_) => Peer::Unknown,
     }
 }

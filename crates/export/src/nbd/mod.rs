@@ -4,7 +4,7 @@
 //! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (the words),
 //! [`options`] and [`requests`] (what a client says, judged), [`replies`] (what it is told), [`reads`] (reads under
 //! way), [`ahead`] (what streams will ask for), [`status`] (metadata contexts), [`transport`] and [`tls`] (what carries
-//! the bytes), [`limits`] (every bound).
+//! the bytes), [`clients`] (who is connected, and who may come back), [`limits`] (every bound).
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -16,6 +16,7 @@
 //! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
 
 mod ahead;
+pub mod clients;
 pub mod handshake;
 mod inbox;
 pub mod limits;
@@ -32,13 +33,13 @@ pub mod tls;
 pub mod transmission;
 pub mod transport;
 
+pub use clients::{Client, Clients, Peer, Whose};
 pub use listener::{Address, Listen, Server, ServerConfig};
 pub use tls::TlsConfig;
 
 use disk::device::Device;
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use transport::Transport;
 
@@ -107,20 +108,48 @@ impl Default for Terms {
     }
 }
 
+/// Exports as one session sees them: one that is told to end its connections is opened after they have ended.
+struct Admission<'a> {
+    exports: &'a dyn Exports,
+    visit: &'a clients::Visit,
+}
+
+impl Exports for Admission<'_> {
+    fn names(&self) -> Vec<ExportName> {
+        self.exports.names()
+    }
+
+    fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>> {
+        self.visit.chooses(name, limits::RETIRED_PATIENCE)?;
+        self.exports.open(name, read_only)
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {
+        self.exports.queue(depth)
+    }
+
+    fn description(&self, name: &str) -> Option<String> {
+        self.exports.description(name)
+    }
+}
+
 /// Serves one client over any transport, from greeting to goodbye. An error is why the connection ended, when it was
 /// not by the client's wish; it is logged here, where the name of the export is known.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,
     terms: &Terms,
-    stop: &AtomicBool,
+    visit: &mut clients::Visit,
 ) -> store::Result<()> {
+    let stop = visit.stop();
+    let exports = &Admission { exports, visit: &*visit };
     let agreement = handshake::negotiate(transport, exports, terms)
         .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
     let Some(mut agreement) = agreement else {
         tracing::debug!("left before choosing an export");
         return Ok(());
     };
+    visit.agreed(&agreement.export);
     let span = tracing::info_span!("export", name = agreement.export);
     let _entered = span.enter();
     tracing::info!(
@@ -136,9 +165,12 @@ pub fn serve(
         agreement.style,
         agreement.contexts,
         terms,
-        stop,
+        &stop,
     );
     agreement.transport.close();
+    if tally.farewell {
+        visit.says_farewell();
+    }
     tracing::info!(requests = tally.requests, bytes_read = tally.read, bytes_written = tally.written, "disconnected");
     result.inspect_err(|error| tracing::warn!(%error, "connection ended by an error"))
 }

@@ -46,6 +46,8 @@ pub struct Tally {
     pub read: u64,
     /// Bytes written by the client.
     pub written: u64,
+    /// The client said that it leaves.
+    pub farewell: bool,
 }
 
 /// Serves a connection to its end. `stop` asks it to finish what it has and leave; whoever sets it also shuts down
@@ -347,6 +349,7 @@ impl Session<'_> {
             }
             Action::Disconnect => {
                 self.ended = true;
+                self.tally.farewell = true;
                 return;
             }
             Action::Flush => {

@@ -2,12 +2,12 @@
 
 use crate::client::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
 use export::nbd::transport::{Transport, Wait};
-use export::nbd::{Exports, Terms, serve};
+use export::nbd::{Clients, Exports, Peer, Terms, serve};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Calls into the transport after which a session counts as one that never ends.
 const CALLS_MAX: usize = 1 << 20;
@@ -135,7 +135,7 @@ pub struct Outcome {
 /// Runs a session to its end.
 pub fn run(exports: &dyn Exports, terms: &Terms, script: Script) -> Outcome {
     let (heard, offered) = (Arc::clone(&script.heard), Arc::clone(&script.offered));
-    let result = serve(Box::new(script), exports, terms, &AtomicBool::new(false));
+    let result = serve(Box::new(script), exports, terms, &mut Clients::default().arrive(Peer::Unknown));
     let heard = std::mem::take(&mut *heard.lock());
     Outcome { heard, offered: offered.load(Ordering::Relaxed), fault: result.err() }
 }

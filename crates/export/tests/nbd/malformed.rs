@@ -5,9 +5,8 @@ use crate::client::{Client, Mode};
 use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use export::nbd::transport::Memory;
-use export::nbd::{Terms, serve};
+use export::nbd::{Clients, Peer, Terms, serve};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 const CAPACITY: u64 = 300_000;
 
@@ -15,7 +14,7 @@ const CAPACITY: u64 = 300_000;
 fn session(shelf: &Shelf, input: Vec<u8>, step: usize) -> Vec<u8> {
     let transport = Memory { step, ..Memory::new(input) };
     let output = Arc::clone(&transport.output);
-    let _ = serve(Box::new(transport), shelf, &Terms::default(), &AtomicBool::new(false));
+    let _ = serve(Box::new(transport), shelf, &Terms::default(), &mut Clients::default().arrive(Peer::Unknown));
     let said = output.lock().clone();
     assert!(said.starts_with(b"NBDMAGICIHAVEOPT\0\x03"));
     said

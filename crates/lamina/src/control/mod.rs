@@ -38,10 +38,11 @@ mod server;
 mod socket;
 
 pub use client::Client;
+pub use dispatch::claims::refuse_to_replace;
 pub use dispatch::{Service, Watch, alone, dispatch, point_name};
 pub use message::{
-    DiskRequest, ImageRequest, ReceiveRequest, Reply, Request, SendPoint, SendRequest, SendTls, SentDisk, Serving,
-    SnapshotRequest,
+    DiskRequest, ImageRequest, ReceiveRequest, Reconnect, Reply, Request, Resized, SendPoint, SendRequest, SendTls,
+    SentDisk, Serving, SnapshotRequest,
 };
 pub use server::Server;
 pub use socket::{bind, connect, path, remove_stale};

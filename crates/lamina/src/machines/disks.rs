@@ -16,6 +16,8 @@ pub struct Bound {
     datastore: PathBuf,
 }
 
+// What is asked of the disks of a machine is forced: its processes have been ended before, and none of them comes back.
+
 /// Follows a copy, and asks whether to go on.
 struct Copy<'a> {
     go_on: &'a (dyn Fn(u64, u64) -> bool + Sync),
@@ -146,12 +148,13 @@ impl Disks for Bound {
 
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()> {
         let (disk, name) = (disk.to_owned(), snapshot.to_owned());
-        self.ask(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0 })).map(drop)
+        self.ask(Request::Snapshot(SnapshotRequest::Delete { disk, name, direction: None, rate: 0, force: true }))
+            .map(drop)
     }
 
     fn revert(&self, disk: &str, snapshot: &str) -> Result<()> {
         let (disk, name) = (disk.to_owned(), snapshot.to_owned());
-        self.ask(Request::Snapshot(SnapshotRequest::Revert { disk, name })).map(drop)
+        self.ask(Request::Snapshot(SnapshotRequest::Revert { disk, name, force: true })).map(drop)
     }
 
     fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()> {
@@ -173,7 +176,7 @@ impl Disks for Bound {
     }
 
     fn delete(&self, disk: &str, promote: bool) -> Result<()> {
-        self.ask(Request::Disk(DiskRequest::Delete { name: disk.to_owned(), promote })).map(drop)
+        self.ask(Request::Disk(DiskRequest::Delete { name: disk.to_owned(), promote, force: true })).map(drop)
     }
 
     fn settle(&self) -> Result<()> {

@@ -4,6 +4,7 @@
 //! disks     the datastore, as machines need it
 //! clones    clone
 //! send      clone to another server
+//! resize    disk resize, where a running machine has the disk
 //! show      show, list
 //! console   console, exec
 //! follow    progress of many, Ctrl-C
@@ -15,6 +16,7 @@ mod clones;
 mod console;
 mod disks;
 mod follow;
+pub mod resize;
 mod send;
 mod show;
 

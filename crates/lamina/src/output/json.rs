@@ -15,6 +15,14 @@ pub fn value(reply: &Reply) -> Value {
         }
         Reply::Check(report) => json!(report),
         Reply::Disk(disk) => json!(disk),
+        Reply::Resized(resized) => {
+            let mut value = json!(resized.disk);
+            if let Some(members) = value.as_object_mut() {
+                members.insert("reconnected".into(), json!(resized.reconnected));
+                members.insert("unaware".into(), json!(resized.unaware));
+            }
+            value
+        }
         Reply::Disks(disks) => json!({ "disks": disks }),
         Reply::Snapshot(snapshot) => json!(snapshot),
         Reply::Snapshots(snapshots) => json!({ "snapshots": snapshots }),

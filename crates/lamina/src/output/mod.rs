@@ -9,6 +9,7 @@ mod text;
 mod tree;
 
 pub use extents::Extents;
+pub use json::value as json_value;
 pub use table::{Align, Table, print_facts};
 
 use crate::control::{Reply, Request};

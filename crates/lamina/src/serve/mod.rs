@@ -32,6 +32,7 @@ use signal_hook::iterator::Signals;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Where the NBD server listens unless told otherwise, in the datastore's folder.
 const NBD_SOCKET: &str = "nbd.sock";
@@ -74,12 +75,17 @@ fn serve(
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
-    let nbd = nbd::Server::start(nbd_config(path, arguments)?, Arc::new(exports))?;
+    let grace = Duration::from_secs(arguments.client_grace);
+    let clients = Arc::new(nbd::Clients::of_server(Arc::clone(datastore.directory()), grace)?);
+    let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(path, arguments)? };
+    let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
+    let of_replaced = Arc::clone(&clients);
+    datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
     let receiver = receiving::start(path, datastore, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // Should this fail, the servers stop as they are dropped.
-    let control = start_control(path, datastore, &serving)?;
+    let control = start_control(path, datastore, &serving, &clients, &nbd)?;
     tracing::info!(
         datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
         snapshots = status.snapshots, read_only = serving.read_only, "serving"
@@ -97,6 +103,7 @@ fn serve(
     drop(receiver);
     nbd.stop();
     control.stop();
+    clients.close();
     control::remove_stale(path)?;
     announced
 }
@@ -143,13 +150,27 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
     serving
 }
 
-fn start_control(path: &Path, datastore: &Arc<Datastore>, serving: &Serving) -> Result<control::Server> {
+fn start_control(
+    path: &Path,
+    datastore: &Arc<Datastore>,
+    serving: &Serving,
+    clients: &Arc<nbd::Clients>,
+    nbd: &Arc<nbd::Server>,
+) -> Result<control::Server> {
     let listener = control::bind(path)?;
-    let (datastore, serving) = (Arc::clone(datastore), serving.clone());
+    let (datastore, serving, folder) = (Arc::clone(datastore), serving.clone(), path.to_path_buf());
+    let (clients, nbd) = (Arc::clone(clients), Arc::clone(nbd));
     control::Server::start(
         listener,
         Box::new(move |request, watch| {
-            control::dispatch(Service { datastore: &datastore, serving: Some(&serving) }, request, watch)
+            let service = Service {
+                datastore: &datastore,
+                folder: &folder,
+                clients: &clients,
+                nbd: Some(&nbd),
+                serving: Some(&serving),
+            };
+            control::dispatch(service, request, watch)
         }),
     )
 }

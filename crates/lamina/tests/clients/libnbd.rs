@@ -1,8 +1,9 @@
 //! Clients of libnbd: its Python binding, its tools, nbdkit as a proxy, and fio.
 
 use crate::matrix::Line;
+use crate::newest::newest;
 use crate::operation::{self, DATA_END, Operation, SIZE, WRITTEN};
-use crate::program::{Generation, newest};
+use crate::program::Generation;
 use crate::served::Target;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};

@@ -13,6 +13,8 @@ mod libnbd;
 mod matrix;
 #[path = "../nbd/mod.rs"]
 mod nbd;
+#[path = "../newest/mod.rs"]
+mod newest;
 mod operation;
 mod own;
 #[path = "../process/mod.rs"]

@@ -1,11 +1,9 @@
 //! The programs of both generations: those that are installed, and the newest of Debian, which `scripts/clients`
 //! unpacks beside them.
 
+use crate::newest::newest;
 use crate::operation::Style;
-use crate::process::tool;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 
 /// Seconds after which a client counts as hung.
 pub const CLIENT_SECONDS: &str = "120";
@@ -18,18 +16,6 @@ pub enum Generation {
 }
 
 pub const GENERATIONS: [Generation; 2] = [Generation::Installed, Generation::Newest];
-
-/// The folder of the newest clients, made at need.
-pub fn newest() -> &'static Path {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    FOLDER.get_or_init(|| {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-        // Beside what cargo builds, whichever folder that is.
-        let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("clients");
-        tool(root.join("scripts/clients").to_str().unwrap(), &[folder.to_str().unwrap()]);
-        folder
-    })
-}
 
 impl Generation {
     /// The path of a program.

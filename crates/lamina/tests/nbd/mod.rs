@@ -51,14 +51,27 @@ pub enum Command<'a> {
     Zero { offset: u64, length: u32, fua: bool },
 }
 
-/// A connection to one export.
+/// A connection to one export. Dropped, it says farewell as the protocol wants it.
 pub struct Client {
     stream: UnixStream,
     replies: BufReader<UnixStream>,
     /// Bytes that the reply to each request in flight brings.
     in_flight: HashMap<u64, usize>,
     next: u64,
+    vanishes: bool,
     pub size: u64,
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        if !self.vanishes {
+            let mut message = REQUEST.to_be_bytes().to_vec();
+            message.extend([0, 0, 0, 2]);
+            message.extend([0; 20]);
+            // The server may be gone already.
+            let _ = self.stream.write_all(&message);
+        }
+    }
 }
 
 fn number<const N: usize>(stream: &mut dyn Read) -> io::Result<[u8; N]> {
@@ -76,9 +89,14 @@ impl Client {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(crate::process::PATIENCE))?;
         let replies = BufReader::with_capacity(256 << 10, stream.try_clone()?);
-        let mut client = Self { stream, replies, in_flight: HashMap::new(), next: 0, size: 0 };
+        let mut client = Self { stream, replies, in_flight: HashMap::new(), next: 0, vanishes: false, size: 0 };
         client.handshake(export)?;
         Ok(client)
+    }
+
+    /// Ends the connection without a word, as a client that is killed does.
+    pub fn vanish(mut self) {
+        self.vanishes = true;
     }
 
     fn handshake(&mut self, export: &str) -> io::Result<()> {

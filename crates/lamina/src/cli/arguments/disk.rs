@@ -3,7 +3,7 @@
 use crate::cli::address::parse_disk;
 use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
-use crate::control::{DiskRequest, Request};
+use crate::control::{DiskRequest, Reconnect, Request};
 use clap::{Args, Subcommand, ValueEnum};
 use disk::migrate::{ImportOptions, ImportWay, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
@@ -209,7 +209,7 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Grow a disk, or shrink it with --shrink. Clients see the new size at once.
+    /// Grow a disk, or shrink it with --shrink. A virtual machine that runs on it sees the new size at once.
     Resize {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -220,6 +220,10 @@ pub enum DiskCommand {
         /// Allow a smaller capacity: what lies beyond it is lost.
         #[arg(long)]
         shrink: bool,
+        /// End the connections of all clients of the disk after finishing their requests, so that they reconnect and
+        /// learn the new size. Clients that do not reconnect by themselves get I/O errors.
+        #[arg(long)]
+        reconnect_clients: bool,
     },
     /// Rename a disk.
     Rename {
@@ -229,6 +233,10 @@ pub enum DiskCommand {
         /// Its new name.
         #[arg(value_name = "NEW_NAME", value_parser = parse_disk)]
         to: String,
+        /// Rename the disk even if clients have it open or may come back to it, or a machine has it: they look for the
+        /// old name.
+        #[arg(long)]
+        force: bool,
     },
     /// Delete a disk with its snapshots. Refused while linked clones stand on them.
     Delete {
@@ -238,6 +246,9 @@ pub enum DiskCommand {
         /// Give the snapshots that linked clones stand on to those clones, then delete.
         #[arg(long)]
         promote: bool,
+        /// Delete the disk even if a client that lost its connection may come back to it, or a machine has it.
+        #[arg(long)]
+        force: bool,
     },
     /// Make a linked clone independent of its parent, while it is in use.
     Detach {
@@ -302,11 +313,18 @@ impl DiskCommand {
             Self::Create(create) => DiskRequest::Create { name: create.name.clone(), new: create.new_disk()? },
             Self::List => DiskRequest::List,
             Self::Show { name } => DiskRequest::Show { name: name.clone() },
-            Self::Resize { name, size, shrink } => {
-                DiskRequest::Resize { name: name.clone(), capacity: *size, shrink: *shrink }
+            Self::Resize { name, size, shrink, reconnect_clients } => DiskRequest::Resize {
+                name: name.clone(),
+                capacity: *size,
+                shrink: *shrink,
+                reconnect: if *reconnect_clients { Reconnect::All } else { Reconnect::Nobody },
+            },
+            Self::Rename { name, to, force } => {
+                DiskRequest::Rename { name: name.clone(), to: to.clone(), force: *force }
             }
-            Self::Rename { name, to } => DiskRequest::Rename { name: name.clone(), to: to.clone() },
-            Self::Delete { name, promote } => DiskRequest::Delete { name: name.clone(), promote: *promote },
+            Self::Delete { name, promote, force } => {
+                DiskRequest::Delete { name: name.clone(), promote: *promote, force: *force }
+            }
             Self::Detach { name } => DiskRequest::Detach { name: name.clone() },
             Self::Stats { name } => DiskRequest::Stats { name: name.clone() },
             Self::Tune(tune) => DiskRequest::Tune {

@@ -105,6 +105,10 @@ pub struct ServeArguments {
     /// Most memory for writes that are not at home yet.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
     pub write_buffer: usize,
+    /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within
+    /// that time the client may come back, as it does when the server is restarted.
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(..=86_400))]
+    pub client_grace: u64,
     /// Refuse writes of NBD clients. Verbs of this command line still work.
     #[arg(long)]
     pub read_only: bool,

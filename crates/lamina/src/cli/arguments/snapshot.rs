@@ -49,6 +49,9 @@ pub enum SnapshotCommand {
         /// Merge the newer image into its.
         #[arg(long)]
         down: bool,
+        /// Delete it even if a client that lost its connection may come back to it.
+        #[arg(long)]
+        force: bool,
         /// Most bytes a second that are copied, such as 100M.
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
@@ -58,6 +61,9 @@ pub enum SnapshotCommand {
         /// The snapshot.
         #[arg(value_name = "DISK@SNAPSHOT")]
         snapshot: SnapshotAddress,
+        /// Revert even if a client that lost its connection may come back to the disk, or a machine has it.
+        #[arg(long)]
+        force: bool,
     },
     /// List the extents that changed between a snapshot and another state of the same disk.
     Diff {
@@ -88,7 +94,7 @@ impl SnapshotCommand {
             Self::Show { snapshot } => {
                 SnapshotRequest::Show { disk: snapshot.disk.clone(), name: snapshot.name.clone() }
             }
-            Self::Delete { snapshot, up, down, rate } => SnapshotRequest::Delete {
+            Self::Delete { snapshot, up, down, rate, force } => SnapshotRequest::Delete {
                 disk: snapshot.disk.clone(),
                 name: snapshot.name.clone(),
                 direction: match (up, down) {
@@ -97,9 +103,10 @@ impl SnapshotCommand {
                     _ => None,
                 },
                 rate: *rate,
+                force: *force,
             },
-            Self::Revert { snapshot } => {
-                SnapshotRequest::Revert { disk: snapshot.disk.clone(), name: snapshot.name.clone() }
+            Self::Revert { snapshot, force } => {
+                SnapshotRequest::Revert { disk: snapshot.disk.clone(), name: snapshot.name.clone(), force: *force }
             }
             Self::Diff { from, to } => {
                 if let Some(other) = to.as_ref().filter(|to| to.disk != from.disk) {

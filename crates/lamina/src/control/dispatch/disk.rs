@@ -1,8 +1,10 @@
 //! Requests about disks.
 
+use super::claims::{self, Deed};
 use super::{Service, Watch};
-use crate::control::message::{DiskRequest, Reply};
+use crate::control::message::{DiskRequest, Reconnect, Reply, Resized};
 use disk::{Progress, Result, Throttled};
+use export::nbd::Whose;
 
 /// Carries out one.
 pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
@@ -10,12 +12,30 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
     let progress: &dyn Progress = watch;
     Ok(match request {
         DiskRequest::Create { name, new } => Reply::Disk(datastore.create_disk(&name, &new, progress)?),
-        DiskRequest::List => Reply::Disks(datastore.disks()?),
-        DiskRequest::Show { name } => Reply::Disk(datastore.disk(&name)?),
-        DiskRequest::Resize { name, capacity, shrink } => Reply::Disk(datastore.resize_disk(&name, capacity, shrink)?),
-        DiskRequest::Rename { name, to } => Reply::Disk(datastore.rename_disk(&name, &to)?),
-        DiskRequest::Delete { name, promote } => {
+        DiskRequest::List => {
+            let mut disks = datastore.disks()?;
+            claims::show(&mut disks, service.clients);
+            Reply::Disks(disks)
+        }
+        DiskRequest::Show { name } => {
+            let mut disk = datastore.disk(&name)?;
+            claims::show(std::slice::from_mut(&mut disk), service.clients);
+            disk.machine = claims::machine_of(service.folder, &name)?;
+            Reply::Disk(disk)
+        }
+        DiskRequest::Resize { name, capacity, shrink, reconnect } => {
+            resize(service, &name, capacity, shrink, reconnect)?
+        }
+        DiskRequest::Rename { name, to, force } => {
+            claims::refuse(service, &name, Deed::Rename, force)?;
+            let disk = datastore.rename_disk(&name, &to)?;
+            claims::forget(service.clients, &name, Deed::Rename);
+            Reply::Disk(disk)
+        }
+        DiskRequest::Delete { name, promote, force } => {
+            claims::refuse(service, &name, Deed::Delete, force)?;
             datastore.delete_disk(&name, promote)?;
+            claims::forget(service.clients, &name, Deed::Delete);
             Reply::Deleted(name)
         }
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
@@ -45,4 +65,25 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
             Reply::Disk(datastore.consolidate_disk(&name, &Throttled { progress, rate })?)
         }
     })
+}
+
+/// Changes the capacity, and has clients learn it that are to.
+fn resize(service: Service<'_>, name: &str, capacity: u64, shrink: bool, reconnect: Reconnect) -> Result<Reply> {
+    let connected =
+        || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);
+    let before: Vec<_> = connected().map(|client| client.peer).collect();
+    let mut disk = service.datastore.resize_disk(name, capacity, shrink)?;
+    let whose = match reconnect {
+        Reconnect::Nobody => None,
+        Reconnect::All => Some(Whose::All),
+        Reconnect::Process(pid) => Some(Whose::Process(pid)),
+    };
+    let reconnected = match (service.nbd, whose) {
+        (Some(nbd), Some(whose)) => nbd.reconnect(name, whose) as u64,
+        _ => 0,
+    };
+    let meant = |peer: &export::nbd::Peer| whose.is_some_and(|whose| whose.means(peer));
+    let unaware = before.iter().filter(|peer| !meant(peer)).map(ToString::to_string).collect();
+    claims::show(std::slice::from_mut(&mut disk), service.clients);
+    Ok(Reply::Resized(Box::new(Resized { disk, served: service.nbd.is_some(), reconnected, unaware })))
 }

@@ -1,5 +1,6 @@
 //! The one place where requests become calls of the datastore; a file for each noun.
 
+pub mod claims;
 mod clone;
 mod disk;
 mod image;
@@ -12,12 +13,20 @@ pub use send::point_name;
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
 use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress, Result};
+use export::nbd;
+use std::path::Path;
 
 /// What requests are asked of.
 #[derive(Clone, Copy)]
 pub struct Service<'a> {
     /// The datastore, open in this process.
     pub datastore: &'a Datastore,
+    /// Its folder.
+    pub folder: &'a Path,
+    /// The NBD clients of this process, or of the last one that served it.
+    pub clients: &'a nbd::Clients,
+    /// The NBD server of this process, if it has one.
+    pub nbd: Option<&'a nbd::Server>,
     /// How this process serves it, if it does.
     pub serving: Option<&'a Serving>,
 }
@@ -37,7 +46,7 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
         Request::Status => Reply::Status { status: datastore.status()?, serving: service.serving.cloned() },
         Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
         Request::Disk(request) => disk::dispatch(service, request, watch)?,
-        Request::Snapshot(request) => snapshot::dispatch(datastore, request, watch)?,
+        Request::Snapshot(request) => snapshot::dispatch(service, request, watch)?,
         Request::Clone { disk, at, names, full: false } => {
             Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
         }

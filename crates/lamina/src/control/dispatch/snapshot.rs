@@ -1,6 +1,7 @@
 //! Requests about snapshots.
 
-use super::Watch;
+use super::claims::{self, Deed};
+use super::{Service, Watch};
 use crate::control::message::{Reply, SnapshotRequest};
 use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo, Throttled};
 
@@ -8,16 +9,23 @@ use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo, Throttled};
 const EXTENTS_PER_BATCH: usize = 4096;
 
 /// Carries out one.
-pub fn dispatch(datastore: &Datastore, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
+pub fn dispatch(service: Service<'_>, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = service.datastore;
     Ok(match request {
         SnapshotRequest::Create { of, options } => Reply::Snapshots(datastore.create_snapshots(&of, &options)?),
         SnapshotRequest::List { disk } => Reply::Snapshots(datastore.snapshots(disk.as_deref())?),
         SnapshotRequest::Show { disk, name } => Reply::Snapshot(snapshot(datastore, &disk, &name)?),
-        SnapshotRequest::Delete { disk, name, direction, rate } => {
+        SnapshotRequest::Delete { disk, name, direction, rate, force } => {
+            let deed = Deed::DeleteSnapshot(&name);
+            claims::refuse(service, &disk, deed, force)?;
             datastore.delete_snapshot(&disk, &name, direction, &Throttled { progress: watch, rate })?;
+            claims::forget(service.clients, &disk, deed);
             Reply::Deleted(format!("{disk}@{name}"))
         }
-        SnapshotRequest::Revert { disk, name } => Reply::Disk(datastore.revert(&disk, &name)?),
+        SnapshotRequest::Revert { disk, name, force } => {
+            claims::refuse(service, &disk, Deed::Revert, force)?;
+            Reply::Disk(datastore.revert(&disk, &name)?)
+        }
         SnapshotRequest::Diff { disk, from, to } => diff(datastore, &disk, &from, &to, watch)?,
     })
 }

@@ -5,6 +5,18 @@ use disk::{NewDisk, Tuning};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
+/// Which clients of a disk have their connections ended, to reconnect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reconnect {
+    /// None.
+    Nobody,
+    /// All.
+    All,
+    /// One process.
+    Process(i32),
+}
+
 /// Verbs of disks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
@@ -31,6 +43,8 @@ pub enum DiskRequest {
         capacity: u64,
         /// Losing the end is meant.
         shrink: bool,
+        /// Whose connections are ended for them to learn the new capacity.
+        reconnect: Reconnect,
     },
     /// Rename a disk.
     Rename {
@@ -38,6 +52,8 @@ pub enum DiskRequest {
         name: String,
         /// Its new name.
         to: String,
+        /// Even if a client may come back to it or a machine has it.
+        force: bool,
     },
     /// Delete a disk.
     Delete {
@@ -45,6 +61,8 @@ pub enum DiskRequest {
         name: String,
         /// Give the snapshots that clones stand on to the clones.
         promote: bool,
+        /// Even if a client may come back to it or a machine has it.
+        force: bool,
     },
     /// Make a linked clone independent.
     Detach {

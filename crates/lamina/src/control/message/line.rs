@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// The longest line a client may send: room for the names of a hundred thousand clones.
 pub const REQUEST_LINE_MAX: usize = 16 << 20;

@@ -8,10 +8,10 @@ mod reply;
 mod send;
 mod snapshot;
 
-pub use disk::DiskRequest;
+pub use disk::{DiskRequest, Reconnect};
 pub use image::ImageRequest;
 pub use line::{FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
-pub use reply::{ExportInfo, Reply, Serving};
+pub use reply::{ExportInfo, Reply, Resized, Serving};
 pub use send::{ReceiveRequest, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;
 

@@ -22,6 +22,8 @@ pub enum Reply {
     },
     /// Of `Check`.
     Check(CheckReport),
+    /// Of `DiskResize`.
+    Resized(Box<Resized>),
     /// Of what makes or changes one disk, and of `DiskShow`.
     Disk(DiskInfo),
     /// Of `DiskList` and `Clone`.
@@ -64,6 +66,19 @@ pub enum Reply {
     Receptions(Vec<ReceptionInfo>),
     /// Of `Settle`.
     Settled,
+}
+
+/// A disk of another capacity.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Resized {
+    /// The disk.
+    pub disk: DiskInfo,
+    /// The datastore is served, so that clients can reconnect.
+    pub served: bool,
+    /// Connections that were ended for their clients to reconnect.
+    pub reconnected: u64,
+    /// Clients that were connected before, and still are: they have the capacity of before.
+    pub unaware: Vec<String>,
 }
 
 /// What serves a datastore.

@@ -36,6 +36,8 @@ pub enum SnapshotRequest {
         direction: Option<Direction>,
         /// Most bytes a second that are copied; 0 for as fast as it goes.
         rate: u64,
+        /// Even if a client may come back to it.
+        force: bool,
     },
     /// Make the head equal to a snapshot.
     Revert {
@@ -43,6 +45,8 @@ pub enum SnapshotRequest {
         disk: String,
         /// The snapshot.
         name: String,
+        /// Even if a client may come back to the disk or a machine has it.
+        force: bool,
     },
     /// What changed between two states.
     Diff {

@@ -1,9 +1,9 @@
 //! Disks as text.
 
-use crate::control::{DiskRequest, Request, SnapshotRequest};
+use crate::control::{DiskRequest, Request, Resized, SnapshotRequest};
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
-use disk::{DiskInfo, DiskStatistics, ImageDetails, Provisioning, Reclaimed};
+use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, Provisioning, Reclaimed};
 use std::io::{self, Write};
 
 /// Bytes of a block, for block counts.
@@ -34,7 +34,6 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
             let levels = disk.image.as_ref().map_or(1, |image| image.levels);
             writeln!(out, "disk {name} has {} now", count(levels, "level"))
         }
-        Request::Disk(DiskRequest::Resize { .. }) => writeln!(out, "disk {name} has {} now", size(disk.capacity)),
         Request::Disk(DiskRequest::Rename { name: old, .. }) => writeln!(out, "disk {old} is {name} now"),
         Request::Disk(DiskRequest::Detach { .. }) => writeln!(out, "disk {name} is independent now"),
         Request::Snapshot(SnapshotRequest::Revert { name: snapshot, .. }) => {
@@ -42,6 +41,26 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
         }
         _ => print_facts(out, &disk_facts(disk)),
     }
+}
+
+/// What a disk has now, and which clients do not know it.
+pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
+    let Resized { disk, reconnected, unaware, .. } = resized;
+    writeln!(out, "disk {} has {} now", disk.name, size(disk.capacity))?;
+    if *reconnected > 0 {
+        let ended = count(*reconnected, "connection");
+        writeln!(out, "ended {ended}: clients that reconnect see the new size")?;
+    }
+    if !unaware.is_empty() {
+        writeln!(
+            out,
+            "{} connected before, and see the old size until they reconnect: {}; with --reconnect-clients their \
+             connections are ended for that, and clients that do not reconnect by themselves get I/O errors",
+            count(unaware.len() as u64, "client"),
+            unaware.join(", ")
+        )?;
+    }
+    Ok(())
 }
 
 fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
@@ -60,9 +79,27 @@ fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     facts.extend(disk.parent_snapshot.clone().map(|s| ("stands on", s)));
     facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));
     facts.push(("clients", disk.clients.to_string()));
+    facts.extend(disk.users.iter().map(|user| ("", client(disk, user))));
+    facts.extend(disk.machine.clone().map(|machine| ("machine", machine)));
     facts.push(("created", time(disk.created)));
     facts.extend(disk.image.iter().flat_map(|image| image_facts(image)));
     facts
+}
+
+fn client(disk: &DiskInfo, user: &DiskUser) -> String {
+    let of = if user.export == disk.name { String::new() } else { format!(" of {}", user.export) };
+    match user.grace {
+        None => format!("{}{of}", user.client),
+        Some(left) => format!("{}{of}: lost the connection, counts for another {left} s", user.client),
+    }
+}
+
+/// Connected clients, and how many may come back.
+fn clients(disk: &DiskInfo) -> String {
+    match disk.users.iter().filter(|user| user.grace.is_some() && user.export == disk.name).count() {
+        0 => disk.clients.to_string(),
+        lost => format!("{} (+{lost} lost)", disk.clients),
+    }
 }
 
 fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
@@ -150,7 +187,7 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
             disk.format.clone(),
             provisioning(disk.provisioning).into(),
             disk.snapshots.to_string(),
-            disk.clients.to_string(),
+            clients(disk),
             disk.origin.clone().unwrap_or_else(|| "-".into()),
         ]);
     }

@@ -21,6 +21,7 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::Status { status, serving } => print_status(out, status, serving.as_ref()),
         Reply::Check(report) => print_check(out, report),
         Reply::Disk(one) => disk::print(out, request, one),
+        Reply::Resized(resized) => disk::print_resized(out, resized),
         Reply::Disks(disks) => match request {
             Request::Clone { full, .. } => {
                 let kind = if *full { "full clone" } else { "linked clone" };

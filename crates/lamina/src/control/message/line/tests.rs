@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::message::{DiskRequest, SnapshotRequest};
+use crate::control::message::{DiskRequest, Reconnect, SnapshotRequest};
 use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
 
 fn requests() -> Vec<Request> {
@@ -20,7 +20,13 @@ fn requests() -> Vec<Request> {
             },
         }),
         Request::Disk(DiskRequest::List),
-        Request::Disk(DiskRequest::Delete { name: name(), promote: true }),
+        Request::Disk(DiskRequest::Resize {
+            name: name(),
+            capacity: 1,
+            shrink: false,
+            reconnect: Reconnect::Process(7),
+        }),
+        Request::Disk(DiskRequest::Delete { name: name(), promote: true, force: false }),
         Request::Snapshot(SnapshotRequest::Create {
             of: vec![(name(), name()), (name(), "b".into())],
             options: SnapshotOptions { description: name(), folder: Some(name().into()), delta: None },
@@ -30,6 +36,7 @@ fn requests() -> Vec<Request> {
             name: name(),
             direction: Some(Direction::Up),
             rate: 1,
+            force: true,
         }),
         Request::Disk(DiskRequest::Tune { name: name(), tuning: Tuning { read_cache: Some(0), ..Tuning::default() } }),
         Request::Snapshot(SnapshotRequest::List { disk: None }),
@@ -58,9 +65,9 @@ fn every_kind_crosses_unchanged() {
 
 #[test]
 fn another_version_is_told_so_even_if_the_rest_is_unknown() {
-    let error = decode::<FromClient>(br#"{"version":3,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
+    let error = decode::<FromClient>(br#"{"version":4,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("protocol 3"), "{error}");
+    assert!(error.to_string().contains("protocol 4"), "{error}");
 }
 
 #[test]
@@ -69,19 +76,19 @@ fn malformed_lines_are_invalid() {
         &b""[..],
         b"{}",
         b"null",
-        b"[2]",
+        b"[3]",
         b"\xff\xfe",
-        br#"{"version":2}"#,
+        br#"{"version":3}"#,
         br#"{"version":-1,"message":"cancel"}"#,
-        br#"{"version":2,"message":"cancel"} x"#,
-        br#"{"version":2,"message":{"request":"format_disk"}}"#,
-        br#"{"version":2,"message":{"request":{"disk":{"show":{}}}}}"#,
-        br#"{"version":2,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
-        br#"{"version":2,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false}}}}}"#,
+        br#"{"version":3,"message":"cancel"} x"#,
+        br#"{"version":3,"message":{"request":"format_disk"}}"#,
+        br#"{"version":3,"message":{"request":{"disk":{"show":{}}}}}"#,
+        br#"{"version":3,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
+        br#"{"version":3,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false,"reconnect":"nobody"}}}}}"#,
     ] {
         assert_eq!(decode::<FromClient>(line).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    let deep = format!(r#"{{"version":2,"message":{}"#, "[".repeat(1 << 20));
+    let deep = format!(r#"{{"version":3,"message":{}"#, "[".repeat(1 << 20));
     assert_eq!(decode::<FromClient>(deep.as_bytes()).unwrap_err().kind(), ErrorKind::Invalid);
 }
 

@@ -1,0 +1,523 @@
+//! Which clients have which exports open, and which may come back to one.
+//!
+//! A client that leaves with `NBD_CMD_DISC` is done with its export. One whose connection ends in another way (the
+//! client is killed, the network fails, the server stops) may reconnect and go on as if nothing had happened, as QEMU
+//! does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
+//!
+//! Invariants:
+//!
+//! 1. From the moment at which a session has agreed on an export until its device is closed, the session is listed as
+//!    connected; when it ends without `NBD_CMD_DISC`, it becomes a client in grace in the same step. There is no moment
+//!    at which a client that may come back is not listed.
+//! 2. A session that is told to end, so that its client reconnects, keeps new sessions of its export waiting until its
+//!    requests are done. A request that the client repeats over the new connection never overtakes the first one.
+//! 3. What is listed survives the end of the process in a [record](record). The record is written by a thread of its
+//!    own, after the event: no session waits for it, and a failure to write it is a warning.
+//! 4. Grace is measured on the monotonic clock while the process lives. The time of day counts only between processes.
+
+pub mod record;
+
+use super::limits::{CLIENT_GRACE_DEFAULT, CLIENTS_GONE_MAX, RECORD_GATHER, RECORD_RETRY};
+use backend::{Directory, clock};
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use record::{Gone, Record};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// The other end of a connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Peer {
+    /// A process on this machine, over a unix socket.
+    Process {
+        /// Its number.
+        pid: i32,
+        /// Its user.
+        user: u32,
+    },
+    /// A TCP address.
+    Address(SocketAddr),
+    /// The system does not say.
+    #[default]
+    Unknown,
+}
+
+impl Peer {
+    /// Whether a connection from `other` can be the same client again: the same process, or the same host, whose port
+    /// is another one each time.
+    fn may_be(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Address(one), Self::Address(two)) => one.ip().to_canonical() == two.ip().to_canonical(),
+            _ => self == other,
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process { pid, user } => write!(out, "process {pid} of user {user}"),
+            Self::Address(address) => write!(out, "{address}"),
+            Self::Unknown => write!(out, "unknown"),
+        }
+    }
+}
+
+/// A client of an export, as it is shown.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Client {
+    /// The export.
+    pub export: String,
+    /// The client.
+    pub peer: Peer,
+    /// How long it still counts after its connection ended; `None` while it is connected.
+    pub grace: Option<Duration>,
+}
+
+/// Which clients are told to reconnect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// All of them.
+    All,
+    /// The connections of one process.
+    Process(i32),
+}
+
+impl Whose {
+    /// Whether it is about the connections of that client.
+    pub fn means(self, peer: &Peer) -> bool {
+        match self {
+            Self::All => true,
+            Self::Process(wanted) => matches!(peer, Peer::Process { pid, .. } if *pid == wanted),
+        }
+    }
+}
+
+/// How a session ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Departure {
+    /// The client said that it leaves.
+    Farewell,
+    /// The connection ended without that.
+    Lost,
+    /// The server stops.
+    ServerStops,
+}
+
+/// The clients of a server. Dropping it stops the thread that writes the record, after a last look.
+pub struct Clients {
+    shared: Arc<Shared>,
+    writer: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    grace: Duration,
+    state: Mutex<State>,
+    /// A session has ended.
+    left: Condvar,
+    /// The record is to be looked at.
+    due: Condvar,
+    directory: Option<Arc<dyn Directory>>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    sessions: BTreeMap<u64, Session>,
+    gone: Vec<Waiting>,
+    /// The list has changed since it was last written.
+    changed: bool,
+    closing: bool,
+}
+
+/// A connection.
+struct Session {
+    peer: Peer,
+    /// What it has open, or is about to open.
+    export: Option<String>,
+    /// The handshake is over.
+    agreed: bool,
+    since: u64,
+    stop: Arc<AtomicBool>,
+    /// Told to end, so that the client reconnects.
+    retiring: bool,
+}
+
+/// A client that may come back.
+struct Waiting {
+    gone: Gone,
+    until: Instant,
+}
+
+/// A connection's place in the list, given back when dropped.
+pub struct Visit {
+    shared: Arc<Shared>,
+    number: u64,
+    stop: Arc<AtomicBool>,
+    departure: Departure,
+}
+
+impl Default for Clients {
+    fn default() -> Self {
+        Self::in_memory(CLIENT_GRACE_DEFAULT)
+    }
+}
+
+impl fmt::Debug for Clients {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Clients").field("all", &self.all()).finish()
+    }
+}
+
+impl Clients {
+    /// Clients that are forgotten with the process.
+    pub fn in_memory(grace: Duration) -> Self {
+        Self::with(grace, None, State::default())
+    }
+
+    /// The clients of a server that begins: those of the one before have the whole grace time to come back.
+    ///
+    /// # Errors
+    /// `Io` when there is no thread for the record.
+    pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Result<Self> {
+        let now = clock::seconds();
+        let mut state = State { changed: true, ..State::default() };
+        for mut gone in record::read(&*directory).map(|record| record.clients).unwrap_or_default() {
+            if gone.with_server || gone.ended.is_none() {
+                gone.with_server = true;
+                gone.ended = Some(now);
+            }
+            if let Some(left) = grace_left(&gone, grace, now) {
+                state.waits(gone, left);
+            }
+        }
+        let clients = Self::with(grace, Some(directory), state);
+        let shared = Arc::clone(&clients.shared);
+        let thread = std::thread::Builder::new().name("nbd-clients".to_owned());
+        let thread =
+            thread.spawn(move || shared.keep()).during(|| "starting the thread that records clients".into())?;
+        *clients.writer.lock() = Some(thread);
+        Ok(clients)
+    }
+
+    /// The clients of a datastore that is not served, by the record that the last server left. Where that was killed,
+    /// the grace begins with the first look.
+    pub fn of_record(directory: Arc<dyn Directory>) -> Self {
+        let Some(Record { grace, clients }) = record::read(&*directory) else {
+            return Self::in_memory(CLIENT_GRACE_DEFAULT);
+        };
+        let (grace, now) = (Duration::from_secs(grace), clock::seconds());
+        let mut state = State::default();
+        for mut gone in clients {
+            if gone.ended.is_none() {
+                gone.with_server = true;
+                gone.ended = Some(now);
+                state.changed = true;
+            }
+            match grace_left(&gone, grace, now) {
+                // The next server waits for it again.
+                None if !gone.with_server => state.changed = true,
+                left => state.waits(gone, left.unwrap_or_default()),
+            }
+        }
+        let write = state.changed;
+        let clients = Self::with(grace, Some(directory), state);
+        if write {
+            clients.shared.write_now();
+        }
+        clients
+    }
+
+    fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: State) -> Self {
+        let shared = Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
+        Self { shared: Arc::new(shared), writer: Mutex::new(None) }
+    }
+
+    /// Takes up a connection.
+    pub fn arrive(&self, peer: Peer) -> Visit {
+        let mut state = self.shared.state.lock();
+        let number = state.next;
+        state.next += 1;
+        let stop = Arc::new(AtomicBool::new(false));
+        let session = Session {
+            peer,
+            export: None,
+            agreed: false,
+            since: clock::seconds(),
+            stop: Arc::clone(&stop),
+            retiring: false,
+        };
+        state.sessions.insert(number, session);
+        Visit { shared: Arc::clone(&self.shared), number, stop, departure: Departure::Lost }
+    }
+
+    /// Tells sessions of an export to finish what they have taken up and end; their numbers. Who calls this wakes
+    /// them.
+    pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
+        let mut state = self.shared.state.lock();
+        let mut numbers = Vec::new();
+        for (number, session) in &mut state.sessions {
+            if whose.means(&session.peer) && session.export.as_deref() == Some(export) {
+                session.retiring = true;
+                session.stop.store(true, Ordering::SeqCst);
+                numbers.push(*number);
+            }
+        }
+        numbers
+    }
+
+    /// Waits until sessions have ended; those that have not by then.
+    pub(super) fn wait_ended(&self, numbers: &[u64], patience: Duration) -> Vec<u64> {
+        let deadline = Instant::now() + patience;
+        let mut state = self.shared.state.lock();
+        loop {
+            let left: Vec<u64> = numbers.iter().copied().filter(|number| state.sessions.contains_key(number)).collect();
+            if left.is_empty() || self.shared.left.wait_until(&mut state, deadline).timed_out() {
+                return left;
+            }
+        }
+    }
+
+    /// All clients that are connected or may come back, by export.
+    pub fn all(&self) -> Vec<Client> {
+        let now = Instant::now();
+        let state = self.shared.state.lock();
+        let connected = state.sessions.values().filter(|session| session.agreed).filter_map(|session| {
+            Some(Client { export: session.export.clone()?, peer: session.peer.clone(), grace: None })
+        });
+        let gone = state.gone.iter().filter(|waiting| waiting.until > now).map(|waiting| Client {
+            export: waiting.gone.export.clone(),
+            peer: waiting.gone.peer.clone(),
+            grace: Some(waiting.until.saturating_duration_since(now)),
+        });
+        let mut all: Vec<Client> = connected.chain(gone).collect();
+        drop(state);
+        all.sort_by(|one, two| (&one.export, one.grace).cmp(&(&two.export, two.grace)));
+        all
+    }
+
+    /// Nothing that is gone and whose export `matches` comes back any more: its disk is deleted, or has another name.
+    pub fn forget(&self, matches: impl Fn(&str) -> bool) {
+        let mut state = self.shared.state.lock();
+        let before = state.gone.len();
+        state.gone.retain(|waiting| !matches(&waiting.gone.export));
+        let forgotten = state.gone.len() < before;
+        self.shared.touch(&mut state, forgotten);
+        drop(state);
+        if forgotten && self.writer.lock().is_none() {
+            self.shared.write_now();
+        }
+    }
+
+    /// Writes the record a last time, and stops to write it.
+    pub fn close(&self) {
+        self.shared.state.lock().closing = true;
+        self.shared.due.notify_all();
+        if let Some(writer) = self.writer.lock().take()
+            && writer.join().is_err()
+        {
+            tracing::error!("the thread that records clients had panicked");
+        }
+    }
+}
+
+impl Drop for Clients {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// What is left of a grace; `None` when it is over. A clock that was set back makes no grace longer.
+fn grace_left(gone: &Gone, grace: Duration, now: u64) -> Option<Duration> {
+    let passed = Duration::from_secs(gone.ended.map_or(0, |ended| now.saturating_sub(ended)));
+    grace.checked_sub(passed).filter(|left| !left.is_zero())
+}
+
+impl State {
+    /// Takes a client among those that may come back, for as long as is left of its grace.
+    fn waits(&mut self, gone: Gone, left: Duration) {
+        self.gone.retain(|other| other.gone.export != gone.export || !other.gone.peer.may_be(&gone.peer));
+        if self.gone.len() == CLIENTS_GONE_MAX {
+            self.gone.remove(0);
+        }
+        self.gone.push(Waiting { gone, until: Instant::now() + left });
+    }
+
+    fn record(&self, grace: Duration) -> Record {
+        let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
+            Some(Gone {
+                export: session.export.clone()?,
+                peer: session.peer.clone(),
+                connected: session.since,
+                ended: None,
+                with_server: false,
+            })
+        });
+        let gone = self.gone.iter().map(|waiting| waiting.gone.clone());
+        Record { grace: grace.as_secs(), clients: gone.chain(connected).collect() }
+    }
+}
+
+impl Shared {
+    /// Has the record looked at, if something has changed.
+    fn touch(&self, state: &mut State, changed: bool) {
+        if changed {
+            state.changed = true;
+            self.due.notify_all();
+        }
+    }
+
+    /// Writes the record whenever the list has changed, until it is to end.
+    fn keep(&self) {
+        let mut written = None;
+        let mut state = self.state.lock();
+        loop {
+            while !state.changed && !state.closing {
+                match state.gone.iter().map(|waiting| waiting.until).min() {
+                    Some(until) => drop(self.due.wait_until(&mut state, until)),
+                    None => self.due.wait(&mut state),
+                }
+                let (now, before) = (Instant::now(), state.gone.len());
+                state.gone.retain(|waiting| waiting.until > now);
+                state.changed |= state.gone.len() < before;
+            }
+            if !state.closing {
+                // Clients that stay for a moment only, and those that come together, are one change or none.
+                let until = Instant::now() + RECORD_GATHER;
+                while !state.closing && !self.due.wait_until(&mut state, until).timed_out() {}
+            }
+            let closing = state.closing;
+            state.changed = false;
+            let record = state.record(self.grace);
+            if written.as_ref() != Some(&record) {
+                let outcome = MutexGuard::unlocked(&mut state, || self.write(&record));
+                if let Err(error) = &outcome {
+                    tracing::warn!(
+                        %error,
+                        "the clients in use are not recorded: should this server be killed, their disks could be deleted \
+                         before they come back"
+                    );
+                }
+                if outcome.is_ok() {
+                    written = Some(record);
+                } else if !closing {
+                    let until = Instant::now() + RECORD_RETRY;
+                    while !state.closing && !self.due.wait_until(&mut state, until).timed_out() {}
+                    state.changed = true;
+                }
+            }
+            if closing {
+                return;
+            }
+        }
+    }
+
+    /// Writes the record for a process that serves nothing.
+    fn write_now(&self) {
+        let record = self.state.lock().record(self.grace);
+        if let Err(error) = self.write(&record) {
+            // What was recorded before stays, and is looked at again by the next process.
+            tracing::info!(%error, "the record of clients stays as the last server left it");
+        }
+    }
+
+    /// Writes the record, or removes it where there is nothing to be kept.
+    fn write(&self, record: &Record) -> Result<()> {
+        let Some(directory) = &self.directory else { return Ok(()) };
+        match record.clients.is_empty() || self.grace.is_zero() {
+            true => record::remove(&**directory),
+            false => record::write(&**directory, record),
+        }
+    }
+}
+
+impl Visit {
+    /// Its number among the connections.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// Set when the session is to finish what it has taken up and end.
+    pub fn stop(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.stop)
+    }
+
+    /// The client is about to open an export. Waits for sessions of it that are told to end.
+    ///
+    /// # Errors
+    /// `Busy` when they do not within `patience`.
+    pub fn chooses(&self, export: &str, patience: Duration) -> Result<()> {
+        let deadline = Instant::now() + patience;
+        let mut state = self.shared.state.lock();
+        let own = self.number;
+        let in_the_way = |state: &State| {
+            let ends = |session: &Session| session.retiring && session.export.as_deref() == Some(export);
+            state.sessions.iter().any(|(number, session)| *number != own && ends(session))
+        };
+        while in_the_way(&state) {
+            if self.shared.left.wait_until(&mut state, deadline).timed_out() {
+                let text = format!("requests of an earlier connection to '{export}' are still under way: try again");
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+        }
+        if let Some(session) = state.sessions.get_mut(&own) {
+            session.export = Some(export.to_owned());
+        }
+        Ok(())
+    }
+
+    /// The handshake is over: the client uses the export from now on.
+    pub fn agreed(&self, export: &str) {
+        let mut state = self.shared.state.lock();
+        let Some(session) = state.sessions.get_mut(&self.number) else { return };
+        session.export = Some(export.to_owned());
+        session.agreed = true;
+        let peer = session.peer.clone();
+        // It is back.
+        state.gone.retain(|waiting| waiting.gone.export != export || !waiting.gone.peer.may_be(&peer));
+        self.shared.touch(&mut state, true);
+    }
+
+    /// The client has said that it leaves.
+    pub fn says_farewell(&mut self) {
+        self.departure = Departure::Farewell;
+    }
+
+    /// The session ends because the server does, unless its client has said that it leaves.
+    pub fn ends_with_server(&mut self) {
+        if self.departure == Departure::Lost {
+            self.departure = Departure::ServerStops;
+        }
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        if let Some(Session { peer, export: Some(export), agreed: true, since, .. }) =
+            state.sessions.remove(&self.number)
+        {
+            if self.departure != Departure::Farewell {
+                let now = clock::seconds();
+                let with_server = self.departure == Departure::ServerStops;
+                let gone = Gone { export, peer, connected: since, ended: Some(now), with_server };
+                if !self.shared.grace.is_zero() {
+                    state.waits(gone, self.shared.grace);
+                }
+            }
+            self.shared.touch(&mut state, true);
+        }
+        drop(state);
+        self.shared.left.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,223 @@
+//! Clients come, leave, vanish and come back; and what of it outlives the process.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+const LONG: Duration = Duration::from_secs(3600);
+const ONE: Peer = Peer::Process { pid: 1, user: 0 };
+const TWO: Peer = Peer::Process { pid: 2, user: 0 };
+
+fn directory() -> Arc<dyn Directory> {
+    SimulatedDisk::new(1, SimulatedOptions::default()).directory()
+}
+
+fn connect(clients: &Clients, peer: Peer, export: &str) -> Visit {
+    let visit = clients.arrive(peer);
+    visit.chooses(export, LONG).unwrap();
+    visit.agreed(export);
+    visit
+}
+
+/// Export, client, and whether it is connected.
+fn listed(clients: &Clients) -> Vec<(String, Peer, bool)> {
+    clients.all().into_iter().map(|client| (client.export, client.peer, client.grace.is_none())).collect()
+}
+
+fn until(mut condition: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !condition() {
+        assert!(begin.elapsed() < Duration::from_secs(60), "waited too long");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn who_says_farewell_is_gone_and_who_does_not_is_waited_for() {
+    let clients = Clients::in_memory(LONG);
+    let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
+    // It never came so far as to use anything.
+    drop(clients.arrive(Peer::Unknown));
+    one.says_farewell();
+    drop(one);
+    assert_eq!(listed(&clients), [("a".into(), TWO, true)]);
+    drop(two);
+    assert_eq!(listed(&clients), [("a".into(), TWO, false)]);
+    // The same client, whose loss is told twice, counts once; on another export it is another one.
+    drop(connect(&clients, TWO, "a"));
+    drop(connect(&clients, TWO, "b"));
+    assert_eq!(listed(&clients), [("a".into(), TWO, false), ("b".into(), TWO, false)]);
+    let mut back = connect(&clients, TWO, "a");
+    assert_eq!(listed(&clients), [("a".into(), TWO, true), ("b".into(), TWO, false)]);
+    back.says_farewell();
+    drop(back);
+    clients.forget(|export| export == "b");
+    assert_eq!(listed(&clients), []);
+}
+
+#[test]
+fn a_host_is_the_same_client_from_any_port() {
+    let peer = |text: &str| Peer::Address(text.parse().unwrap());
+    assert!(peer("192.0.2.1:1000").may_be(&peer("192.0.2.1:2000")));
+    assert!(peer("[::ffff:192.0.2.1]:1").may_be(&peer("192.0.2.1:2000")));
+    assert!(!peer("192.0.2.1:1000").may_be(&peer("192.0.2.2:1000")));
+    assert!(!ONE.may_be(&TWO) && !ONE.may_be(&peer("192.0.2.1:1000")));
+}
+
+#[test]
+fn grace_ends() {
+    let clients = Clients::in_memory(Duration::from_millis(50));
+    drop(connect(&clients, ONE, "a"));
+    until(|| listed(&clients).is_empty());
+    let none = Clients::in_memory(Duration::ZERO);
+    drop(connect(&none, ONE, "a"));
+    assert_eq!(listed(&none), []);
+}
+
+#[test]
+fn the_clients_in_grace_are_bounded() {
+    let clients = Clients::in_memory(LONG);
+    for pid in 0..CLIENTS_GONE_MAX as i32 + 10 {
+        drop(connect(&clients, Peer::Process { pid, user: 0 }, "a"));
+    }
+    assert_eq!(clients.all().len(), CLIENTS_GONE_MAX);
+    assert!(listed(&clients).iter().all(|(_, peer, _)| *peer != ONE), "the oldest went first");
+}
+
+#[test]
+fn a_new_session_waits_for_those_that_are_told_to_end() {
+    let clients = Arc::new(Clients::in_memory(LONG));
+    let (old, other) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a"));
+    assert!(clients.retire("b", Whose::All).is_empty());
+    assert_eq!(clients.retire("a", Whose::Process(1)), [old.number()]);
+    assert!(old.stop().load(Ordering::SeqCst) && !other.stop().load(Ordering::SeqCst));
+    let new = clients.arrive(ONE);
+    assert_eq!(new.chooses("a", Duration::from_millis(20)).unwrap_err().kind(), ErrorKind::Busy);
+    new.chooses("b", LONG).unwrap();
+    let waiting = std::thread::spawn(move || {
+        new.chooses("a", LONG).unwrap();
+        new.agreed("a");
+        new
+    });
+    assert_eq!(clients.wait_ended(&[old.number()], Duration::from_millis(20)), [old.number()]);
+    let number = old.number();
+    drop(old);
+    assert!(clients.wait_ended(&[number], LONG).is_empty());
+    let new = waiting.join().unwrap();
+    assert_eq!(listed(&clients), [("a".into(), TWO, true), ("a".into(), ONE, true)], "it is back: no grace is left");
+    drop((new, other));
+}
+
+/// What the record of a directory says: export, client, whether it ended and whether with its server.
+fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
+    let record = record::read(&**directory);
+    let clients = record.map(|record| record.clients).unwrap_or_default();
+    clients.into_iter().map(|one| (one.export, one.peer, one.ended.is_some(), one.with_server)).collect()
+}
+
+#[test]
+fn the_record_follows_the_clients_and_goes_with_the_last() {
+    let directory = directory();
+    let clients = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a@s"));
+    until(|| recorded(&directory).len() == 2);
+    drop(two);
+    until(|| recorded(&directory) == [("a@s".into(), TWO, true, false), ("a".into(), ONE, false, false)]);
+    one.says_farewell();
+    drop(one);
+    clients.forget(|export| export == "a@s");
+    until(|| recorded(&directory).is_empty());
+    clients.close();
+    assert!(!directory.list().unwrap().contains(&record::FILE.to_owned()));
+}
+
+#[test]
+fn clients_of_a_server_that_ended_are_waited_for() {
+    let directory = directory();
+    let clients = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "b"));
+    until(|| recorded(&directory).len() == 2);
+    let killed = directory.open(record::FILE, backend::IoMode::Buffered).unwrap();
+    let mut bytes = vec![0; killed.len().unwrap() as usize];
+    killed.read_at(&mut bytes, 0).unwrap();
+    one.ends_with_server();
+    drop((one, two));
+    clients.close();
+    let ended = [("a".to_owned(), ONE, true, true), ("b".to_owned(), TWO, true, false)];
+    assert_eq!(recorded(&directory), ended);
+
+    // What a killed server leaves: both were connected.
+    sealed_put(&directory, &bytes);
+    let looked = Clients::of_record(Arc::clone(&directory));
+    assert_eq!(listed(&looked), [("a".into(), ONE, false), ("b".into(), TWO, false)]);
+    assert!(recorded(&directory).iter().all(|(.., ended, with_server)| *ended && *with_server), "the grace has begun");
+    drop(looked);
+    let next = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    assert_eq!(listed(&next).len(), 2);
+    drop(connect(&next, ONE, "a"));
+    drop(next);
+    assert_eq!(listed(&Clients::of_record(Arc::clone(&directory))).len(), 2);
+    let looked = Clients::of_record(Arc::clone(&directory));
+    looked.forget(|_| true);
+    assert!(recorded(&directory).is_empty());
+}
+
+fn sealed_put(directory: &Arc<dyn Directory>, bytes: &[u8]) {
+    disk::sealed::put(&**directory, record::FILE, bytes).unwrap();
+}
+
+#[test]
+fn a_grace_that_ran_out_while_nothing_served_begins_again_with_the_next_server() {
+    let directory = directory();
+    let gone = |export: &str, with_server| Gone {
+        export: export.into(),
+        peer: ONE,
+        connected: 1,
+        ended: Some(2),
+        with_server,
+    };
+    let record = Record { grace: 60, clients: vec![gone("lost", false), gone("a", true)] };
+    record::write(&*directory, &record).unwrap();
+    let looked = Clients::of_record(Arc::clone(&directory));
+    assert_eq!(listed(&looked), []);
+    looked.forget(|export| export == "other");
+    drop(looked);
+    assert_eq!(recorded(&directory), [("a".into(), ONE, true, true)]);
+    let served = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    assert_eq!(listed(&served), [("a".into(), ONE, false)]);
+}
+
+#[test]
+fn any_bytes_are_a_record_or_none() {
+    let record = Record { grace: 60, clients: Vec::new() };
+    let good = record::encode(&record).unwrap();
+    assert_eq!(record::decode(&good).unwrap(), record);
+    let text = String::from_utf8(good.clone()).unwrap();
+    for bad in [String::new(), "lamina".into(), text.replace(" 1 ", " 2 "), text.replace("60", "61")] {
+        assert!(record::decode(bad.as_bytes()).is_err(), "{bad}");
+        let directory = directory();
+        sealed_put(&directory, bad.as_bytes());
+        assert_eq!(listed(&Clients::of_record(Arc::clone(&directory))), []);
+        assert_eq!(listed(&Clients::of_server(directory, LONG).unwrap()), []);
+    }
+}
+
+#[test]
+fn the_page_about_the_record_shows_what_is_written() {
+    let record = Record {
+        grace: 120,
+        clients: vec![
+            Gone { export: "größe".into(), peer: ONE, connected: 1_795_000_000, ended: None, with_server: false },
+            Gone {
+                export: "vm1@monday".into(),
+                peer: Peer::Address("192.0.2.7:50112".parse().unwrap()),
+                connected: 1_795_000_000,
+                ended: Some(1_795_000_300),
+                with_server: true,
+            },
+        ],
+    };
+    let written = String::from_utf8(record::encode(&record).unwrap()).unwrap();
+    let page = include_str!("../../../../../docs/format/clients.md");
+    assert!(page.contains(&written), "the page is to show:\n{written}");
+}

@@ -1,0 +1,217 @@
+//! Disks of clients that are gone and may come back, and of machines: nothing takes them away by mistake.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod process;
+
+use nbd::Client;
+use process::{Store, tool, until};
+use serde_json::{Value, json};
+use std::process::{Child, Command, Stdio};
+
+const FORMATS: [&str; 2] = ["native", "vmdk"];
+
+/// A client that has an export open until it is killed.
+struct QemuIo(Child);
+
+impl QemuIo {
+    fn open(store: &Store, export: &str) -> Self {
+        let mut command = Command::new("qemu-io");
+        command.args(["-f", "raw", &store.uri(export)]);
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let client = Self(child);
+        until("qemu-io has the disk open", || users(store, export).iter().any(|user| user["grace"].is_null()));
+        client
+    }
+
+    /// How errors call it.
+    fn name(&self) -> String {
+        format!("process {} of user ", self.0.id())
+    }
+
+    fn kill(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+impl Drop for QemuIo {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn users(store: &Store, disk: &str) -> Vec<Value> {
+    let shown = store.run(&format!("disk show {disk} --json")).json();
+    shown["users"].as_array().unwrap().clone()
+}
+
+fn until_unused(store: &Store, disk: &str) {
+    until("nothing has the disk open", || users(store, disk).is_empty());
+}
+
+/// Waits until the server has recorded that an export is in use.
+fn until_recorded(store: &Store, export: &str) {
+    let record = store.path().join("clients");
+    until("the client is recorded", || {
+        std::fs::read_to_string(&record).is_ok_and(|text| text.contains(&format!("\"{export}\"")))
+    });
+}
+
+#[test]
+fn a_killed_client_keeps_its_disk_for_the_grace_time() {
+    for format in FORMATS {
+        let store = Store::new();
+        store.run(&format!("disk create vm1 16M --format {format}")).ok();
+        let mut server = store.serve("");
+        store.run("snapshot create vm1@a").ok();
+        let mut client = QemuIo::open(&store, "vm1");
+        store.run("disk delete vm1").fails(4, &client.name());
+        store.run("disk delete vm1 --force").fails(4, "in use by 1 client");
+        store.run("disk rename vm1 vm2").fails(4, "use --force to rename");
+        client.kill();
+        until("the connection has ended", || users(&store, "vm1").iter().all(|user| !user["grace"].is_null()));
+        for verb in ["disk delete vm1", "disk rename vm1 vm2", "snapshot revert vm1@a"] {
+            let refused = store.run(verb);
+            assert!(refused.stderr.contains(&client.name()), "{verb}: {refused:?}");
+            assert!(refused.stderr.contains("counts as in use for another "), "{verb}: {refused:?}");
+            refused.fails(4, "--force");
+        }
+        let users = users(&store, "vm1");
+        assert_eq!((users.len(), &users[0]["export"]), (1, &json!("vm1")));
+        assert!((100..=120).contains(&users[0]["grace"].as_u64().unwrap()), "{users:?}");
+        let shown = store.run("disk show vm1").ok();
+        assert!(shown.contains(&client.name()) && shown.contains("lost the connection"), "{shown}");
+        assert!(store.run("disk list").ok().contains("0 (+1 lost)"));
+        // A snapshot that the client had not open is not its business.
+        store.run("snapshot create vm1@b").ok();
+        store.run("snapshot delete vm1@b").ok();
+        store.run("snapshot revert vm1@a --force").ok();
+        store.run("disk rename vm1 vm2 --force").ok();
+        assert!(self::users(&store, "vm2").is_empty(), "the client looks for another name");
+        store.run("disk delete vm2").ok();
+        assert_eq!(server.stop("TERM"), Some(0));
+        assert!(!store.path().join("clients").exists(), "{format}: all clients are done");
+        store.is_clean();
+    }
+}
+
+#[test]
+fn a_reader_of_a_snapshot_counts_for_that_snapshot() {
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    store.run("snapshot create vm1@a").ok();
+    let _server = store.serve("");
+    Client::connect(&store.socket(), "vm1@a").unwrap().vanish();
+    until("the connection has ended", || users(&store, "vm1").iter().any(|user| !user["grace"].is_null()));
+    assert!(store.run("disk list").ok().lines().all(|line| !line.contains("lost")));
+    store.run("snapshot revert vm1@a").ok();
+    store.run("snapshot delete vm1@a").fails(4, "use --force to delete the snapshot");
+    store.run("disk delete vm1").fails(4, "may come back");
+    store.run("snapshot delete vm1@a --force").ok();
+    store.run("disk delete vm1").ok();
+}
+
+#[test]
+fn the_grace_ends_and_a_goodbye_needs_none() {
+    for format in FORMATS {
+        let store = Store::new();
+        store.run(&format!("disk create vm1 16M --format {format}")).ok();
+        let _server = store.serve("--client-grace 3");
+        tool("qemu-io", &["-f", "raw", "-c", "write 0 4k", &store.uri("vm1")]);
+        until_unused(&store, "vm1");
+        store.run("disk rename vm1 vm2").ok();
+        Client::connect(&store.socket(), "vm2").unwrap().vanish();
+        until("the connection has ended", || users(&store, "vm2").iter().any(|user| !user["grace"].is_null()));
+        // The same client again: it says farewell this time.
+        drop(Client::connect(&store.socket(), "vm2").unwrap());
+        until_unused(&store, "vm2");
+        store.run("disk rename vm2 vm3").ok();
+        Client::connect(&store.socket(), "vm3").unwrap().vanish();
+        until("the grace is over", || store.run("disk delete vm3").code == 0);
+    }
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    let _server = store.serve("--client-grace 0");
+    Client::connect(&store.socket(), "vm1").unwrap().vanish();
+    until_unused(&store, "vm1");
+    store.run("disk delete vm1").ok();
+}
+
+#[test]
+fn a_server_that_is_killed_or_stopped_leaves_its_clients_in_grace() {
+    for (format, signal) in [("native", "KILL"), ("vmdk", "KILL"), ("native", "TERM")] {
+        let store = Store::new();
+        store.run(&format!("disk create vm1 16M --format {format}")).ok();
+        let mut server = store.serve("");
+        let client = Client::connect(&store.socket(), "vm1").unwrap();
+        let name = format!("process {} of user ", std::process::id());
+        until_recorded(&store, "vm1");
+        server.stop(signal);
+        // Without a server, and with the next one.
+        store.run("disk delete vm1").fails(4, &name);
+        store.run("disk rename vm1 vm2").fails(4, "--force");
+        let mut server = store.serve("");
+        store.run("disk delete vm1").fails(4, &name);
+        // It comes back, and then it is done.
+        drop(Client::connect(&store.socket(), "vm1").unwrap());
+        until_unused(&store, "vm1");
+        store.run("disk rename vm1 vm2").ok();
+        drop(client);
+        Client::connect(&store.socket(), "vm2").unwrap().vanish();
+        until_recorded(&store, "vm2");
+        assert_eq!(server.stop("KILL"), None);
+        let _server = store.serve("--client-grace 3");
+        until("the grace is over", || store.run("disk delete vm2").code == 0);
+    }
+}
+
+#[test]
+fn a_record_that_cannot_be_written_or_read_keeps_nothing_from_being_served() {
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    // A folder where the record is to be written.
+    let obstacle = store.path().join("clients.new");
+    std::fs::create_dir(&obstacle).unwrap();
+    let mut server = store.serve("");
+    Client::connect(&store.socket(), "vm1").unwrap().vanish();
+    until("it is told", || server.log().contains("the clients in use are not recorded"));
+    store.run("disk delete vm1").fails(4, "may come back");
+    assert_eq!(server.stop("TERM"), Some(0));
+    std::fs::remove_dir(&obstacle).unwrap();
+    std::fs::write(store.path().join("clients"), "lamina clients 1 crc32c=00000000\n{}").unwrap();
+    let done = store.run("disk show vm1");
+    assert!(done.code == 0 && done.stderr.contains("clients of the last server are not known"), "{done:?}");
+    let _server = store.serve("");
+    store.run("disk delete vm1").ok();
+}
+
+#[test]
+fn a_disk_of_a_machine_is_the_machines() {
+    for format in FORMATS {
+        let store = Store::new();
+        store.run(&format!("disk create data 16M --format {format}")).ok();
+        store.run("snapshot create data@a").ok();
+        let mut server = store.serve("");
+        store.run("vm create web --memory 32M --network none --disk data").ok();
+        for served in [true, false] {
+            for verb in ["disk delete data", "disk rename data other", "snapshot revert data@a"] {
+                let refused = store.run(verb);
+                assert!(refused.stderr.contains("belongs to machine 'web'"), "{verb}, {served}: {refused:?}");
+                refused.fails(4, "--force");
+            }
+            assert_eq!(store.run("disk show data --json").json()["machine"], "web");
+            store.run("snapshot revert data@a --force").ok();
+            if served {
+                assert_eq!(server.stop("TERM"), Some(0));
+            }
+        }
+        let _server = store.serve("");
+        store.run("vm delete web").ok();
+        store.run("disk show data").fails(3, "data");
+        store.run(&format!("disk create data 16M --format {format}")).ok();
+        store.run("vm create web --memory 32M --network none --disk data").ok();
+        store.run("disk delete data --force").ok();
+    }
+}

@@ -1,0 +1,260 @@
+//! Disks that grow while QEMU has them: what it takes for clients that reconnect, and that lamina's own machines need
+//! nothing more. Every test runs with each QEMU of [`generations`].
+
+#![allow(clippy::unwrap_used)]
+
+mod fleet;
+mod nbd;
+mod newest;
+mod pattern;
+mod process;
+
+use fleet::Fleet;
+use nbd::{Client, Failure};
+use process::{Store, until, wait};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+const MIB: u64 = 1 << 20;
+
+/// The QEMUs to test with: the installed one, and the newest that Debian has.
+fn generations() -> Vec<PathBuf> {
+    vec!["qemu-system-x86_64".into(), newest::newest().join("bin/qemu-system-x86_64")]
+}
+
+/// QEMU's monitor.
+struct Monitor {
+    stream: UnixStream,
+    lines: BufReader<UnixStream>,
+}
+
+impl Monitor {
+    fn connect(path: &Path) -> Self {
+        until("QEMU listens", || UnixStream::connect(path).is_ok());
+        let stream = UnixStream::connect(path).unwrap();
+        stream.set_read_timeout(Some(process::PATIENCE)).unwrap();
+        let mut monitor = Self { lines: BufReader::new(stream.try_clone().unwrap()), stream };
+        monitor.execute("qmp_capabilities", json!({})).unwrap();
+        monitor
+    }
+
+    /// What it answers, or why not.
+    fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
+        let request = json!({ "execute": command, "arguments": arguments });
+        self.stream.write_all(format!("{request}\n").as_bytes()).unwrap();
+        loop {
+            let mut line = String::new();
+            assert_ne!(self.lines.read_line(&mut line).unwrap(), 0, "QEMU is gone");
+            let answer: Value = serde_json::from_str(&line).unwrap();
+            if let Some(error) = answer.get("error") {
+                return Err(error["desc"].as_str().unwrap().to_owned());
+            }
+            if let Some(value) = answer.get("return") {
+                return Ok(value.clone());
+            }
+        }
+    }
+
+    fn size(&mut self, node: &str) -> u64 {
+        let nodes = self.execute("query-named-block-nodes", json!({ "flat": true })).unwrap();
+        let node = nodes.as_array().unwrap().iter().find(|one| one["node-name"] == node).unwrap().clone();
+        node["image"]["virtual-size"].as_u64().unwrap()
+    }
+
+    /// The request that makes QEMU notice that its connection has ended.
+    fn read(&mut self, node: &str) {
+        let line = format!("qemu-io {node} \"read -q 0 512\"");
+        self.execute("human-monitor-command", json!({ "command-line": line })).unwrap();
+    }
+}
+
+/// A QEMU without a machine, with a disk of the datastore.
+struct Qemu {
+    child: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Qemu {
+    fn start(program: &Path, store: &Store, export: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let node = json!({
+            "driver": "nbd", "node-name": "disk0", "export": export, "reconnect-delay": 300,
+            "server": { "type": "unix", "path": store.socket() },
+        });
+        let mut command = Command::new(program);
+        command.args(["-machine", "none", "-nodefaults", "-display", "none", "-S", "-blockdev", &node.to_string()]);
+        command.arg("-qmp").arg(format!("unix:{},server=on,wait=off", folder.path().join("qmp").display()));
+        Self { child: command.stdout(Stdio::null()).spawn().unwrap(), folder }
+    }
+
+    fn monitor(&self) -> Monitor {
+        Monitor::connect(&self.folder.path().join("qmp"))
+    }
+
+    /// Where it serves the disk itself while [`Qemu::load`] runs.
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("nbd")
+    }
+
+    /// Writes through QEMU until it is told to stop: to each place again and again, many at a time, never to one place
+    /// before the last write to it was answered. What each place holds in the end.
+    fn load(&self, stop: &AtomicBool) -> Vec<u8> {
+        const PLACES: u64 = 16;
+        let mut client = Client::connect(&self.socket(), "disk0").unwrap();
+        let mut generation = vec![0u8; PLACES as usize];
+        while !stop.load(Ordering::Relaxed) {
+            for (place, last) in (0..).zip(&mut generation) {
+                *last = last.wrapping_add(1);
+                let data = vec![*last; 64 << 10];
+                client.submit(nbd::Command::Write { offset: place * MIB, data: &data, fua: false }).unwrap();
+            }
+            for _ in 0..PLACES {
+                let (_, outcome) = client.complete().unwrap();
+                outcome.unwrap();
+            }
+        }
+        generation
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn qemu_learns_the_size_by_reconnecting_and_loses_nothing() {
+    for program in generations() {
+        let store = Store::new();
+        store.run("disk create vm1 64M").ok();
+        let mut server = store.serve("");
+        let mut qemu = Qemu::start(&program, &store, "vm1");
+        let mut monitor = qemu.monitor();
+        assert_eq!(monitor.size("disk0"), 64 * MIB);
+
+        let own = json!({ "addr": { "type": "unix", "data": { "path": qemu.socket() } } });
+        monitor.execute("nbd-server-start", own).unwrap();
+        let export = json!({ "type": "nbd", "id": "load", "node-name": "disk0", "writable": true });
+        monitor.execute("block-export-add", export).unwrap();
+        let stop = AtomicBool::new(false);
+        let written = std::thread::scope(|scope| {
+            let load = scope.spawn(|| qemu.load(&stop));
+            for size in [65, 66, 67, 96] {
+                let done = store.run(&format!("disk resize vm1 {size}M --reconnect-clients --json")).json();
+                assert_eq!((&done["reconnected"], &done["capacity"]), (&json!(1), &json!(size * MIB)), "{done}");
+                until("QEMU is back", || store.run("disk show vm1 --json").json()["clients"] == 1);
+                std::thread::sleep(std::time::Duration::from_millis(200));
+            }
+            stop.store(true, Ordering::Relaxed);
+            load.join().unwrap()
+        });
+        assert!(written.iter().all(|generation| *generation > 0), "{written:?}");
+        monitor.execute("nbd-server-stop", json!({})).unwrap();
+        until("QEMU serves the disk no more", || {
+            monitor.execute("query-block-exports", json!({})).unwrap().as_array().unwrap().is_empty()
+        });
+        monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 96 * MIB })).unwrap();
+        assert_eq!(monitor.size("disk0"), 96 * MIB, "{}", program.display());
+
+        // Without the option it stays as it is, and that is said.
+        let done = store.run("disk resize vm1 128M").ok();
+        assert!(
+            done.contains(&format!("process {}", qemu.child.id())) && done.contains("--reconnect-clients"),
+            "{done}"
+        );
+        monitor.read("disk0");
+        let refused = monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB }));
+        assert!(refused.is_err(), "QEMU was not told: {refused:?}");
+        store.run("disk resize vm1 128M --reconnect-clients").ok();
+        monitor.read("disk0");
+        monitor.execute("block_resize", json!({ "node-name": "disk0", "size": 128 * MIB })).unwrap();
+        let users = store.run("disk show vm1 --json").json()["users"].clone();
+        assert_eq!((users.as_array().unwrap().len(), &users[0]["grace"]), (1, &Value::Null), "it is back: {users}");
+
+        monitor.execute("quit", json!({})).unwrap();
+        wait(&mut qemu.child);
+        until("QEMU has let go", || store.run("disk show vm1 --json").json()["users"] == json!([]));
+        let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+        for (place, generation) in (0..).zip(written) {
+            assert!(client.read(place * MIB, 64 << 10).unwrap() == vec![generation; 64 << 10], "place {place}");
+        }
+        drop(client);
+        assert_eq!(server.stop("TERM"), Some(0));
+        store.is_clean();
+    }
+}
+
+#[test]
+fn what_was_asked_is_answered_before_the_connection_ends() {
+    let store = Store::new();
+    store.run("disk create vm1 64M").ok();
+    let _server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    let data = pattern::bytes(3, 4 << 20);
+    client.write(0, &data).unwrap();
+    // It does not read its answers yet, and another client is none of its business.
+    let asked: Vec<u64> =
+        (0..4).map(|_| client.submit(nbd::Command::Read { offset: 0, length: 4 << 20 }).unwrap()).collect();
+    let mut other = Client::connect(&store.socket(), "vm1").unwrap();
+    assert_eq!(other.size, 64 * MIB);
+    let resizing = std::thread::scope(|scope| {
+        let resizing = scope.spawn(|| store.run("disk resize vm1 128M --reconnect-clients --json").json());
+        for cookie in asked {
+            let (answered, outcome) = match client.complete() {
+                Ok(answer) => answer,
+                // Not taken up yet when the connection ended.
+                Err(Failure::Gone(_)) => break,
+                Err(error) => panic!("{error:?}"),
+            };
+            assert_eq!(answered, cookie);
+            assert!(outcome.unwrap() == data);
+        }
+        resizing.join().unwrap()
+    });
+    assert_eq!(resizing["reconnected"], 2);
+    assert!(matches!(other.read(0, 512), Err(Failure::Gone(_))), "its connection has ended");
+    let again = Client::connect(&store.socket(), "vm1").unwrap();
+    assert_eq!(again.size, 128 * MIB);
+}
+
+#[test]
+fn a_running_machine_sees_its_disk_grow() {
+    for program in generations() {
+        let fleet = Fleet::new();
+        let qemu = format!("--qemu {}", program.display());
+        fleet.make("web", "64M");
+        fleet.store.run("disk create more --size 32M").ok();
+        fleet.run("delete web --keep-disks").ok();
+        fleet.run(&format!("create web --disk web,more --memory {} --network none {qemu}", fleet::MEMORY)).ok();
+        // Off, there is nothing to tell.
+        assert_eq!(fleet.store.run("disk resize more 48M").ok(), "disk more has 48 MiB now\n");
+        fleet.run(&format!("start web {qemu}")).ok();
+        // A backup that reads the disk meanwhile keeps its connection.
+        let mut backup = Client::connect(&fleet.store.socket(), "more").unwrap();
+        let done = fleet.store.run("disk resize more 96M").ok();
+        assert!(done.contains("machine web sees the new size"), "{done}");
+        assert!(done.contains(&format!("process {} ", std::process::id())), "the backup does not: {done}");
+        backup.read(0, 512).unwrap();
+        drop(backup);
+        let done = fleet.store.run("disk resize web 128M --json").json();
+        assert_eq!((&done["machine"], &done["machine_sees_it"]), (&json!("web"), &json!(true)), "{done}");
+        // Paused, and told again what is known.
+        fleet.run("pause web").ok();
+        fleet.store.run("disk resize web 160M").ok();
+        fleet.store.run("disk resize web 160M").ok();
+        fleet.run("resume web").ok();
+        let mut monitor = Monitor::connect(Path::new(fleet.show("web")["monitor"].as_str().unwrap()));
+        assert_eq!((monitor.size("disk0"), monitor.size("disk1")), (160 * MIB, 96 * MIB), "{}", program.display());
+        drop(monitor);
+        let users = fleet.store.run("disk show web --json").json()["users"].clone();
+        assert!(users.as_array().unwrap().iter().all(|user| user["grace"].is_null()), "{users}");
+        fleet.run("stop web --force").ok();
+        fleet.run("delete web").ok();
+    }
+}
