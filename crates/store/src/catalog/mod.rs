@@ -363,6 +363,11 @@ impl Catalog {
         }
     }
 
+    /// Records changed since the last checkpoint.
+    pub fn changed(&self) -> u64 {
+        self.dirty.len() as u64
+    }
+
     /// Writes changed records into their pages: part of a checkpoint.
     pub fn store(&mut self, pages: &mut Pages) -> Result<()> {
         if self.dirty.is_empty() {

@@ -5,6 +5,7 @@
 //! window by window, so that memory does not grow with the size of the store; each window walks the trees again.
 
 use super::apply::Effects;
+use super::checkpoint::Purpose;
 use super::{Engine, Meta};
 use crate::catalog::State;
 use crate::space::{Run, TABLE_ENTRIES};
@@ -19,6 +20,8 @@ const FINDINGS_MAX: usize = 1000;
 const WINDOW_BLOCKS: u64 = 1 << 24;
 /// Blocks read at a time when data is verified (1 MiB).
 const VERIFY_BLOCKS: u64 = 256;
+/// Pages kept for what a repair changes last: summaries and the catalog.
+const REPAIR_AHEAD: u64 = 64;
 /// Marks a counted block that some tree maps as written.
 const WRITTEN: u32 = 1 << 31;
 
@@ -88,7 +91,7 @@ impl Engine {
         self.commit_changes()?;
         while self.drop_all_trash()? {}
         let checkpoint = self.checkpoint.lock();
-        self.checkpoint_locked(false)?;
+        self.checkpoint_locked(Purpose::GoOn)?;
         let _gate = self.gate.lock();
         let _commit = self.commit.lock();
         let _through = self.through.write();
@@ -125,9 +128,9 @@ impl Engine {
             let repair = options.repair && readable;
             if number == 0 {
                 report.pages = seen.iter().filter(|seen| **seen).count() as u64;
-                compare_nodes(&mut meta, &nodes, repair, &mut report)?;
+                self.compare_nodes(&mut meta, &nodes, repair, &mut report)?;
             }
-            compare_blocks(&mut meta, &window, repair, &mut report)?;
+            self.compare_blocks(&mut meta, &window, repair, &mut report)?;
             if options.data {
                 self.verify_window(&mut meta, &window, &mut report, &mut step)?;
             }
@@ -143,7 +146,7 @@ impl Engine {
         drop(_commit);
         drop(_gate);
         if report.findings.iter().any(|finding| finding.repaired.is_some()) {
-            self.checkpoint_locked(false)?;
+            self.checkpoint_locked(Purpose::GoOn)?;
         }
         drop(checkpoint);
         Ok(report)
@@ -227,6 +230,74 @@ impl Engine {
             Ok(())
         })
     }
+
+    /// Whether one more repaired page fits into the checkpoint that will make the repairs durable. Where the file
+    /// system has no room for a larger one, the rest is left to the next check.
+    fn has_room_for_repair(&self, meta: &Meta) -> bool {
+        let wanted =
+            meta.pages.dirty() as u64 + meta.data.changed_regions() + meta.map.changed_regions() + REPAIR_AHEAD;
+        let larger = self.admission.capacity() * 2;
+        wanted <= self.admission.capacity() || self.reserve_images(wanted.max(larger)).is_ok()
+    }
+
+    fn compare_nodes(&self, meta: &mut Meta, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
+        for (id, counted) in (0u64..).zip(nodes) {
+            let known = match meta.map.entry(&mut meta.pages, id) {
+                Ok(entry) => entry.references,
+                Err(error) => {
+                    if id % TABLE_ENTRIES == 0 {
+                        report.add(error.to_string(), None);
+                    }
+                    continue;
+                }
+            };
+            if known == *counted {
+                continue;
+            }
+            if *counted == 0 {
+                report.leaked += BLOCK_SIZE as u64;
+            }
+            let mut done = None;
+            if repair && self.has_room_for_repair(meta) {
+                meta.map.repair_references(&mut meta.pages, id, *counted)?;
+                done = Some(format!("set to {counted}"));
+            }
+            report.add(format!("map node {id} has {known} references in the table and {counted} in the trees"), done);
+        }
+        Ok(())
+    }
+
+    fn compare_blocks(&self, meta: &mut Meta, window: &Window, repair: bool, report: &mut Report) -> Result<()> {
+        for (block, counted) in window.range.clone().zip(&window.counts) {
+            let counted = counted & !WRITTEN;
+            report.blocks += u64::from(counted > 0);
+            let known = match meta.entry(block) {
+                Ok(entry) => entry.references,
+                Err(error) => {
+                    if block % TABLE_ENTRIES == 0 {
+                        report.add(error.to_string(), None);
+                    }
+                    continue;
+                }
+            };
+            if known == counted {
+                continue;
+            }
+            if counted == 0 {
+                report.leaked += BLOCK_SIZE as u64;
+            }
+            let mut done = None;
+            if repair && self.has_room_for_repair(meta) {
+                meta.data.repair_references(&mut meta.pages, block, counted)?;
+                done = Some(format!("set to {counted}"));
+            }
+            report.add(
+                format!("data block {block} has {known} references in the table and {counted} in the trees"),
+                done,
+            );
+        }
+        Ok(())
+    }
 }
 
 /// Objects must refer to objects that exist.
@@ -291,62 +362,6 @@ fn count_tree(
             Ok(true)
         }
     })
-}
-
-fn compare_nodes(meta: &mut Meta, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
-    for (id, counted) in (0u64..).zip(nodes) {
-        let known = match meta.map.entry(&mut meta.pages, id) {
-            Ok(entry) => entry.references,
-            Err(error) => {
-                if id % TABLE_ENTRIES == 0 {
-                    report.add(error.to_string(), None);
-                }
-                continue;
-            }
-        };
-        if known == *counted {
-            continue;
-        }
-        if *counted == 0 {
-            report.leaked += BLOCK_SIZE as u64;
-        }
-        let mut done = None;
-        if repair {
-            meta.map.repair_references(&mut meta.pages, id, *counted)?;
-            done = Some(format!("set to {counted}"));
-        }
-        report.add(format!("map node {id} has {known} references in the table and {counted} in the trees"), done);
-    }
-    Ok(())
-}
-
-fn compare_blocks(meta: &mut Meta, window: &Window, repair: bool, report: &mut Report) -> Result<()> {
-    for (block, counted) in window.range.clone().zip(&window.counts) {
-        let counted = counted & !WRITTEN;
-        report.blocks += u64::from(counted > 0);
-        let known = match meta.entry(block) {
-            Ok(entry) => entry.references,
-            Err(error) => {
-                if block % TABLE_ENTRIES == 0 {
-                    report.add(error.to_string(), None);
-                }
-                continue;
-            }
-        };
-        if known == counted {
-            continue;
-        }
-        if counted == 0 {
-            report.leaked += BLOCK_SIZE as u64;
-        }
-        let mut done = None;
-        if repair {
-            meta.data.repair_references(&mut meta.pages, block, counted)?;
-            done = Some(format!("set to {counted}"));
-        }
-        report.add(format!("data block {block} has {known} references in the table and {counted} in the trees"), done);
-    }
-    Ok(())
 }
 
 /// Who maps a data block: for the message about a damaged one.

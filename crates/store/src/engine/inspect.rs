@@ -290,7 +290,7 @@ impl Engine {
     /// Bytes that all files of the store take in the file system.
     pub fn allocated_bytes(&self) -> Result<u64> {
         use crate::IoContext;
-        let mut sum = self.files.allocated()? + self.ring + 2 * backend::BLOCK_SIZE as u64;
+        let mut sum = self.files.allocated()? + self.images.allocated()? + self.ring + 2 * backend::BLOCK_SIZE as u64;
         for file in &self.page_files {
             sum += file.allocated().during(|| "measuring a metadata file".into())?;
         }

@@ -2,8 +2,11 @@
 //! space back to the file system.
 
 use super::Engine;
+use super::admission::Cost;
 use super::checkpoint::LOGGED_ROUND;
+use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
+use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -152,10 +155,11 @@ impl Engine {
             work.reclaim = false;
             (std::mem::take(&mut work.commit), std::mem::take(&mut work.checkpoint))
         };
-        let (logged, pending, freeing, checkpoint_due) = {
+        let (logged, pending, freeing) = {
             let meta = self.meta.lock();
-            (meta.logged.len(), meta.pending.len(), meta.freeing, self.is_checkpoint_due(&meta.pages))
+            (meta.logged.len(), meta.pending.len(), meta.freeing)
         };
+        let checkpoint_due = self.is_checkpoint_due();
         let logged_limit = (self.ring / 8 / BLOCK_SIZE as u64).min(4096) as usize;
         if logged > 0 && (logged > logged_limit || idle > IDLE) {
             let mut left = logged - if idle > IDLE { 0 } else { logged_limit / 2 };
@@ -217,9 +221,12 @@ impl Engine {
         for _ in 0..rounds {
             let mut meta = self.meta.lock();
             let Some(object) = meta.catalog.first_trash() else { return Ok(false) };
-            self.carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0)?;
+            let refused = self.try_carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0)?;
             let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
+            if let Some(cost) = refused {
+                self.make_room(cost)?;
+            }
             if full {
                 self.commit_changes()?;
             }
@@ -265,6 +272,7 @@ impl Engine {
     /// given back.
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let _punching = self.punching.lock();
+        let mut refused = false;
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
@@ -280,18 +288,35 @@ impl Engine {
             if *region >= meta.data.regions() {
                 *region = 0;
             }
-            let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
-            self.update_headroom(meta);
+            let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
+            let mut told = 0;
             for run in &runs {
-                for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
-                    self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0)?;
+                let parts: Vec<Run> = chunks(run.start..run.start + run.blocks, RUN_MAX).collect();
+                let mut cost = Cost::default();
+                for part in &parts {
+                    cost += meta.cost(&Operation::Backed { run: *part, backed: false })?;
                 }
+                let Some(_grant) = self.admission.try_admit(cost) else { break };
+                for run in parts {
+                    self.carry_out(meta, Operation::Backed { run, backed: false }, 0)?;
+                }
+                told += 1;
             }
+            // The next round finds again what there was no room for.
+            for run in runs.drain(told..) {
+                meta.data.release(run);
+                refused = true;
+            }
+            self.update_headroom(meta);
             if *region >= meta.data.regions() {
                 *region = 0;
             }
             runs
         };
+        if refused {
+            *region = 0;
+            self.make_journal_room()?;
+        }
         if runs.is_empty() {
             return Ok(0);
         }
@@ -319,8 +344,7 @@ impl Engine {
         let mut more = self.write_back_once()?;
         more |= self.write_logged(LOGGED_ROUND)? > 0;
         more |= self.drop_trash(8)?;
-        let due = self.is_checkpoint_due(&self.meta.lock().pages);
-        if due {
+        if self.is_checkpoint_due() {
             self.checkpoint()?;
         }
         self.meta.lock().release_limbo();

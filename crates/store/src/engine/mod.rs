@@ -22,7 +22,9 @@
 //!    describe is durable at home: data written back, payload of the journal, and the pending changes in their order.
 //! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
 //!    before is under way.
-//! 4. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
+//! 4. Whatever changes metadata was admitted before ([`admission`]): the journal has room for what it appends and the
+//!    next checkpoint for what it dirties. Nothing waits for that under a lock that a checkpoint takes.
+//! 5. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
 //!
 //! # Locks
 //!
@@ -31,6 +33,8 @@
 //! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
 //! most, journal I/O under `commit`, metadata page reads under `meta`. `copying` is held over one write, beside none.
 
+mod admission;
+mod admit;
 mod apply;
 mod bulk;
 mod check;
@@ -39,8 +43,10 @@ mod commit;
 mod control;
 mod extend;
 mod files;
+mod images;
 mod inspect;
 mod maintain;
+mod others;
 mod payload;
 mod placement;
 mod read;
@@ -56,6 +62,7 @@ pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
 pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
 pub use files::JOURNAL_FILE;
+pub use images::IMAGES_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
@@ -140,6 +147,8 @@ struct Meta {
     holds: Holds,
     pending: VecDeque<Pending>,
     pending_bytes: usize,
+    /// Bytes of what was pending and is being appended.
+    appending_bytes: usize,
     /// How many of the pending changes are [`Operation::Checksums`].
     pending_checksums: usize,
     /// Pending changes that the checkpoint under way has captured already.
@@ -251,6 +260,10 @@ pub struct Engine {
     page_files: [Arc<dyn File>; PageFile::COUNT],
     /// Size of the journal ring in bytes.
     ring: u64,
+    admission: admission::Admission,
+    images: images::Images,
+    /// One growth of the images file at a time.
+    images_growing: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata_reserved: [AtomicU64; PageFile::COUNT],
     control: Mutex<()>,
@@ -426,22 +439,30 @@ impl Meta {
     }
 
     fn push(&mut self, operation: Operation, gate: u64, freed: Vec<Run>, held: Vec<Run>) {
-        let size = match &operation {
-            Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
-                run.blocks as usize * backend::BLOCK_SIZE + 32
-            }
-            Operation::Map { run, .. } | Operation::Written { run, .. } | Operation::Checksums { run, .. } => {
-                32 + 4 * run.blocks as usize
-            }
-            Operation::Put { record } | Operation::Clone { record, .. } => 16 + record.len(),
-            _ => 32,
-        };
+        let size = operation.size();
         self.pending_bytes += size;
         self.pending_checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
         let number = self.holds.pushed();
         self.pending.push_back(Pending { operation, gate, number, freed, held, joined: false });
+    }
+
+    /// Takes the operation queued first, to be appended.
+    fn pop(&mut self) -> Option<Pending> {
+        let next = self.pending.pop_front()?;
+        let size = next.operation.size();
+        self.pending_bytes -= size;
+        self.appending_bytes += size;
+        self.pending_checksums -= usize::from(matches!(next.operation, Operation::Checksums { .. }));
+        Some(next)
+    }
+
+    /// Takes everything that is queued, never to be appended.
+    fn take_pending(&mut self) -> Vec<Pending> {
+        let taken = std::iter::from_fn(|| self.pop()).collect();
+        self.appending_bytes = 0;
+        taken
     }
 
     /// The operation queued last takes effect with the next one or not at all.

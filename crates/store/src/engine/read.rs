@@ -1,5 +1,6 @@
 //! Reading: asking the buffer and the map where blocks are, and verifying what the caller fetched.
 
+use super::admission::Cost;
 use super::apply::Effects;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
@@ -11,6 +12,9 @@ use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// What noting the content of a suspect block costs.
+const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
 pub enum Segment {
@@ -261,6 +265,8 @@ impl Engine {
         if found == planned {
             return Ok(Verdict::Again);
         }
+        // For what a suspect block is found to hold.
+        let _grant = self.admit(RESOLVE_COST)?;
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
         if entry.checksum != planned {
@@ -291,6 +297,7 @@ impl Engine {
             // A write that nobody was told is durable was cut off here: what is left of it is the content now.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
+            self.count_changes(&meta);
             self.counters.torn_blocks.fetch_add(1, Ordering::Relaxed);
             return Ok(Verdict::Again);
         }

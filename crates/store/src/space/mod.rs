@@ -353,6 +353,11 @@ impl Space {
         }
     }
 
+    /// Regions whose summaries changed since the last checkpoint.
+    pub fn changed_regions(&self) -> u64 {
+        self.dirty_regions.len() as u64
+    }
+
     /// Writes the summaries of changed regions into their pages: part of a checkpoint.
     pub fn store_summaries(&mut self, pages: &mut Pages) -> Result<()> {
         while let Some(number) = self.dirty_regions.pop_first() {

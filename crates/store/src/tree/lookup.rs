@@ -52,11 +52,7 @@ pub fn lookup_exclusive<S: NodeStore + ?Sized>(
 }
 
 /// The first mapped block of `range`.
-pub(super) fn first_mapped<S: NodeStore + ?Sized>(
-    store: &mut S,
-    root: NodeId,
-    range: Range<u64>,
-) -> Result<Option<u64>> {
+pub fn first_mapped<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>) -> Result<Option<u64>> {
     let mut first = None;
     scan::<S, false>(store, root, range, |mapping, _| {
         first = Some(mapping.logical);

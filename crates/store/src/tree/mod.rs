@@ -34,12 +34,14 @@
 //! | `path` | the way from a root to a leaf, and making it exclusive |
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
+//! | `reach` | how much a `replace` would touch |
 
 mod balance;
 mod compare;
 mod lookup;
 pub mod page;
 mod path;
+mod reach;
 mod remove;
 mod replace;
 mod walk;
@@ -48,8 +50,9 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
-pub use lookup::{Extent, lookup, lookup_exclusive};
+pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
+pub use reach::{Reach, reach};
 pub use remove::drop_step;
 pub use replace::replace;
 pub use walk::{Visit, walk};

@@ -368,9 +368,7 @@ fn random_sharing(seed: u64) {
                 expected.written.swap_remove(at);
                 engine.delete_disk(gone, &[]).unwrap();
             }
-            92..96 => {
-                while engine.drop_all_trash().unwrap() {}
-            }
+            92..96 => while engine.drop_all_trash().unwrap() {},
             96..98 => {
                 drop(engine);
                 engine = open(&disk).unwrap();
