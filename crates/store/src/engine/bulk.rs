@@ -5,6 +5,7 @@ use super::write::chunks;
 use super::writeback::UNMAP_MAX;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
+use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -50,6 +51,7 @@ impl<'a> BulkWriter<'a> {
         while at < blocks {
             let claim = self.claim(blocks - at)?;
             let run = {
+                let _fetch = engine.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
                 engine.update_headroom(&meta);
@@ -69,6 +71,7 @@ impl<'a> BulkWriter<'a> {
             let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
             let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();
             let operation = Operation::Map { disk: self.disk, logical: logical + at, run, checksums };
+            let _fetch = engine.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = engine.meta.lock();
             engine.carry_out(&mut meta, operation, gate, Some(run))?;
             at += run.blocks;
@@ -84,6 +87,11 @@ impl<'a> BulkWriter<'a> {
             engine.check_running()?;
             engine.make_journal_room()?;
             let claim = self.claim((range.end - at).min(RUN_MAX))?;
+            let _fetch = engine.bring_in(|meta| {
+                let blocks = (range.end - at).min(RUN_MAX);
+                meta.survey_allocation(blocks);
+                meta.survey_disk(self.disk, at..at + blocks, Aim::Map);
+            });
             let mut meta = engine.meta.lock();
             let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
@@ -104,6 +112,7 @@ impl<'a> BulkWriter<'a> {
             engine.check_running()?;
             engine.make_journal_room()?;
             let operation = Operation::Unmap { disk: self.disk, logical: part.start, blocks: part.blocks };
+            let _fetch = engine.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = engine.meta.lock();
             engine.carry_out(&mut meta, operation, 0, None)?;
             engine.update_headroom(&meta);

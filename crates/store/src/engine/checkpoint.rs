@@ -12,8 +12,8 @@
 //!    recovery would take them from there.
 //! 5. They are written home and flushed; the superblock lets go of the journal before the tail.
 
-use super::Engine;
 use super::superblock::Superblock;
+use super::{Engine, Meta};
 use crate::journal::{BatchKind, Place};
 use crate::pages::{Captured, PageFile, PageKey, Pages, sealed};
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -119,6 +119,7 @@ impl Engine {
 
     /// The moment of the checkpoint.
     fn capture(&self) -> Result<Capture> {
+        let _fetch = self.bring_in(Meta::survey_capture);
         let _gate = self.gate.lock();
         let mut commit = self.commit.lock();
         let _through = self.through.write();

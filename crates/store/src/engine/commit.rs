@@ -11,6 +11,7 @@
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 
+use super::fetch::Fetch;
 use super::{Committer, Engine, Head, Meta, Pending};
 use crate::Result;
 use crate::buffer::{Content, Piece};
@@ -66,6 +67,7 @@ impl Engine {
                 self.write_back_once()?;
                 continue;
             }
+            let _fetch = self.bring_in_buffered();
             self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
             let gate = self.gate.lock();
             self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
@@ -148,6 +150,21 @@ impl Engine {
             self.meta.lock().push(operation, 0, Vec::new(), None);
         }
         Ok(())
+    }
+
+    /// What the buffered pieces will need of the metadata, before any lock is taken for them.
+    fn bring_in_buffered(&self) -> Vec<Fetch> {
+        if self.meta.lock().pages.is_warm() {
+            return Vec::new();
+        }
+        let mut fetched = Vec::new();
+        for head in self.existing_heads() {
+            let pieces = self.oldest_pieces(&head, u64::MAX);
+            if !pieces.is_empty() {
+                fetched.push(self.bring_in(|meta| meta.survey_pieces(head.id, &pieces)));
+            }
+        }
+        fetched
     }
 
     /// Moves everything buffered into the map and the pending list, payload by reference. Under gate and commit.

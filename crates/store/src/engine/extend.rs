@@ -35,19 +35,19 @@ impl Engine {
         let _extending = self.extending.lock();
         let mut largest = EXTENSION_MAX;
         loop {
-            let (run, needs) = {
-                let mut meta = self.meta.lock();
+            let planned = self.look(|meta| {
                 meta.release_limbo();
-                self.update_headroom(&meta);
+                self.update_headroom(meta);
                 let free = self.headroom.load(Ordering::Acquire);
                 if claims <= free {
-                    return Ok(());
+                    return Ok(None);
                 }
-                let want = extension(&meta).max((claims - free).min(EXTENSION_MAX)).min(largest);
+                let want = extension(meta).max((claims - free).min(EXTENSION_MAX)).min(largest);
                 let Meta { data, pages, .. } = &mut *meta;
                 let run = data.plan_extension(pages, want)?;
-                (run, needs(&meta, 0))
-            };
+                Ok(Some((run, needs(meta, 0))))
+            })?;
+            let Some((run, needs)) = planned else { return Ok(()) };
             match self.reserve_run(run, &needs) {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::NoSpace && largest > EXTENSION_LEAST => {
@@ -56,6 +56,7 @@ impl Engine {
                 }
                 Err(error) => return Err(error),
             }
+            let _fetch = self.bring_in(|meta| meta.survey_run(run));
             let mut meta = self.meta.lock();
             self.note_backed(&mut meta, run)?;
         }

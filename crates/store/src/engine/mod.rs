@@ -29,7 +29,11 @@
 //! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
 //! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
 //! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
-//! most, journal I/O under `commit`, metadata page reads under `meta`. `copying` is held over one write, beside none.
+//! most, journal I/O under `commit`. `copying` is held over one write, beside none.
+//!
+//! Metadata pages are read without `meta`, and before `commit` and `Head::buffer` are taken: look-ups let go of their
+//! locks and look again, changes are prepared ([`fetch`]). Only what a change misses although it was prepared, and all
+//! that recovery and a repair read, is read under `meta`.
 
 mod apply;
 mod bulk;
@@ -38,6 +42,7 @@ mod checkpoint;
 mod commit;
 mod control;
 mod extend;
+mod fetch;
 mod files;
 mod inspect;
 mod maintain;
@@ -47,6 +52,7 @@ mod recover;
 mod replay;
 mod room;
 mod superblock;
+mod survey;
 mod through;
 mod write;
 mod writeback;
@@ -284,6 +290,8 @@ pub struct Engine {
     claims: AtomicU64,
     /// Free blocks that writes may count on.
     headroom: AtomicU64,
+    /// The disk that write-back served last, for who has no lane.
+    written_back: AtomicU64,
     /// Flushes waiting for the gate: write-back steps aside.
     flushes_waiting: AtomicU64,
     stopped: AtomicBool,

@@ -212,6 +212,7 @@ impl Engine {
             buffered: AtomicU64::new(0),
             claims: AtomicU64::new(0),
             headroom: AtomicU64::new(0),
+            written_back: AtomicU64::new(0),
             flushes_waiting: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             stop_reason: Mutex::new(None),

@@ -4,12 +4,13 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
+use super::fetch::Fetch;
 use super::write::chunks;
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
-use crate::tree::{self, Extent};
+use crate::tree::{self, Aim, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Completion, File, IoMode, Queue, SharedSlice};
 use parking_lot::MutexGuard;
@@ -66,6 +67,16 @@ enum Way {
     New,
 }
 
+impl Home {
+    /// What bringing it into the map will need.
+    fn survey(&self, meta: &mut Meta, disk: u64) {
+        meta.survey_run(self.run);
+        if self.way != Way::InPlace {
+            meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
+        }
+    }
+}
+
 /// A run of one piece with its place.
 struct Home {
     way: Way,
@@ -81,6 +92,7 @@ impl Engine {
     pub(super) fn write_back_once(&self) -> Result<bool> {
         self.check_running()?;
         self.make_journal_room()?;
+        let _fetch = self.bring_in_next();
         let mut lane = self.gate.lock();
         let mut heads = self.existing_heads();
         let after = heads.partition_point(|head| head.id <= lane.last);
@@ -88,6 +100,7 @@ impl Engine {
         for head in heads {
             if self.write_back(&mut lane, &head)? {
                 lane.last = head.id;
+                self.written_back.store(head.id, Ordering::Relaxed);
                 MutexGuard::unlock_fair(lane);
                 return Ok(true);
             }
@@ -100,12 +113,30 @@ impl Engine {
         loop {
             self.check_running()?;
             self.make_journal_room()?;
+            let _fetch = self.bring_in_batch(head);
             let mut lane = self.gate.lock();
             if !self.write_back(&mut lane, head)? {
                 return Ok(());
             }
             MutexGuard::unlock_fair(lane);
         }
+    }
+
+    /// What the next batch will need of the metadata, before any lock is taken for it.
+    fn bring_in_next(&self) -> Fetch {
+        let heads = self.existing_heads();
+        let after = heads.partition_point(|head| head.id <= self.written_back.load(Ordering::Relaxed));
+        let (before, after) = heads.split_at(after);
+        let next = after.iter().chain(before).find(|head| !head.buffer.lock().layers.is_empty());
+        next.map(|head| self.bring_in_batch(head)).unwrap_or_default()
+    }
+
+    fn bring_in_batch(&self, head: &Head) -> Fetch {
+        if self.meta.lock().pages.is_warm() {
+            return Fetch::default();
+        }
+        let pieces = self.oldest_pieces(head, batch_blocks(self.options.mode));
+        self.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
     /// One batch of one disk. False when its buffer is empty.
@@ -359,6 +390,7 @@ impl Engine {
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
         for part in done.chunks(HOMES_PER_HOLD) {
+            let _fetch = self.bring_in(|meta| part.iter().for_each(|home| home.survey(meta, head.id)));
             let mut buffer = head.buffer.lock();
             let mut meta = self.meta.lock();
             let mut gone = (0, 0);
@@ -419,6 +451,7 @@ impl Engine {
     /// Discards and zeroes of a batch: no data, only the map.
     fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<()> {
         for piece in pieces {
+            let _fetch = self.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&piece)));
             let mut buffer = head.buffer.lock();
             let mut meta = self.meta.lock();
             self.apply_other(&mut meta, head.id, &piece)?;

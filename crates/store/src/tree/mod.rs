@@ -34,6 +34,7 @@
 //! | `path` | the way from a root to a leaf, and making it exclusive |
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
+//! | `survey` | which pages an operation will need |
 
 mod balance;
 mod compare;
@@ -42,6 +43,7 @@ pub mod page;
 mod path;
 mod remove;
 mod replace;
+mod survey;
 mod walk;
 
 #[cfg(test)]
@@ -52,6 +54,7 @@ pub use lookup::{Extent, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
 pub use remove::drop_step;
 pub use replace::replace;
+pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use walk::{Visit, walk};
 
 use crate::{Error, ErrorKind, Result};
