@@ -73,6 +73,7 @@ impl Engine {
         drop(self.gate.lock());
         self.files.write_out();
         self.sync_all_data()?;
+        self.keep_home(&unknown);
         write_home(&self.page_files, &unknown).map_err(|error| self.stop(error))?;
         drop(unknown);
 
@@ -98,6 +99,7 @@ impl Engine {
         self.append(&mut commit, BatchKind::Checkpoint, &[&record])?;
         drop(commit);
 
+        self.keep_home(&images);
         write_home(&self.page_files, &images).map_err(|error| self.stop(error))?;
         drop(images);
 
@@ -131,6 +133,7 @@ impl Engine {
         meta.data.store_summaries(&mut meta.pages)?;
         meta.map.store_summaries(&mut meta.pages)?;
         meta.captured = Some(meta.pending.len());
+        meta.note_view();
         commit.ordered = None;
         let next = Superblock {
             tail: commit.journal.head(),

@@ -26,7 +26,7 @@
 //!
 //! # Locks
 //!
-//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
+//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
 //! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
 //! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
 //! most, journal I/O under `commit`. `copying` is held over one write, beside none.
@@ -54,6 +54,8 @@ mod room;
 mod superblock;
 mod survey;
 mod through;
+mod verify;
+mod view;
 mod write;
 mod writeback;
 
@@ -69,7 +71,7 @@ pub use superblock::FORMAT_VERSION;
 use crate::buffer::Layers;
 use crate::catalog::Catalog;
 use crate::journal::{Journal, Operation, Place};
-use crate::pages::{PageFile, Pages};
+use crate::pages::{Kept, PageFile, Pages};
 use crate::space::{Run, Space};
 use crate::{Error, ErrorKind, Result};
 use backend::{Directory, File, IoMode, SharedSlice};
@@ -143,6 +145,8 @@ struct Meta {
     pending_checksums: usize,
     /// Pending changes that the checkpoint under way has captured already.
     captured: Option<usize>,
+    /// The catalog as the next checkpoint captures it, for a check that asked for it.
+    viewed: Option<Catalog>,
     /// Held by reads that may name blocks mapped now; replaced at each commit.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable, waiting for the reads of their epoch.
@@ -252,6 +256,10 @@ pub struct Engine {
     ring: u64,
     /// Bytes reserved in each metadata file.
     metadata_reserved: [AtomicU64; PageFile::COUNT],
+    /// One check at a time.
+    checking: Mutex<()>,
+    /// What a check still needs of pages that checkpoints write over.
+    kept: Arc<Kept>,
     control: Mutex<()>,
     gate: Mutex<writeback::Lane>,
     logged_lane: Mutex<payload::LoggedLane>,

@@ -174,11 +174,13 @@ impl Engine {
             pending_bytes: 0,
             pending_checksums: 0,
             captured: None,
+            viewed: None,
             epoch: Arc::new(()),
             limbo: VecDeque::new(),
             held: 0,
             freeing: 0,
         };
+        let kept_directory = Arc::clone(&directory);
         let engine = Arc::new(Self {
             directory,
             options,
@@ -188,6 +190,8 @@ impl Engine {
             page_files: kept_files,
             ring: superblock.journal_size,
             metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
+            checking: Mutex::new(()),
+            kept: crate::pages::Kept::new(kept_directory),
             control: Mutex::new(()),
             gate: Mutex::new(lane),
             logged_lane: Mutex::new(logged_lane),
