@@ -5,6 +5,7 @@ use super::admit::STEP_PAGES;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
+use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -50,6 +51,7 @@ impl<'a> BulkWriter<'a> {
         while at < blocks {
             let claim = self.claim(blocks - at)?;
             let run = {
+                let _fetch = engine.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
                 engine.update_headroom(&meta);
@@ -96,6 +98,11 @@ impl<'a> BulkWriter<'a> {
             engine.check_running()?;
             engine.pace()?;
             let claim = self.claim((range.end - at).min(RUN_MAX))?;
+            let _fetch = engine.bring_in(|meta| {
+                let blocks = (range.end - at).min(RUN_MAX);
+                meta.survey_allocation(blocks);
+                meta.survey_disk(self.disk, at..at + blocks, Aim::Map);
+            });
             let mut meta = engine.meta.lock();
             let (end, _) = meta.reach(self.disk, at..range.end, false, STEP_PAGES)?;
             let run = engine.allocate(&mut meta, (end - at).min(RUN_MAX))?;

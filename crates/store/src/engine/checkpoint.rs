@@ -16,8 +16,8 @@
 //! The journal is appended to in step 2 only, and only with what waits to be appended anyway: a checkpoint needs no
 //! more of the ring than what was admitted, and a reserve for padding.
 
-use super::Engine;
 use super::superblock::Superblock;
+use super::{Engine, Meta};
 use crate::journal::Place;
 use crate::pages::{Captured, PageFile, PageKey, sealed};
 use crate::space::TABLE_ENTRIES;
@@ -85,6 +85,7 @@ impl Engine {
         drop(self.gate.lock());
         self.files.write_out();
         self.sync_all_data()?;
+        self.keep_home(&unknown);
         write_home(&self.page_files, &unknown).map_err(|error| self.stop(error))?;
         drop(unknown);
 
@@ -138,6 +139,7 @@ impl Engine {
         self.release_journal(&mut commit, next.tail);
         drop(commit);
         self.admission.notify();
+        self.keep_home(images);
         write_home(&self.page_files, images)
     }
 
@@ -149,6 +151,7 @@ impl Engine {
 
     /// The moment of the checkpoint.
     fn capture(&self, purpose: Purpose) -> Result<Capture> {
+        let _fetch = self.bring_in(Meta::survey_capture);
         let _gate = self.gate.lock();
         let mut commit = self.commit.lock();
         let _through = self.through.write();
@@ -164,6 +167,7 @@ impl Engine {
             Purpose::GoOn | Purpose::Close => Vec::new(),
         };
         meta.captured = Some(meta.pending.len());
+        meta.note_view();
         commit.ordered = None;
         let next = Superblock {
             tail: commit.journal.head(),

@@ -13,6 +13,7 @@
 
 use super::admission::Cost;
 use super::apply::Effects;
+use super::fetch::Fetch;
 use super::others::{STEPS_MAX, Step};
 use super::placement::Holds;
 use super::{Committer, Engine, Head, Meta, Pending};
@@ -73,6 +74,7 @@ impl Engine {
                 self.write_back_once()?;
                 continue;
             }
+            let _fetch = self.bring_in_buffered();
             let appends = self.admit_append()?;
             self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
             let gate = self.gate.lock();
@@ -165,6 +167,21 @@ impl Engine {
             self.meta.lock().enqueue(operation, 0)?;
         }
         Ok(())
+    }
+
+    /// What the buffered pieces will need of the metadata, before any lock is taken for them.
+    fn bring_in_buffered(&self) -> Vec<Fetch> {
+        if self.meta.lock().pages.is_warm() {
+            return Vec::new();
+        }
+        let mut fetched = Vec::new();
+        for head in self.existing_heads() {
+            let pieces = self.oldest_pieces(&head, u64::MAX);
+            if !pieces.is_empty() {
+                fetched.push(self.bring_in(|meta| meta.survey_pieces(head.id, &pieces)));
+            }
+        }
+        fetched
     }
 
     /// Moves what is buffered into the map and the pending list, payload by reference. Under gate and commit. `None`

@@ -287,6 +287,8 @@ impl Engine {
             wanted.iter().zip(&ids).map(|(new, id)| (self.head(new.disk), *id)).collect();
         heads.sort_unstable_by_key(|(head, _)| head.id);
 
+        let disks: Vec<u64> = heads.iter().map(|(head, _)| head.id).collect();
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&disks));
         let mut commit = self.commit.lock();
         let through = self.through.write();
         {
@@ -357,6 +359,7 @@ impl Engine {
     pub fn clone_snapshot(&self, snapshot: u64, new: &[NewDisk]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
             let source = catalog.get(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
@@ -439,6 +442,7 @@ impl Engine {
             })?;
         }
         self.abandon(disk)?;
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
             let mut operations = Vec::new();
             if thick {

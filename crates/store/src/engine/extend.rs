@@ -61,21 +61,24 @@ impl Engine {
     /// Reserves one piece, of at most `largest` blocks, if `claims` blocks do not fit yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
         let _extending = self.extending.lock();
-        let (run, needs) = {
-            let mut meta = self.meta.lock();
+        let planned = self.look(|meta| {
             meta.release_limbo();
-            self.update_headroom(&meta);
+            self.update_headroom(meta);
             let free = self.headroom.load(Ordering::Acquire);
             if claims <= free {
-                return Ok(());
+                return Ok(None);
             }
-            let want = extension(&meta).max((claims - free).min(EXTENSION_MAX)).min(*largest);
+            let want = extension(meta).max((claims - free).min(EXTENSION_MAX)).min(*largest);
             let Meta { data, pages, .. } = &mut *meta;
             let run = data.plan_extension(pages, want)?;
-            (run, needs(&meta, 0))
-        };
+            Ok(Some((run, needs(meta, 0))))
+        })?;
+        let Some((run, needs)) = planned else { return Ok(()) };
         match self.reserve_run(run, &needs) {
-            Ok(()) => self.note_backed(&mut self.meta.lock(), run),
+            Ok(()) => {
+                let _fetch = self.bring_in(|meta| meta.survey_run(run));
+                self.note_backed(&mut self.meta.lock(), run)
+            }
             Err(error) if error.kind() == ErrorKind::NoSpace && *largest > EXTENSION_LEAST => {
                 *largest = (run.blocks.min(*largest) / 2).max(EXTENSION_LEAST);
                 Ok(())

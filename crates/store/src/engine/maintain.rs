@@ -219,9 +219,15 @@ impl Engine {
     /// Drops parts of deleted trees; true while something is left.
     fn drop_trash(&self, rounds: usize) -> Result<bool> {
         for _ in 0..rounds {
+            let Some(object) = self.with_catalog(|catalog| catalog.first_trash()) else { return Ok(false) };
+            let operation = Operation::Drop { object, steps: DROP_STEPS };
+            let _fetch = self.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = self.meta.lock();
-            let Some(object) = meta.catalog.first_trash() else { return Ok(false) };
-            let refused = self.try_carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0)?;
+            // Another thread may have dropped the last of it meanwhile.
+            if meta.catalog.first_trash() != Some(object) {
+                continue;
+            }
+            let refused = self.try_carry_out(&mut meta, operation, 0)?;
             let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
             if let Some(cost) = refused {
@@ -273,6 +279,7 @@ impl Engine {
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let _punching = self.punching.lock();
         let mut refused = false;
+        let _fetch = self.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;

@@ -28,10 +28,14 @@
 //!
 //! # Locks
 //!
-//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
+//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
 //! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
 //! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
-//! most, journal I/O under `commit`, metadata page reads under `meta`. `copying` is held over one write, beside none.
+//! most, journal I/O under `commit`. `copying` is held over one write, beside none.
+//!
+//! Metadata pages are read without `meta`, and before `commit` and `Head::buffer` are taken: look-ups let go of their
+//! locks and look again, changes are prepared ([`fetch`]). Only what a change misses although it was prepared, and all
+//! that recovery and a repair read, is read under `meta`.
 
 mod admission;
 mod admit;
@@ -42,6 +46,7 @@ mod checkpoint;
 mod commit;
 mod control;
 mod extend;
+mod fetch;
 mod files;
 mod images;
 mod inspect;
@@ -54,7 +59,10 @@ mod recover;
 mod replay;
 mod room;
 mod superblock;
+mod survey;
 mod through;
+mod verify;
+mod view;
 mod write;
 mod writeback;
 
@@ -71,7 +79,7 @@ pub use superblock::FORMAT_VERSION;
 use crate::buffer::Layers;
 use crate::catalog::Catalog;
 use crate::journal::{Journal, Operation, Place};
-use crate::pages::{PageFile, Pages};
+use crate::pages::{Kept, PageFile, Pages};
 use crate::space::{Run, Space};
 use crate::{Error, ErrorKind, Result};
 use apply::Effects;
@@ -153,6 +161,8 @@ struct Meta {
     pending_checksums: usize,
     /// Pending changes that the checkpoint under way has captured already.
     captured: Option<usize>,
+    /// The catalog as the next checkpoint captures it, for a check that asked for it.
+    viewed: Option<Catalog>,
     /// Held by reads that may name blocks mapped now; replaced at each commit.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable, waiting for the reads of their epoch.
@@ -266,6 +276,10 @@ pub struct Engine {
     images_growing: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata_reserved: [AtomicU64; PageFile::COUNT],
+    /// One check at a time.
+    checking: Mutex<()>,
+    /// What a check still needs of pages that checkpoints write over.
+    kept: Arc<Kept>,
     control: Mutex<()>,
     gate: Mutex<writeback::Lane>,
     logged_lane: Mutex<payload::LoggedLane>,
@@ -304,6 +318,8 @@ pub struct Engine {
     claims: AtomicU64,
     /// Free blocks that writes may count on.
     headroom: AtomicU64,
+    /// The disk that write-back served last, for who has no lane.
+    written_back: AtomicU64,
     /// Flushes waiting for the gate: write-back steps aside.
     flushes_waiting: AtomicU64,
     stopped: AtomicBool,

@@ -44,6 +44,8 @@ impl Engine {
                     return Ok(None);
                 }
                 steps += 1;
+                let part = piece.part(at..end);
+                let _fetch = self.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
                 let mut buffer = head.buffer.lock();
                 let mut meta = self.meta.lock();
                 let step = self.apply_other(&mut meta, head.id, at..end, &piece.entry.content)?;

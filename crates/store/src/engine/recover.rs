@@ -204,6 +204,7 @@ impl Engine {
             appending_bytes: 0,
             pending_checksums: 0,
             captured: None,
+            viewed: None,
             epoch: Arc::new(()),
             limbo: VecDeque::new(),
             held: 0,
@@ -212,6 +213,7 @@ impl Engine {
         let admission = Admission::new(superblock.journal_size, (options.metadata_cache / BLOCK_SIZE) as u64);
         admission.set_capacity(images.capacity()?);
         admission.set_used(journal.used());
+        let kept_directory = Arc::clone(&directory);
         let engine = Arc::new(Self {
             admission,
             images,
@@ -224,6 +226,8 @@ impl Engine {
             page_files: kept_files,
             ring: superblock.journal_size,
             metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
+            checking: Mutex::new(()),
+            kept: crate::pages::Kept::new(kept_directory),
             control: Mutex::new(()),
             gate: Mutex::new(lane),
             logged_lane: Mutex::new(logged_lane),
@@ -248,6 +252,7 @@ impl Engine {
             buffered: AtomicU64::new(0),
             claims: AtomicU64::new(0),
             headroom: AtomicU64::new(0),
+            written_back: AtomicU64::new(0),
             flushes_waiting: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             stop_reason: Mutex::new(None),

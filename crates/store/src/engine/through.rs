@@ -20,6 +20,7 @@ use super::{Engine, Head, Meta};
 use crate::buffer::Checksums;
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::Run;
+use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use std::collections::BTreeMap;
@@ -98,6 +99,15 @@ impl Engine {
         }
         self.check_running()?;
         self.pace()?;
+        // Permits are looked for that far ahead too.
+        let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
+        let _fetch = self.bring_in(|meta| {
+            let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
+            meta.survey_disk(head.id, ahead.clone(), Aim::Read);
+            if new > 0 && meta.pages.absent() == 0 {
+                meta.survey_allocation(new);
+            }
+        });
         // A permit may end between being taken and being used; whoever is that unlucky three times can wait.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
@@ -201,6 +211,14 @@ impl Engine {
         parts.iter().for_each(|part| self.files.touch(part.run));
         // First what a flush has to cover, then the clock that makes it look.
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let _fetch = self.bring_in(|meta| {
+            for part in &parts {
+                meta.survey_run(part.run);
+                if part.new {
+                    meta.survey_disk(head.id, part.logical..part.logical + part.run.blocks, Aim::Map);
+                }
+            }
+        });
         let mut meta = self.meta.lock();
         for part in parts {
             let from = (part.logical - range.start) as usize;

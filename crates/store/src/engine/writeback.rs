@@ -7,12 +7,13 @@
 use super::admission::Cost;
 use super::admit::{batch_bytes, table_pages};
 use super::apply::Effects;
+use super::fetch::Fetch;
 use super::placement::{BlockState, Placement, place};
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
-use crate::tree::{self, Extent};
+use crate::tree::{self, Aim, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Completion, File, IoMode, Queue, SharedSlice};
 use parking_lot::MutexGuard;
@@ -73,6 +74,16 @@ enum Batch {
     Refused(Cost),
 }
 
+impl Home {
+    /// What bringing it into the map will need.
+    fn survey(&self, meta: &mut Meta, disk: u64) {
+        meta.survey_run(self.run);
+        if self.placement != Placement::InPlace {
+            meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
+        }
+    }
+}
+
 /// A run of one piece with its place.
 pub(super) struct Home {
     placement: Placement,
@@ -88,6 +99,7 @@ impl Engine {
     pub(super) fn write_back_once(&self) -> Result<bool> {
         self.check_running()?;
         self.pace()?;
+        let _fetch = self.bring_in_next();
         let appends = self.admit_append()?;
         let mut lane = self.gate.lock();
         let mut heads = self.existing_heads();
@@ -98,11 +110,13 @@ impl Engine {
                 Batch::Empty => {}
                 Batch::Done => {
                     lane.last = head.id;
+                    self.written_back.store(head.id, Ordering::Relaxed);
                     MutexGuard::unlock_fair(lane);
                     return Ok(true);
                 }
                 Batch::Refused(cost) => {
                     lane.last = head.id;
+                    self.written_back.store(head.id, Ordering::Relaxed);
                     MutexGuard::unlock_fair(lane);
                     drop(appends);
                     return self.make_room(cost).map(|()| true);
@@ -117,6 +131,7 @@ impl Engine {
         loop {
             self.check_running()?;
             self.pace()?;
+            let _fetch = self.bring_in_batch(head);
             let appends = self.admit_append()?;
             let mut lane = self.gate.lock();
             let batch = self.write_back(&mut lane, head)?;
@@ -128,6 +143,23 @@ impl Engine {
                 Batch::Refused(cost) => self.make_room(cost)?,
             }
         }
+    }
+
+    /// What the next batch will need of the metadata, before any lock is taken for it.
+    fn bring_in_next(&self) -> Fetch {
+        let heads = self.existing_heads();
+        let after = heads.partition_point(|head| head.id <= self.written_back.load(Ordering::Relaxed));
+        let (before, after) = heads.split_at(after);
+        let next = after.iter().chain(before).find(|head| !head.buffer.lock().layers.is_empty());
+        next.map(|head| self.bring_in_batch(head)).unwrap_or_default()
+    }
+
+    fn bring_in_batch(&self, head: &Head) -> Fetch {
+        if self.meta.lock().pages.is_warm() {
+            return Fetch::default();
+        }
+        let pieces = self.oldest_pieces(head, batch_blocks(self.options.mode));
+        self.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
     /// One batch of one disk.
@@ -409,6 +441,7 @@ impl Engine {
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
         for part in done.chunks(HOMES_PER_HOLD) {
+            let _fetch = self.bring_in(|meta| part.iter().for_each(|home| home.survey(meta, head.id)));
             let mut buffer = head.buffer.lock();
             let mut meta = self.meta.lock();
             let mut gone = (0, 0);

@@ -35,6 +35,7 @@
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `reach` | how much a `replace` would touch |
+//! | `survey` | which pages an operation will need |
 
 mod balance;
 mod compare;
@@ -44,6 +45,7 @@ mod path;
 mod reach;
 mod remove;
 mod replace;
+mod survey;
 mod walk;
 
 #[cfg(test)]
@@ -55,6 +57,7 @@ pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
 pub use reach::{Reach, reach};
 pub use remove::drop_step;
 pub use replace::replace;
+pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use walk::{Visit, walk};
 
 use crate::{Error, ErrorKind, Result};
