@@ -28,10 +28,11 @@
 //!
 //! # Locks
 //!
-//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
-//! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
-//! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
-//! most, journal I/O under `commit`. `copying` is held over one write, beside none.
+//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), `punching`,
+//! `checkpoint`, `gate` (no write-back under way), `commit` (the journal), `through` (no write past the buffer under
+//! way), `extending` (space from the file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O
+//! happens under `gate` or `through` at most, journal I/O under `commit`. `copying` is held over one write, beside
+//! none.
 //!
 //! Metadata pages are read without `meta`, and before `commit` and `Head::buffer` are taken: look-ups let go of their
 //! locks and look again, changes are prepared ([`fetch`]). Only what a change misses although it was prepared, and all

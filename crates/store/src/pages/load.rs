@@ -1,4 +1,5 @@
-//! How pages come into memory: under the lock of the cache, or without it. What must hold is said in [the cache](super).
+//! How pages come into memory: under the lock of the cache, or without it. What must hold is said in the
+//! [cache](super).
 
 use super::{PageFile, PageKey, Pages, Slot, verify};
 use crate::{Error, ErrorKind, IoContext, Result};
