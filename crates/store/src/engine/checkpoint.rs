@@ -69,6 +69,7 @@ impl Engine {
 
     pub(super) fn checkpoint_locked(&self, purpose: Purpose) -> Result<()> {
         self.check_running()?;
+        self.check_owner()?;
         let Capture { mut next, pages, mut payload, batches, carried_out } = self.capture(purpose)?;
         let Captured { known: images, unknown } = pages;
 

@@ -152,11 +152,6 @@ impl Images {
         Ok(capacity(self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?))
     }
 
-    /// Bytes that it takes in the file system.
-    pub fn allocated(&self) -> Result<u64> {
-        self.file.allocated().during(|| format!("measuring {IMAGES_FILE}"))
-    }
-
     fn reserve(&self, pages: u64) -> Result<()> {
         let before = self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?;
         let wanted = length(pages);

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How often maintenance looks round when nobody asks.
 const TICK: Duration = Duration::from_millis(100);
+/// How often an owner that appends nothing to the journal looks whether it still is the owner.
+const OWNER_CHECK: Duration = Duration::from_secs(2);
 /// Without a write for this long the datastore counts as idle: space is given back down to the last run.
 const IDLE: Duration = Duration::from_millis(700);
 /// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
@@ -123,7 +125,14 @@ impl Engine {
             singles_done: false,
             rest: Instant::now(),
         };
+        let mut owner_seen = Instant::now();
         while self.running() {
+            if owner_seen.elapsed() > OWNER_CHECK {
+                owner_seen = Instant::now();
+                if self.check_owner().is_err() {
+                    return;
+                }
+            }
             let extend;
             {
                 let mut work = self.work.lock();

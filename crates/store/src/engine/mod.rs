@@ -53,6 +53,7 @@ mod images;
 mod inspect;
 mod maintain;
 mod others;
+mod owner;
 mod payload;
 mod placement;
 mod read;
@@ -73,6 +74,7 @@ pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
 pub use files::JOURNAL_FILE;
 pub use images::IMAGES_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
+pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use superblock::FORMAT_VERSION;
@@ -91,8 +93,8 @@ use placement::{Holds, InFlight};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use superblock::Superblock;
 
@@ -265,6 +267,8 @@ pub struct Counters {
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
+    /// Gone when the datastore was dropped.
+    owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
     files: DataFiles,
     superblock_file: Arc<dyn File>,

@@ -21,7 +21,7 @@ use super::payload::LoggedLane;
 use super::placement::{Holds, InFlight};
 use super::superblock::{FORMAT_VERSION, Superblock};
 use super::writeback::{LANE_DEPTH, Lane};
-use super::{Committer, Counters, Engine, EngineOptions, Meta};
+use super::{Committer, Counters, Engine, EngineOptions, Meta, Owner};
 use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{PageFile, PageKey, Pages, verify};
@@ -132,9 +132,18 @@ impl Engine {
         directory.sync().during(|| "flushing the new datastore".into())
     }
 
-    /// Opens a store: recovers it if it was not closed, and starts its threads if the options say so. The caller
-    /// holds the lock of the datastore.
+    /// Opens a store that no other process can reach: recovers it if it was not closed, and starts its threads if the
+    /// options say so.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_owned(directory, options, None)
+    }
+
+    /// As [`Engine::open`]; the store is written while `owner` exists and holds its locks.
+    pub fn open_owned(
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        owner: Option<&Arc<Owner>>,
+    ) -> Result<Arc<Self>> {
         let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
         let (mut superblock, other_copy_lost) = Superblock::read(&*superblock_file)?;
@@ -220,6 +229,7 @@ impl Engine {
             images_growing: Mutex::new(()),
             directory,
             options,
+            owner: owner.map(Arc::downgrade),
             uuid: superblock.uuid,
             files,
             superblock_file,

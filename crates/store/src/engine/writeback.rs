@@ -346,6 +346,7 @@ impl Engine {
 
     /// Appends a batch; a failure stops the datastore.
     pub(super) fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        self.check_owner()?;
         commit.journal.append(kind, parts).map_err(|error| self.stop(error))?;
         commit.batches += u64::from(matches!(kind, BatchKind::Operations | BatchKind::Urgent));
         self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
