@@ -1,8 +1,8 @@
 //! Writing: into the buffer, with room set aside for what may need a new place.
 
-use super::read::gone;
 use super::apply::Effects;
 use super::placement::Placement;
+use super::read::gone;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, Entry};
 use crate::space::Run;

@@ -4,8 +4,8 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
-use super::placement::{BlockState, Placement, place};
 use super::apply::Effects;
+use super::placement::{BlockState, Placement, place};
 use super::write::chunks;
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
@@ -200,8 +200,11 @@ impl Engine {
             placements.clear();
             let range = piece.logical..piece.logical + piece.entry.blocks;
             meta.placements(root, range, &mut placements)?;
-            new_blocks +=
-                placements.iter().filter(|(_, placement, _)| *placement == Placement::New).map(|(r, _, _)| r.end - r.start).sum::<u64>();
+            new_blocks += placements
+                .iter()
+                .filter(|(_, placement, _)| *placement == Placement::New)
+                .map(|(r, _, _)| r.end - r.start)
+                .sum::<u64>();
             for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
                 let run = Run { start: *start, blocks: range.end - range.start };
                 meta.in_flight.claim(run);
