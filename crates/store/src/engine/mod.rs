@@ -37,6 +37,7 @@ mod check;
 mod checkpoint;
 mod commit;
 mod control;
+mod doubt;
 mod extend;
 mod files;
 mod inspect;

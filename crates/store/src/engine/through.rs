@@ -215,7 +215,7 @@ impl Engine {
     }
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.
-    fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+    pub(super) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let mut writer = Writer::default();
         for run in runs {
             for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
