@@ -46,6 +46,7 @@ mod check;
 mod checkpoint;
 mod commit;
 mod control;
+mod doubt;
 mod extend;
 mod fetch;
 mod files;

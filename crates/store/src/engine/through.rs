@@ -245,7 +245,7 @@ impl Engine {
     }
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.
-    fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+    pub(super) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let pages = runs.iter().map(|run| table_pages(*run)).sum();
         let mut writer = Writer::default();
         for run in runs {
