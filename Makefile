@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build test lint deny demo bench fuzz soak install
+.PHONY: help setup build test lint deny demo bench fuzz soak mutants install
 
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 PROGRAM := $(TARGET)/release/lamina
@@ -46,8 +46,13 @@ fuzz: setup ## Every fuzz target for FUZZ_SECONDS (60)
 	@scripts/setup fuzz
 	@scripts/fuzz $(FUZZ_SECONDS)
 
-soak: ## Random power cuts without end; prints the seed that fails
+MODEL_STATES ?= 1000000
+soak: ## Every order of steps to MODEL_STATES, then random power cuts without end; prints the seed that fails
+	LAMINA_MODEL_STATES=$(MODEL_STATES) cargo test --release -p lamina-store --lib no_order_of_steps -- --nocapture
 	cargo run --release -p lamina-simulation --bin lamina-soak -- $(SOAK)
+
+mutants: ## Deliberate faults, one at a time: which do the tests miss? MUTANTS="--only NAME" for a part
+	cargo run -p lamina-mutants -- $(MUTANTS)
 
 install: build ## Program, man pages, completions and unit into DESTDIR/PREFIX
 	install -D -m 755 $(PROGRAM) $(DESTDIR)$(PREFIX)/bin/lamina

@@ -20,8 +20,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-const FILES: [&str; 8] =
-    ["superblock", "journal", "map", "map.table", "map.summary", "data.table", "data.summary", "catalog"];
+const FILES: [&str; 9] =
+    ["superblock", "journal", "checkpoint", "map", "map.table", "map.summary", "data.table", "data.summary", "catalog"];
 const PAGE: u64 = 4096;
 const CAPACITY: u64 = 12 << 20;
 const READ: usize = 64 << 10;

@@ -1,5 +1,6 @@
 //! The format, held to its page: bytes of every structure as `docs/format/native.md` shows them, and datastores of
-//! this version, kept under `tests/golden/`, that every later version must open, find in order and read right.
+//! this and earlier versions, kept under `tests/golden/`, that every later version must open, find in order and read
+//! right.
 //!
 //! An image is text: `file NAME LENGTH`, then `OFFSET BYTES` in hexadecimal, 32 bytes to a line, lines of zeros left
 //! out. When a structure changes on purpose, the test prints what it is now; then the page, the version history and
@@ -98,6 +99,20 @@ fn superblock() {
     let sum = checksum(&bytes);
     bytes[12..16].copy_from_slice(&sum.to_le_bytes());
     is_as_shown("superblock", &bytes);
+}
+
+#[test]
+fn head_of_the_images_file() {
+    let disk = disk();
+    let directory = disk.directory();
+    Engine::init(&directory, InitParameters { uuid: UUID, journal_size: 4 << 20 }).unwrap();
+    let engine = Engine::open(Arc::clone(&directory), options()).unwrap();
+    engine.create_disk(new_disk("vm", Provisioning::Thin)).unwrap();
+    engine.checkpoint().unwrap();
+    let file = directory.open(store::engine::IMAGES_FILE, IoMode::Buffered).unwrap();
+    is_as_shown("images head", &read(&*file, 0, BLOCK_SIZE)[..128]);
+    assert_eq!(read(&*file, 4096, 8), (5u64 << 56).to_le_bytes());
+    assert_eq!(&read(&*file, 8192, 4), b"LMCT");
 }
 
 #[test]
@@ -408,6 +423,26 @@ fn make_crashed(directory: &Arc<dyn Directory>) {
     engine.snapshot(&[tuesday]).unwrap();
 }
 
+/// The same, and the power goes in recovery: the checkpoint at its end is committed, and its pages are not at home.
+fn make_crashed_in_checkpoint() -> SimulatedDisk {
+    let disk = disk();
+    make_crashed(&disk.directory());
+    for after in 1.. {
+        let disk = disk.crash();
+        disk.cut_after(disk.operations() + after);
+        assert!(Engine::open(disk.directory(), options()).is_err(), "no cut leaves images outstanding");
+        let disk = disk.crash();
+        let file = disk.directory().open("superblock", IoMode::Buffered).unwrap();
+        let copies = [0, 4096].map(|at| read(&*file, at, BLOCK_SIZE));
+        let sequence = |copy: &Vec<u8>| u64::from_le_bytes(copy[32..40].try_into().unwrap());
+        let newest = copies.iter().max_by_key(|copy| sequence(copy)).unwrap();
+        if newest[152..160] != [0; 8] {
+            return disk;
+        }
+    }
+    unreachable!("some cut leaves images outstanding")
+}
+
 fn is_whole(engine: &Engine) {
     let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
     assert_eq!((report.findings, report.leaked), (vec![], 0));
@@ -418,15 +453,25 @@ fn is_whole(engine: &Engine) {
 fn make() {
     let closed = disk().directory();
     make_closed(&closed).close().unwrap();
-    store_image("v1-closed.image", &*closed);
+    store_image("v2-closed.image", &*closed);
     let crashed = disk().directory();
     make_crashed(&crashed);
-    store_image("v1-crashed.image", &*crashed);
+    store_image("v2-crashed.image", &*crashed);
+    store_image("v2-checkpoint.image", &*make_crashed_in_checkpoint().directory());
 }
 
 #[test]
 fn a_closed_datastore_of_version_1_opens_and_reads_right() {
-    let disk = restore("v1-closed.image");
+    opens_and_reads_right("v1-closed.image");
+}
+
+#[test]
+fn a_closed_datastore_of_version_2_opens_and_reads_right() {
+    opens_and_reads_right("v2-closed.image");
+}
+
+fn opens_and_reads_right(image: &str) {
+    let disk = restore(image);
     for _ in 0..2 {
         let engine = Engine::open(disk.directory(), options()).unwrap();
         assert_eq!(engine.uuid(), UUID);
@@ -450,7 +495,21 @@ fn a_closed_datastore_of_version_1_opens_and_reads_right() {
 
 #[test]
 fn a_crashed_datastore_of_version_1_recovers() {
-    let disk = restore("v1-crashed.image");
+    recovers("v1-crashed.image");
+}
+
+#[test]
+fn a_crashed_datastore_of_version_2_recovers() {
+    recovers("v2-crashed.image");
+}
+
+#[test]
+fn a_datastore_of_version_2_that_crashed_in_a_checkpoint_recovers() {
+    recovers("v2-checkpoint.image");
+}
+
+fn recovers(image: &str) {
+    let disk = restore(image);
     let newer = [
         ("vm", 0, "only in the journal"),
         ("vm", 1, "announced, and at home"),

@@ -108,6 +108,20 @@ pub struct Piece {
     pub entry: Entry,
 }
 
+impl Piece {
+    /// A part of it.
+    pub fn part(&self, range: Range<u64>) -> Self {
+        let content = self.entry.content.part(range.start - self.logical..range.end - self.logical);
+        let entry = Entry { blocks: range.end - range.start, content, ..self.entry.clone() };
+        Self { logical: range.start, entry }
+    }
+
+    /// Its first blocks.
+    pub fn first(&self, blocks: u64) -> Self {
+        self.part(self.logical..self.logical + blocks)
+    }
+}
+
 /// Writes between two snapshots.
 #[derive(Default)]
 pub struct Layer {
@@ -188,7 +202,7 @@ impl Layer {
         gone
     }
 
-    /// Copies entries from `from` on, up to about `most` blocks of data, to be written home.
+    /// Copies entries from `from` on, up to `most` blocks of data, to be written home; the last one may be a part.
     pub fn take(&self, from: u64, most: u64) -> Vec<Piece> {
         let mut pieces = Vec::new();
         let mut blocks = 0;
@@ -196,10 +210,14 @@ impl Layer {
             if blocks >= most || pieces.len() as u64 >= most {
                 break;
             }
-            if matches!(entry.content, Content::Data(..)) {
-                blocks += entry.blocks;
+            let piece = Piece { logical: *at, entry: entry.clone() };
+            if !matches!(entry.content, Content::Data(..)) {
+                pieces.push(piece);
+                continue;
             }
-            pieces.push(Piece { logical: *at, entry: entry.clone() });
+            let taken = entry.blocks.min(most - blocks);
+            blocks += taken;
+            pieces.push(if taken < entry.blocks { piece.first(taken) } else { piece });
         }
         pieces
     }

@@ -183,13 +183,14 @@ impl Object {
     }
 }
 
+#[derive(Clone)]
 struct Held {
     object: Object,
     slot: u64,
 }
 
 /// All objects of a datastore.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Catalog {
     objects: FxHashMap<u64, Held>,
     disks: BTreeMap<String, u64>,
@@ -360,6 +361,18 @@ impl Catalog {
             self.unindex(&held.object);
             self.dirty.insert(held.slot);
             self.free_slots.insert(held.slot);
+        }
+    }
+
+    /// Records changed since the last checkpoint.
+    pub fn changed(&self) -> u64 {
+        self.dirty.len() as u64
+    }
+
+    /// The pages of changed records will be needed.
+    pub fn survey_store(&self, pages: &mut Pages) {
+        for slot in &self.dirty {
+            pages.peek(slot_page(*slot));
         }
     }
 

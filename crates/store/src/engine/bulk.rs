@@ -1,10 +1,11 @@
 //! Filling a disk that nobody uses yet, past the buffer: full clones, eager zeroing, imports.
 
 use super::Engine;
-use super::write::chunks;
-use super::writeback::UNMAP_MAX;
+use super::admit::STEP_PAGES;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
+use crate::space::Run;
+use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -44,12 +45,13 @@ impl<'a> BulkWriter<'a> {
     pub fn write_summed(&self, logical: u64, data: &[u8], sums: &Checksums) -> Result<()> {
         let engine = self.engine;
         engine.check_running()?;
-        engine.make_journal_room()?;
+        engine.pace()?;
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
             let claim = self.claim(blocks - at)?;
             let run = {
+                let _fetch = engine.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
                 engine.update_headroom(&meta);
@@ -67,13 +69,25 @@ impl<'a> BulkWriter<'a> {
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
             let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
-            let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();
-            let operation = Operation::Map { disk: self.disk, logical: logical + at, run, checksums };
-            let mut meta = engine.meta.lock();
-            engine.carry_out(&mut meta, operation, gate)?;
+            self.map(logical + at, run, &sums.as_slice()[at as usize..(at + run.blocks) as usize], gate)?;
             at += run.blocks;
         }
-        self.bound_pending()
+        engine.bound_pending()
+    }
+
+    /// Maps what was written: in steps, where the range is mapped in many pieces already.
+    fn map(&self, logical: u64, run: Run, sums: &[u32], gate: u64) -> Result<()> {
+        let mut at = 0;
+        while at < run.blocks {
+            let range = logical + at..logical + run.blocks;
+            let (end, _) = self.engine.meta.lock().reach(self.disk, range, false, STEP_PAGES)?;
+            let part = Run { start: run.start + at, blocks: end - (logical + at) };
+            let checksums = sums[at as usize..(at + part.blocks) as usize].to_vec();
+            let operation = Operation::Map { disk: self.disk, logical: logical + at, run: part, checksums };
+            self.engine.carry_out_waiting(operation, gate)?;
+            at += part.blocks;
+        }
+        Ok(())
     }
 
     /// Takes space for a range without writing it: it reads as zeros.
@@ -82,35 +96,36 @@ impl<'a> BulkWriter<'a> {
         let mut at = range.start;
         while at < range.end {
             engine.check_running()?;
-            engine.make_journal_room()?;
+            engine.pace()?;
             let claim = self.claim((range.end - at).min(RUN_MAX))?;
+            let _fetch = engine.bring_in(|meta| {
+                let blocks = (range.end - at).min(RUN_MAX);
+                meta.survey_allocation(blocks);
+                meta.survey_disk(self.disk, at..at + blocks, Aim::Map);
+            });
             let mut meta = engine.meta.lock();
-            let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
+            let (end, _) = meta.reach(self.disk, at..range.end, false, STEP_PAGES)?;
+            let run = engine.allocate(&mut meta, (end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
-            engine.carry_out(&mut meta, operation, 0)?;
+            let refused = engine.try_carry_out(&mut meta, operation, 0)?;
+            if refused.is_some() {
+                meta.data.release(run);
+            }
             engine.update_headroom(&meta);
             drop(meta);
             drop(claim);
-            at += run.blocks;
-            self.bound_pending()?;
+            match refused {
+                Some(cost) => engine.make_room(cost)?,
+                None => at += run.blocks,
+            }
+            engine.bound_pending()?;
         }
         Ok(())
     }
 
     /// Lets go of a range: it reads as zeros. For disks that begin as a clone; nothing of it may be buffered.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
-        let engine = self.engine;
-        for part in chunks(range, UNMAP_MAX) {
-            engine.check_running()?;
-            engine.make_journal_room()?;
-            let operation = Operation::Unmap { disk: self.disk, logical: part.start, blocks: part.blocks };
-            let mut meta = engine.meta.lock();
-            engine.carry_out(&mut meta, operation, 0)?;
-            engine.update_headroom(&meta);
-            drop(meta);
-            self.bound_pending()?;
-        }
-        Ok(())
+        self.engine.unmap_waiting(self.disk, range)
     }
 
     /// Makes sure that so many blocks are free beside what others are about to take.
@@ -135,16 +150,15 @@ impl<'a> BulkWriter<'a> {
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
         (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.copying.lock())
     }
+}
 
-    fn bound_pending(&self) -> Result<()> {
-        let (pending, checkpoint_due) = {
-            let meta = self.engine.meta.lock();
-            (meta.pending_bytes, self.engine.is_checkpoint_due(&meta.pages))
-        };
-        if checkpoint_due {
-            self.engine.checkpoint_if_needed()?;
-        } else if pending > self.engine.pending_limit() {
-            self.engine.commit_changes()?;
+impl Engine {
+    /// Has a checkpoint or a commit made when much is pending. Under no lock that a checkpoint takes.
+    pub(super) fn bound_pending(&self) -> Result<()> {
+        if self.is_checkpoint_due() {
+            self.checkpoint_if_needed()?;
+        } else if self.meta.lock().pending_bytes > self.pending_limit() {
+            self.commit_changes()?;
         }
         Ok(())
     }

@@ -8,33 +8,45 @@
 //!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
 //! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home
 //!    and flushed: nobody would look at them if this checkpoint did not end.
-//! 4. The other captured pages are appended to the journal, then a record that ends the checkpoint. From here on
-//!    recovery would take them from there.
-//! 5. They are written home and flushed; the superblock lets go of the journal before the tail.
+//! 4. Images of the other captured pages go to the images file and are flushed.
+//! 5. One write of the superblock commits the checkpoint: it names the images, lets go of the journal before the tail,
+//!    and holds the sizes. From here on recovery takes the pages from the images.
+//! 6. They are written home and flushed; a second write of the superblock says that no images are needed.
+//!
+//! The journal is appended to in step 2 only, and only with what waits to be appended anyway: a checkpoint needs no
+//! more of the ring than what was admitted, and a reserve for padding.
 
-use super::Engine;
 use super::superblock::Superblock;
-use crate::journal::{BatchKind, Place};
-use crate::pages::{Captured, PageFile, PageKey, Pages, sealed};
+use super::{Engine, Meta};
+use crate::journal::Place;
+use crate::pages::{Captured, PageFile, PageKey, sealed};
+use crate::space::TABLE_ENTRIES;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File, SharedSlice};
-use parking_lot::MutexGuard;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Pages per journal batch.
-const PAGES_PER_BATCH: usize = 64;
 /// Payload blocks taken home at a time.
 pub(super) const LOGGED_ROUND: usize = 256;
 
+/// What a checkpoint is for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// The datastore goes on.
+    GoOn,
+    /// The datastore is being closed.
+    Close,
+    /// The outcome of recovery is made the new start. What recovery has carried out is in the pages, and is never
+    /// appended.
+    Recover,
+}
+
 impl Engine {
-    /// Whether dirty pages ask for a checkpoint: they take at most a quarter of the cache, because what a checkpoint
-    /// has captured and what is changed meanwhile are both in memory, and their images at most a quarter of the ring.
-    pub(super) fn is_checkpoint_due(&self, pages: &Pages) -> bool {
-        let by_ring = (self.ring as usize / 4 / (BLOCK_SIZE + 64)).max(64);
-        let by_cache = (self.options.metadata_cache / BLOCK_SIZE / 4).max(64);
-        pages.dirty_known() > by_ring || pages.dirty() > by_cache
+    /// Whether so much has changed that a checkpoint is worth while; makes room for larger ones where that helps.
+    pub(super) fn is_checkpoint_due(&self) -> bool {
+        self.grow_images();
+        self.admission.is_checkpoint_due()
     }
 
     /// A checkpoint, unless another thread has just made one that leaves room.
@@ -44,7 +56,7 @@ impl Engine {
         if self.counters.checkpoints.load(Ordering::Acquire) != before {
             return Ok(());
         }
-        self.checkpoint_locked(false)?;
+        self.checkpoint_locked(Purpose::GoOn)?;
         drop(guard);
         Ok(())
     }
@@ -52,12 +64,13 @@ impl Engine {
     /// A checkpoint now.
     pub fn checkpoint(&self) -> Result<()> {
         let _guard = self.checkpoint.lock();
-        self.checkpoint_locked(false)
+        self.checkpoint_locked(Purpose::GoOn)
     }
 
-    pub(super) fn checkpoint_locked(&self, clean: bool) -> Result<()> {
+    pub(super) fn checkpoint_locked(&self, purpose: Purpose) -> Result<()> {
         self.check_running()?;
-        let Capture { mut next, pages, mut payload, batches } = self.capture()?;
+        self.check_owner()?;
+        let Capture { mut next, pages, mut payload, batches, carried_out } = self.capture(purpose)?;
         let Captured { known: images, unknown } = pages;
 
         while !payload.is_empty() {
@@ -73,6 +86,7 @@ impl Engine {
         drop(self.gate.lock());
         self.files.write_out();
         self.sync_all_data()?;
+        self.keep_home(&unknown);
         write_home(&self.page_files, &unknown).map_err(|error| self.stop(error))?;
         drop(unknown);
 
@@ -81,44 +95,64 @@ impl Engine {
         next.ordered = commit.ordered.take().ok_or_else(|| {
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
-        if next.map_length > commit.superblock.map_length {
-            // The record below will vouch for this length, also when no page of the map is among the images.
+        // Nothing else writes the superblock while the checkpoint lock is held.
+        next.sequence = commit.superblock.sequence;
+        next.checkpoint = commit.superblock.checkpoint + 1;
+        let grown = next.map_length > commit.superblock.map_length;
+        drop(commit);
+        if grown {
+            // The superblock will vouch for this length, also when no page of the map is among the images.
             self.page_files[PageFile::Map as usize]
                 .sync()
                 .during(|| "flushing the map".into())
                 .map_err(|error| self.stop(error))?;
         }
-        for batch in images.chunks(PAGES_PER_BATCH) {
-            let body = encode_pages(batch);
-            self.append(&mut commit, BatchKind::Pages, &[&body])?;
-            // Flushes and snapshots go between.
-            MutexGuard::bump(&mut commit);
+        if !images.is_empty() {
+            self.commit_images(&mut next, &images).map_err(|error| self.stop(error))?;
         }
-        let record = CheckpointRecord::of(&next).encode();
-        self.append(&mut commit, BatchKind::Checkpoint, &[&record])?;
-        drop(commit);
-
-        write_home(&self.page_files, &images).map_err(|error| self.stop(error))?;
-        drop(images);
-
         let mut commit = self.commit.lock();
-        next.sequence = commit.superblock.sequence;
-        next.clean = clean && commit.batches == batches;
+        next.clean = purpose == Purpose::Close && commit.batches == batches;
         if next.clean {
             // Nothing but the checkpoint itself lies behind the tail: let go of that too.
             next.tail = commit.journal.head();
             next.ordered = next.tail;
         }
+        next.images = None;
         next.write(&*self.superblock_file).map_err(|error| self.stop(error))?;
         commit.superblock = next;
-        commit.journal.release(next.tail);
-        self.journal_tail.store(next.tail.position, Ordering::Release);
+        self.release_journal(&mut commit, next.tail);
+        drop(commit);
+        self.admission.end_checkpoint();
         self.counters.checkpoints.fetch_add(1, Ordering::AcqRel);
-        Ok(())
+        if carried_out.is_empty() { Ok(()) } else { self.retire_committed(carried_out) }
+    }
+
+    /// Commits a checkpoint with images, and takes them home.
+    fn commit_images(&self, next: &mut Superblock, images: &[(PageKey, Arc<Block>)]) -> Result<()> {
+        // Nearly always there is room: what may become dirty is bounded by it.
+        self.reserve_images(images.len() as u64)?;
+        let record = CheckpointRecord::of(next);
+        next.images = Some(self.images.write(next.checkpoint, next.incarnation, record, images)?);
+        next.clean = false;
+        next.write(&*self.superblock_file)?;
+        let mut commit = self.commit.lock();
+        commit.superblock = *next;
+        self.release_journal(&mut commit, next.tail);
+        drop(commit);
+        self.admission.notify();
+        self.keep_home(images);
+        write_home(&self.page_files, images)
+    }
+
+    fn release_journal(&self, commit: &mut super::Committer, tail: Place) {
+        commit.journal.release(tail);
+        self.journal_tail.store(tail.position, Ordering::Release);
+        self.admission.set_used(commit.journal.used());
     }
 
     /// The moment of the checkpoint.
-    fn capture(&self) -> Result<Capture> {
+    fn capture(&self, purpose: Purpose) -> Result<Capture> {
+        let _fetch = self.bring_in(Meta::survey_capture);
         let _gate = self.gate.lock();
         let mut commit = self.commit.lock();
         let _through = self.through.write();
@@ -129,7 +163,12 @@ impl Engine {
         meta.catalog.store(&mut meta.pages)?;
         meta.data.store_summaries(&mut meta.pages)?;
         meta.map.store_summaries(&mut meta.pages)?;
+        let carried_out = match purpose {
+            Purpose::Recover => meta.take_pending(),
+            Purpose::GoOn | Purpose::Close => Vec::new(),
+        };
         meta.captured = Some(meta.pending.len());
+        meta.note_view();
         commit.ordered = None;
         let next = Superblock {
             tail: commit.journal.head(),
@@ -141,8 +180,24 @@ impl Engine {
             next_id: meta.catalog.next_id(),
             ..commit.superblock
         };
-        Ok(Capture { next, pages: meta.pages.capture(), payload: meta.logged.clone(), batches: commit.batches })
+        self.count_changes(meta);
+        self.admission.begin_checkpoint(held_pages(meta));
+        let pages = meta.pages.capture();
+        self.count_changes(meta);
+        Ok(Capture { next, pages, payload: meta.logged.clone(), batches: commit.batches, carried_out })
     }
+}
+
+/// Pages of the data table that appending what is pending now will change again: its holds end.
+fn held_pages(meta: &super::Meta) -> u64 {
+    let mut pages = 0;
+    let mut last = u64::MAX;
+    for run in meta.pending.iter().flat_map(|pending| &pending.held) {
+        let (from, to) = (run.start / TABLE_ENTRIES, (run.start + run.blocks - 1) / TABLE_ENTRIES);
+        pages += to - from + u64::from(from != last);
+        last = to;
+    }
+    pages
 }
 
 /// What a checkpoint holds on to.
@@ -152,19 +207,12 @@ struct Capture {
     /// Payload in the journal before the tail that is not home.
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
+    /// What recovery has carried out: in the pages, and not in the journal.
+    carried_out: Vec<super::Pending>,
 }
 
 fn same(a: &SharedSlice, b: &SharedSlice) -> bool {
     std::ptr::eq(a.as_ptr(), b.as_ptr())
-}
-
-fn encode_pages(pages: &[(PageKey, Arc<Block>)]) -> Vec<u8> {
-    let mut body = Vec::with_capacity(pages.len() * (BLOCK_SIZE + 8));
-    for (key, page) in pages {
-        body.extend_from_slice(&key.raw().to_le_bytes());
-        body.extend_from_slice(&sealed(page).0);
-    }
-    body
 }
 
 /// Writes pages to their files, neighbours together, and flushes the files.
@@ -197,8 +245,10 @@ pub(super) fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(Pag
     Ok(())
 }
 
-/// What the record at the end of a checkpoint says: nine numbers of eight bytes.
-pub(super) struct CheckpointRecord {
+/// What the superblock says after a checkpoint, in the head of the images file and, in version 1, at the end of a
+/// checkpoint in the journal: nine numbers of eight bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CheckpointRecord {
     /// From where urgent batches are replayed, and images looked for.
     pub tail: Place,
     /// From where all batches are replayed.
@@ -212,6 +262,8 @@ pub(super) struct CheckpointRecord {
 
 impl CheckpointRecord {
     const WORDS: usize = 9;
+    /// Bytes of it.
+    pub const SIZE: usize = 8 * Self::WORDS;
 
     fn of(superblock: &Superblock) -> Self {
         Self {
@@ -225,7 +277,19 @@ impl CheckpointRecord {
         }
     }
 
-    fn encode(&self) -> Vec<u8> {
+    /// Takes it into a superblock.
+    pub fn update(&self, superblock: &mut Superblock) {
+        superblock.tail = self.tail;
+        superblock.ordered = self.ordered;
+        superblock.data_regions = self.data_regions;
+        superblock.map_regions = self.map_regions;
+        superblock.map_length = self.map_length;
+        superblock.catalog_slots = self.catalog_slots;
+        superblock.next_id = self.next_id;
+    }
+
+    /// As stored.
+    pub fn encode(&self) -> Vec<u8> {
         let words: [u64; Self::WORDS] = [
             self.tail.position,
             self.tail.sequence,
@@ -240,8 +304,9 @@ impl CheckpointRecord {
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
 
-    pub(super) fn decode(body: &[u8]) -> Option<Self> {
-        if body.len() != 8 * Self::WORDS {
+    /// From its stored form.
+    pub fn decode(body: &[u8]) -> Option<Self> {
+        if body.len() != Self::SIZE {
             return None;
         }
         let word = |i: usize| u64::from_le_bytes(body[8 * i..8 * i + 8].try_into().expect("eight bytes"));

@@ -7,11 +7,15 @@
 //! Two kinds of operations are appended ahead of what is pending, because they commute with it:
 //!
 //! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and
-//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being freed, which makes them irrelevant;
+//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being freed,
+//! which makes them irrelevant;
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 
+use super::admission::Cost;
 use super::apply::Effects;
+use super::fetch::Fetch;
+use super::others::{STEPS_MAX, Step};
 use super::placement::Holds;
 use super::{Committer, Engine, Head, Meta, Pending};
 use crate::Result;
@@ -24,6 +28,8 @@ use parking_lot::MutexGuard;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// Blocks of data that a flush brings into the map at a time.
+const LOG_STEP: u64 = 64;
 /// The most payload that a flush puts into the journal instead of writing it home: 4 MiB.
 const PAYLOAD_MAX: u64 = 4 << 20;
 
@@ -44,6 +50,7 @@ impl Engine {
     pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;
+        let _appends = self.admit_append()?;
         self.append_pending(&mut self.commit.lock())?;
         if self.meta.lock().pending.is_empty() {
             return Ok(());
@@ -68,6 +75,8 @@ impl Engine {
                 self.write_back_once()?;
                 continue;
             }
+            let _fetch = self.bring_in_buffered();
+            let appends = self.admit_append()?;
             self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
             let gate = self.gate.lock();
             self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
@@ -79,7 +88,7 @@ impl Engine {
                 continue;
             }
             let covered = self.clock.load(Ordering::Acquire);
-            self.log_buffers()?;
+            let left = self.log_buffers()?;
             drop(gate);
             if self.needs_sync() {
                 drop(commit);
@@ -87,6 +96,12 @@ impl Engine {
                 commit = self.commit.lock();
             }
             self.append_pending(&mut commit)?;
+            if let Some(cost) = left {
+                drop(commit);
+                drop(appends);
+                self.make_room(cost)?;
+                continue;
+            }
             // Whoever came in between appended what we had queued; either way it is durable now.
             self.durable.fetch_max(covered, Ordering::AcqRel);
             return Ok(());
@@ -155,8 +170,25 @@ impl Engine {
         Ok(())
     }
 
-    /// Moves everything buffered into the map and the pending list, payload by reference. Under gate and commit.
-    pub(super) fn log_buffers(&self) -> Result<()> {
+    /// What the buffered pieces will need of the metadata, before any lock is taken for them.
+    fn bring_in_buffered(&self) -> Vec<Fetch> {
+        if self.meta.lock().pages.is_warm() {
+            return Vec::new();
+        }
+        let mut fetched = Vec::new();
+        for head in self.existing_heads() {
+            let pieces = self.oldest_pieces(&head, u64::MAX);
+            if !pieces.is_empty() {
+                fetched.push(self.bring_in(|meta| meta.survey_pieces(head.id, &pieces)));
+            }
+        }
+        fetched
+    }
+
+    /// Moves what is buffered into the map and the pending list, payload by reference. Under gate and commit. `None`
+    /// when that was everything; else the cost of what there was no room for, or nothing if it was enough for one turn.
+    pub(super) fn log_buffers(&self) -> Result<Option<Cost>> {
+        let mut steps = STEPS_MAX;
         for head in self.existing_heads() {
             let mut buffer = head.buffer.lock();
             if buffer.layers.is_empty() {
@@ -164,15 +196,11 @@ impl Engine {
             }
             loop {
                 let (layer, closed) = buffer.layers.oldest();
-                let pieces = layer.take(0, u64::MAX);
-                for piece in pieces {
-                    let mut meta = self.meta.lock();
-                    self.log_piece(&mut meta, &head, &piece)?;
-                    self.update_headroom(&meta);
-                    drop(meta);
-                    let (layer, _) = buffer.layers.oldest();
-                    let gone = layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
-                    self.give_back(gone);
+                for piece in layer.take(0, u64::MAX) {
+                    let left = self.log_entry(&mut buffer, &head, &piece, &mut steps)?;
+                    if left.is_some() {
+                        return Ok(left);
+                    }
                 }
                 if !closed {
                     break;
@@ -180,13 +208,58 @@ impl Engine {
                 self.seal_oldest(&mut buffer)?;
             }
         }
-        Ok(())
+        Ok(None)
+    }
+
+    /// One entry of the oldest layer, in steps; what there was room for leaves the buffer.
+    fn log_entry(
+        &self,
+        buffer: &mut super::Buffer,
+        head: &Head,
+        piece: &Piece,
+        steps: &mut usize,
+    ) -> Result<Option<Cost>> {
+        let end = piece.logical + piece.entry.blocks;
+        let mut at = piece.logical;
+        while at < end {
+            let mut meta = self.meta.lock();
+            let step = match &piece.entry.content {
+                Content::Data(..) => self.log_step(&mut meta, head, &piece.part(at..end.min(at + LOG_STEP)))?,
+                _ if *steps == 0 => return Ok(Some(Cost::default())),
+                content => {
+                    *steps -= 1;
+                    self.apply_other(&mut meta, head.id, at..end, content)?
+                }
+            };
+            self.update_headroom(&meta);
+            drop(meta);
+            let (layer, _) = buffer.layers.oldest();
+            let gone = layer.remove(at, step.end - at, piece.entry.stamp);
+            self.give_back(gone);
+            if step.refused.is_some() {
+                return Ok(step.refused);
+            }
+            at = step.end;
+        }
+        Ok(None)
+    }
+
+    /// Data of a few blocks, if there is room for it.
+    fn log_step(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<Step> {
+        let blocks = piece.entry.blocks;
+        let end = piece.logical + blocks;
+        let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
+        // At worst each block gets a record and a place of its own.
+        let cost = Cost { bytes: blocks * (BLOCK_SIZE as u64 + 64), pages: pages + blocks };
+        let Some(_grant) = self.admission.try_admit(cost) else {
+            return Ok(Step { end: piece.logical, refused: Some(cost) });
+        };
+        self.log_piece(meta, head, piece)?;
+        Ok(Step { end, refused: None })
     }
 
     fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
-        let Content::Data(slice, sums) = &piece.entry.content else {
-            return self.apply_other(meta, head.id, piece);
-        };
+        let Content::Data(slice, sums) = &piece.entry.content else { return Ok(()) };
         let range = piece.logical..piece.logical + piece.entry.blocks;
         let root = meta.catalog.get(head.id)?.root;
         let mut extents = Vec::new();
@@ -275,18 +348,13 @@ impl Engine {
                 {
                     writer.push(&next.operation);
                     joined = next.joined;
-                    let checksums = matches!(next.operation, Operation::Checksums { .. });
-                    meta.pending_checksums -= usize::from(checksums);
-                    taken.extend(meta.pending.pop_front());
+                    taken.extend(meta.pop());
                     meta.captured = meta.captured.map(|left| left - 1);
                 }
                 if taken.is_empty() {
                     return Ok(());
                 }
                 // The end of what a checkpoint captured is noted in the next round.
-                if meta.pending.is_empty() {
-                    meta.pending_bytes = 0;
-                }
             }
             self.append(commit, BatchKind::Operations, &writer.finish())?;
             if taken.iter().all(|pending| matches!(pending.operation, Operation::Synced { .. })) {
@@ -298,8 +366,9 @@ impl Engine {
     }
 
     /// What the journal now holds: new places may be overwritten in place, freed ones wait for their readers.
-    fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
+    pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
+        meta.appending_bytes = 0;
         let mut freed = Vec::new();
         for pending in taken {
             meta.release_holds(&pending)?;
@@ -313,6 +382,7 @@ impl Engine {
         }
         meta.release_limbo();
         self.update_headroom(&meta);
+        self.count_changes(&meta);
         Ok(())
     }
 
@@ -327,18 +397,5 @@ impl Engine {
 
     pub(super) fn journal_size(&self) -> u64 {
         self.ring
-    }
-
-    /// Waits for a checkpoint when the journal is too full for what a flush or a batch may append.
-    pub(super) fn make_journal_room(&self) -> Result<()> {
-        let used = self.journal_head.load(Ordering::Acquire) - self.journal_tail.load(Ordering::Acquire);
-        let ring = self.ring;
-        if used > ring / 5 * 2 {
-            self.request(|work| work.checkpoint = true);
-        }
-        if used > ring / 5 * 3 || (!self.options.threads && used > ring / 5 * 2) {
-            self.checkpoint_if_needed()?;
-        }
-        Ok(())
     }
 }

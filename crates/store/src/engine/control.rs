@@ -1,5 +1,7 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
+use super::admission::Cost;
+use super::admit::APPEND_BYTES;
 use super::apply::Effects;
 use super::{Engine, Head};
 use crate::catalog::{NAME_MAX, Object, Provisioning, State};
@@ -8,6 +10,13 @@ use crate::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// The most bytes of the journal that one change of the catalog takes (8 MiB): it goes into one batch.
+const CHANGE_BYTES_MAX: u64 = 8 << 20;
+/// Pages that a changed record dirties: its own, and the count of its root.
+const PAGES_PER_RECORD: u64 = 2;
+/// The longest record.
+const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
 
 /// What a new disk is to be.
 #[derive(Clone, Debug)]
@@ -75,10 +84,15 @@ impl Engine {
         look(&self.meta.lock().catalog)
     }
 
+    /// What a change of the catalog may cost: as much as every datastore has room for at once.
+    fn change_cost(&self) -> Cost {
+        Cost { bytes: (self.journal_size() / 4).min(CHANGE_BYTES_MAX), pages: self.admission.page_limit() / 2 }
+    }
+
     /// What takes effect at once goes into one batch of the journal: it must fit.
-    fn refuse_too_many(&self, operations: &[Operation]) -> Result<()> {
-        let size: usize = operations.iter().map(|operation| operation.catalog_size()).sum();
-        if size as u64 <= self.journal_size() / 4 {
+    fn refuse_too_many(&self, operations: &[Operation], limit: Cost) -> Result<()> {
+        let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
+        if size + APPEND_BYTES <= limit.bytes && operations.len() as u64 * PAGES_PER_RECORD <= limit.pages {
             return Ok(());
         }
         Err(Error::new(
@@ -96,13 +110,15 @@ impl Engine {
     fn change<T>(&self, plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>) -> Result<T> {
         self.check_running()?;
         self.make_journal_room()?;
+        let limit = self.change_cost();
+        let grant = self.admit(limit)?;
         let outcome = {
             let mut meta = self.meta.lock();
             let (operations, outcome) = plan(&mut meta.catalog)?;
             // Room first: what is carried out in memory cannot be taken back.
             let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
             self.reserve_metadata(&meta, records as u64)?;
-            self.refuse_too_many(&operations)?;
+            self.refuse_too_many(&operations, limit)?;
             let last = operations.len().saturating_sub(1);
             for (i, operation) in operations.into_iter().enumerate() {
                 self.carry_out(&mut meta, operation, 0)?;
@@ -113,6 +129,7 @@ impl Engine {
             self.update_headroom(&meta);
             outcome
         };
+        drop(grant);
         self.commit_changes()?;
         Ok(outcome)
     }
@@ -220,6 +237,11 @@ impl Engine {
         self.check_running()?;
         self.make_journal_room()?;
         self.extend_for_snapshots(wanted)?;
+        // Two records each, and what completes the snapshot.
+        let _grant = self.admit(Cost {
+            bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
+            pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
+        })?;
         let mut ids = Vec::new();
         let mut objects = Vec::new();
         {
@@ -265,6 +287,8 @@ impl Engine {
             wanted.iter().zip(&ids).map(|(new, id)| (self.head(new.disk), *id)).collect();
         heads.sort_unstable_by_key(|(head, _)| head.id);
 
+        let disks: Vec<u64> = heads.iter().map(|(head, _)| head.id).collect();
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&disks));
         let mut commit = self.commit.lock();
         let through = self.through.write();
         {
@@ -335,6 +359,7 @@ impl Engine {
     pub fn clone_snapshot(&self, snapshot: u64, new: &[NewDisk]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
             let source = catalog.get(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
@@ -417,6 +442,7 @@ impl Engine {
             })?;
         }
         self.abandon(disk)?;
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
             let mut operations = Vec::new();
             if thick {

@@ -4,7 +4,8 @@
 //! by maintenance ahead of need, else by the writer that finds nothing left. Only where neither came in time does it
 //! happen under the lock.
 
-use super::{Engine, Meta};
+use super::admission::Cost;
+use super::{Engine, Meta, images};
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::journal::Operation;
 use crate::pages::PageFile;
@@ -26,38 +27,63 @@ const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
 /// Free map nodes that maintenance keeps while writes come in.
 const NODES_AHEAD: u64 = 1024;
 
-/// What a metadata file has to grow to, in bytes.
-type Needs = [(PageFile, u64); 5];
+/// What describing one more piece of reserved space costs at most.
+const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
+
+/// What metadata has to have room for in the file system.
+pub(super) struct Needs {
+    /// Bytes that each file has to grow to.
+    files: [(PageFile, u64); 5],
+    /// Images of a checkpoint.
+    images: u64,
+}
 
 impl Engine {
-    /// Reserves more space until `claims` blocks fit into what is free.
+    /// Reserves more space until `claims` blocks fit into what is free. Under no lock that a checkpoint takes.
     pub(super) fn extend(&self, claims: u64) -> Result<()> {
-        let _extending = self.extending.lock();
         let mut largest = EXTENSION_MAX;
-        loop {
-            let (run, needs) = {
-                let mut meta = self.meta.lock();
-                meta.release_limbo();
-                self.update_headroom(&meta);
-                let free = self.headroom.load(Ordering::Acquire);
-                if claims <= free {
-                    return Ok(());
-                }
-                let want = extension(&meta).max((claims - free).min(EXTENSION_MAX)).min(largest);
-                let Meta { data, pages, .. } = &mut *meta;
-                let run = data.plan_extension(pages, want)?;
-                (run, needs(&meta, 0))
-            };
-            match self.reserve_run(run, &needs) {
-                Ok(()) => {}
-                Err(error) if error.kind() == ErrorKind::NoSpace && largest > EXTENSION_LEAST => {
-                    largest = (run.blocks.min(largest) / 2).max(EXTENSION_LEAST);
-                    continue;
-                }
-                Err(error) => return Err(error),
+        while self.headroom_now() < claims {
+            // Each piece on its own: a thick disk takes any number of them.
+            let _grant = self.admit(EXTENSION_COST)?;
+            self.extend_once(claims, &mut largest)?;
+        }
+        Ok(())
+    }
+
+    /// Free blocks that writes may count on, what no read names any more among them.
+    fn headroom_now(&self) -> u64 {
+        let mut meta = self.meta.lock();
+        meta.release_limbo();
+        self.update_headroom(&meta);
+        self.headroom.load(Ordering::Acquire)
+    }
+
+    /// Reserves one piece, of at most `largest` blocks, if `claims` blocks do not fit yet.
+    fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
+        let _extending = self.extending.lock();
+        let planned = self.look(|meta| {
+            meta.release_limbo();
+            self.update_headroom(meta);
+            let free = self.headroom.load(Ordering::Acquire);
+            if claims <= free {
+                return Ok(None);
             }
-            let mut meta = self.meta.lock();
-            self.note_backed(&mut meta, run)?;
+            let want = extension(meta).max((claims - free).min(EXTENSION_MAX)).min(*largest);
+            let Meta { data, pages, .. } = &mut *meta;
+            let run = data.plan_extension(pages, want)?;
+            Ok(Some((run, needs(meta, 0))))
+        })?;
+        let Some((run, needs)) = planned else { return Ok(()) };
+        match self.reserve_run(run, &needs) {
+            Ok(()) => {
+                let _fetch = self.bring_in(|meta| meta.survey_run(run));
+                self.note_backed(&mut self.meta.lock(), run)
+            }
+            Err(error) if error.kind() == ErrorKind::NoSpace && *largest > EXTENSION_LEAST => {
+                *largest = (run.blocks.min(*largest) / 2).max(EXTENSION_LEAST);
+                Ok(())
+            }
+            Err(error) => Err(error),
         }
     }
 
@@ -112,6 +138,7 @@ impl Engine {
         let operation = Operation::Backed { run, backed: true };
         meta.enqueue(operation, gate)?;
         self.update_headroom(meta);
+        self.count_changes(meta);
         Ok(())
     }
 
@@ -169,7 +196,8 @@ impl Engine {
     }
 
     fn reserve_needs(&self, needs: &Needs) -> Result<()> {
-        for (file, bytes) in *needs {
+        self.reserve_images(needs.images)?;
+        for (file, bytes) in needs.files {
             let known = &self.metadata_reserved[file as usize];
             let from = known.load(Ordering::Acquire);
             if bytes > from {
@@ -194,12 +222,13 @@ fn nodes_more(used: u64) -> u64 {
 fn needs(meta: &Meta, records: u64) -> Needs {
     let table = |regions: u64| regions * REGION_PAGES;
     let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
-    [
+    let files = [
         (PageFile::MapTable, table(meta.map.regions())),
         (PageFile::MapSummary, summary(meta.map.regions())),
         (PageFile::DataTable, table(meta.data.regions())),
         (PageFile::DataSummary, summary(meta.data.regions())),
         (PageFile::Catalog, (meta.catalog.slots() + records) / SLOTS_PER_PAGE as u64 + 64),
     ]
-    .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
+    .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64));
+    Needs { files, images: images::pages_needed(meta, records) }
 }

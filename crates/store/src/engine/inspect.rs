@@ -1,12 +1,13 @@
 //! Looking at maps: what a range is, what changed between two points, how much a disk holds.
 
 use super::apply::Effects;
+use super::fetch::Fetch;
 use super::placement::Holds;
 use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, Piece};
 use crate::space::SpaceCounts;
-use crate::tree::{self, NodeId};
+use crate::tree::{self, Aim, NodeId};
 use std::ops::Range;
 
 /// Blocks looked at under one hold of the lock (1 GiB of disk).
@@ -90,7 +91,9 @@ impl Meta {
         let mut extents = Vec::new();
         if let Some(root) = root {
             let mut effects = Effects::default();
-            tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
+            self.surveyed(root, range.clone(), Aim::Look, |meta| {
+                tree::lookup(&mut meta.nodes(&mut effects), root, range.clone(), &mut extents)
+            })?;
         }
         let mut at = range.start;
         for extent in extents {
@@ -108,14 +111,16 @@ impl Engine {
     /// What a range of a head is, at most `limit` spans.
     pub fn spans_head(&self, head: &Head, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
         let mut out = Vec::new();
+        let mut fetch = Fetch::default();
         let mut at = range.start;
         while at < range.end && out.len() <= limit {
             let part = at..range.end.min(at + STRIDE);
-            at = part.end;
             let buffer = head.lock_settled(&part);
             if buffer.gone {
                 return Err(super::read::gone());
             }
+            at = part.end;
+            let first = part.start;
             let (mut pieces, mut gaps): (Vec<Piece>, Vec<Range<u64>>) = Default::default();
             buffer.layers.overlay(part, &mut pieces, &mut gaps);
             let mut spans: Vec<Span> = Vec::new();
@@ -129,14 +134,26 @@ impl Engine {
             }
             let mut meta = self.meta.lock();
             let root = meta.catalog.get(head.id)?.root;
-            for gap in gaps {
-                // Each gap on its own: spans of the buffer lie between them.
-                let mut own = Vec::new();
-                meta.spans(root, gap, &mut own)?;
-                spans.append(&mut own);
-            }
+            let looked = fetch.look(&mut meta, |meta| {
+                for gap in gaps {
+                    // Each gap on its own: spans of the buffer lie between them.
+                    let mut own = Vec::new();
+                    meta.spans(root, gap, &mut own)?;
+                    spans.append(&mut own);
+                }
+                Ok(())
+            });
             drop(meta);
             drop(buffer);
+            match looked {
+                Ok(found) => found?,
+                Err(absent) => {
+                    self.load_pages(absent, &mut fetch)?;
+                    at = first;
+                    continue;
+                }
+            }
+            fetch = Fetch::default();
             spans.sort_unstable_by_key(|span| span.logical);
             for span in spans {
                 push(&mut out, span.logical, span.blocks, span.condition);
@@ -154,9 +171,15 @@ impl Engine {
         while at < range.end && out.len() <= limit {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
-            let mut meta = self.meta.lock();
-            let root = meta.catalog.get(snapshot)?.root;
-            meta.spans(root, part, &mut out)?;
+            let spans = self.look(|meta| {
+                let root = meta.catalog.get(snapshot)?.root;
+                let mut spans = Vec::new();
+                meta.spans(root, part.clone(), &mut spans)?;
+                Ok(spans)
+            })?;
+            for span in spans {
+                push(&mut out, span.logical, span.blocks, span.condition);
+            }
         }
         out.truncate(limit);
         Ok(out)
@@ -189,20 +212,23 @@ impl Engine {
         while at < range.end {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
-            let mut found = Vec::new();
-            {
-                let mut meta = self.meta.lock();
+            let looked = self.look(|meta| {
+                let mut found = Vec::new();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
                     // One tree: nothing can differ anywhere.
-                    break;
+                    return Ok(None);
                 }
                 let mut effects = Effects::default();
-                tree::diff(&mut meta.nodes(&mut effects), a, b, part.clone(), &mut |extent| {
+                let compared = tree::diff(&mut meta.nodes(&mut effects), a, b, part.clone(), &mut |extent| {
                     found.push(Changed { logical: extent.logical, blocks: extent.blocks, zero: !extent.in_b });
                     Ok(())
-                })?;
-                if let Some(tail) = tail.take_if(|tail| part.contains(tail)) {
+                });
+                if compared.is_err() && meta.pages.absent() > 0 {
+                    meta.survey_difference([a, b], &part);
+                }
+                compared?;
+                if let Some(tail) = tail.filter(|tail| part.contains(tail)) {
                     let mut spans = Vec::new();
                     meta.spans(if ends.0 < ends.1 { b } else { a }, tail..tail + 1, &mut spans)?;
                     let data = spans.iter().any(|span| span.condition == Condition::Data);
@@ -212,7 +238,10 @@ impl Engine {
                         found.insert(after, Changed { logical: tail, blocks: 1, zero: false });
                     }
                 }
-            }
+                Ok(Some(found))
+            })?;
+            let Some(found) = looked else { break };
+            tail = tail.filter(|tail| !part.contains(tail));
             for changed in found {
                 match &mut last {
                     Some(before)
@@ -245,30 +274,40 @@ impl Engine {
         let mut at = 0;
         let mut last = (u64::MAX, u64::MAX);
         while at < end {
-            let mut meta = self.meta.lock();
-            let Some(root) = meta.catalog.get(object)?.root else { break };
-            let mut extents = Vec::new();
-            let mut effects = Effects::default();
             // Far beyond the last mapping there is nothing to stride over one step at a time.
             let stride = end.min(at + STRIDE);
-            let none = Holds::default();
-            let mut nodes = meta.current_nodes(&none, &mut effects);
-            tree::lookup_exclusive(&mut nodes, root, at..stride, &mut extents)?;
-            if extents.is_empty() {
-                at = meta.next_mapped(root, stride, end)?.unwrap_or(end);
-                continue;
-            }
-            at = stride;
+            let looked = self.look(|meta| {
+                let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
+                let mut effects = Effects::default();
+                meta.surveyed(root, at..stride, Aim::Read, |meta| {
+                    let mut extents = Vec::new();
+                    let none = Holds::default();
+                    tree::lookup_exclusive(
+                        &mut meta.current_nodes(&none, &mut effects),
+                        root,
+                        at..stride,
+                        &mut extents,
+                    )?;
+                    if extents.is_empty() {
+                        return Ok(Some((meta.next_mapped(root, stride, end)?.unwrap_or(end), extents, 0)));
+                    }
+                    let mut exclusive = 0;
+                    for extent in extents.iter().filter(|extent| !extent.shared_path) {
+                        for block in extent.physical..extent.physical + extent.blocks {
+                            exclusive += u64::from(meta.entry(block)?.references == 1);
+                        }
+                    }
+                    Ok(Some((stride, extents, exclusive)))
+                })
+            })?;
+            let Some((next, extents, exclusive)) = looked else { break };
+            at = next;
+            counts.exclusive += exclusive;
             for extent in extents {
                 counts.allocated += extent.blocks;
                 counts.unwritten += if extent.unwritten { extent.blocks } else { 0 };
                 counts.extents += u64::from(last != (extent.logical, extent.physical));
                 last = (extent.logical + extent.blocks, extent.physical + extent.blocks);
-                if !extent.shared_path {
-                    for block in extent.physical..extent.physical + extent.blocks {
-                        counts.exclusive += u64::from(meta.entry(block)?.references == 1);
-                    }
-                }
             }
         }
         Ok(counts)
@@ -299,6 +338,21 @@ impl Engine {
 }
 
 impl Meta {
+    /// Runs a look-up of a range of a tree. When it misses pages, all that can be known to be missed by now is noted.
+    fn surveyed<T>(
+        &mut self,
+        root: NodeId,
+        range: Range<u64>,
+        aim: Aim,
+        look: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        let found = look(self);
+        if found.is_err() && self.pages.absent() > 0 {
+            self.survey(Some(root), range, aim);
+        }
+        found
+    }
+
     /// The first mapped block at or after `from`, found by walking nodes, not by looking block by block.
     pub(super) fn next_mapped(&mut self, root: NodeId, from: u64, end: u64) -> Result<Option<u64>> {
         let mut width = STRIDE;

@@ -2,8 +2,11 @@
 //! space back to the file system.
 
 use super::Engine;
+use super::admission::Cost;
 use super::checkpoint::LOGGED_ROUND;
+use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
+use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -13,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// How often maintenance looks round when nobody asks.
 const TICK: Duration = Duration::from_millis(100);
+/// How often an owner that appends nothing to the journal looks whether it still is the owner.
+const OWNER_CHECK: Duration = Duration::from_secs(2);
 /// Without a write for this long the datastore counts as idle: space is given back down to the last run.
 const IDLE: Duration = Duration::from_millis(700);
 /// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
@@ -120,7 +125,14 @@ impl Engine {
             singles_done: false,
             rest: Instant::now(),
         };
+        let mut owner_seen = Instant::now();
         while self.running() {
+            if owner_seen.elapsed() > OWNER_CHECK {
+                owner_seen = Instant::now();
+                if self.check_owner().is_err() {
+                    return;
+                }
+            }
             let extend;
             {
                 let mut work = self.work.lock();
@@ -152,10 +164,11 @@ impl Engine {
             work.reclaim = false;
             (std::mem::take(&mut work.commit), std::mem::take(&mut work.checkpoint))
         };
-        let (logged, pending, freeing, checkpoint_due) = {
+        let (logged, pending, freeing) = {
             let meta = self.meta.lock();
-            (meta.logged.len(), meta.pending.len(), meta.freeing, self.is_checkpoint_due(&meta.pages))
+            (meta.logged.len(), meta.pending.len(), meta.freeing)
         };
+        let checkpoint_due = self.is_checkpoint_due();
         let logged_limit = (self.ring / 8 / BLOCK_SIZE as u64).min(4096) as usize;
         if logged > 0 && (logged > logged_limit || idle > IDLE) {
             let mut left = logged - if idle > IDLE { 0 } else { logged_limit / 2 };
@@ -215,11 +228,20 @@ impl Engine {
     /// Drops parts of deleted trees; true while something is left.
     fn drop_trash(&self, rounds: usize) -> Result<bool> {
         for _ in 0..rounds {
+            let Some(object) = self.with_catalog(|catalog| catalog.first_trash()) else { return Ok(false) };
+            let operation = Operation::Drop { object, steps: DROP_STEPS };
+            let _fetch = self.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = self.meta.lock();
-            let Some(object) = meta.catalog.first_trash() else { return Ok(false) };
-            self.carry_out(&mut meta, Operation::Drop { object, steps: DROP_STEPS }, 0)?;
+            // Another thread may have dropped the last of it meanwhile.
+            if meta.catalog.first_trash() != Some(object) {
+                continue;
+            }
+            let refused = self.try_carry_out(&mut meta, operation, 0)?;
             let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
+            if let Some(cost) = refused {
+                self.make_room(cost)?;
+            }
             if full {
                 self.commit_changes()?;
             }
@@ -265,6 +287,8 @@ impl Engine {
     /// given back.
     fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
         let _punching = self.punching.lock();
+        let mut refused = false;
+        let _fetch = self.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
@@ -280,18 +304,35 @@ impl Engine {
             if *region >= meta.data.regions() {
                 *region = 0;
             }
-            let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
-            self.update_headroom(meta);
+            let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
+            let mut told = 0;
             for run in &runs {
-                for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
-                    self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0)?;
+                let parts: Vec<Run> = chunks(run.start..run.start + run.blocks, RUN_MAX).collect();
+                let mut cost = Cost::default();
+                for part in &parts {
+                    cost += meta.cost(&Operation::Backed { run: *part, backed: false })?;
                 }
+                let Some(_grant) = self.admission.try_admit(cost) else { break };
+                for run in parts {
+                    self.carry_out(meta, Operation::Backed { run, backed: false }, 0)?;
+                }
+                told += 1;
             }
+            // The next round finds again what there was no room for.
+            for run in runs.drain(told..) {
+                meta.data.release(run);
+                refused = true;
+            }
+            self.update_headroom(meta);
             if *region >= meta.data.regions() {
                 *region = 0;
             }
             runs
         };
+        if refused {
+            *region = 0;
+            self.make_journal_room()?;
+        }
         if runs.is_empty() {
             return Ok(0);
         }
@@ -319,8 +360,7 @@ impl Engine {
         let mut more = self.write_back_once()?;
         more |= self.write_logged(LOGGED_ROUND)? > 0;
         more |= self.drop_trash(8)?;
-        let due = self.is_checkpoint_due(&self.meta.lock().pages);
-        if due {
+        if self.is_checkpoint_due() {
             self.checkpoint()?;
         }
         self.meta.lock().release_limbo();

@@ -22,25 +22,39 @@
 //!    describe is durable at home: data written back, payload of the journal, and the pending changes in their order.
 //! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
 //!    before is under way.
-//! 4. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
+//! 4. Whatever changes metadata was admitted before ([`admission`]): the journal has room for what it appends and the
+//!    next checkpoint for what it dirties. Nothing waits for that under a lock that a checkpoint takes.
+//! 5. After a failed write or flush of the medium nothing is written any more until the datastore is opened again.
 //!
 //! # Locks
 //!
-//! In this order: `control` (one change of the catalog at a time), `punching`, `checkpoint`, `gate` (no write-back
-//! under way), `commit` (the journal), `through` (no write past the buffer under way), `extending` (space from the
-//! file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O happens under `gate` or `through` at
-//! most, journal I/O under `commit`, metadata page reads under `meta`. `copying` is held over one write, beside none.
+//! In this order: `checking` (one check at a time), `control` (one change of the catalog at a time), `punching`,
+//! `checkpoint`, `gate` (no write-back under way), `commit` (the journal), `through` (no write past the buffer under
+//! way), `extending` (space from the file system), `Head::buffer` (ascending by id), `meta`, `permits`. Data I/O
+//! happens under `gate` or `through` at most, journal I/O under `commit`. `copying` is held over one write, beside
+//! none.
+//!
+//! Metadata pages are read without `meta`, and before `commit` and `Head::buffer` are taken: look-ups let go of their
+//! locks and look again, changes are prepared ([`fetch`]). Only what a change misses although it was prepared, and all
+//! that recovery and a repair read, is read under `meta`.
 
+mod admission;
+mod admit;
 mod apply;
 mod bulk;
 mod check;
 mod checkpoint;
 mod commit;
 mod control;
+mod doubt;
 mod extend;
+mod fetch;
 mod files;
+mod images;
 mod inspect;
 mod maintain;
+mod others;
+mod owner;
 mod payload;
 mod placement;
 mod read;
@@ -48,7 +62,10 @@ mod recover;
 mod replay;
 mod room;
 mod superblock;
+mod survey;
 mod through;
+mod verify;
+mod view;
 mod write;
 mod writeback;
 
@@ -56,7 +73,9 @@ pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
 pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
 pub use files::JOURNAL_FILE;
+pub use images::IMAGES_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
+pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use superblock::FORMAT_VERSION;
@@ -64,7 +83,7 @@ pub use superblock::FORMAT_VERSION;
 use crate::buffer::Layers;
 use crate::catalog::Catalog;
 use crate::journal::{Journal, Operation, Place};
-use crate::pages::{PageFile, Pages};
+use crate::pages::{Kept, PageFile, Pages};
 use crate::space::{Run, Space};
 use crate::{Error, ErrorKind, Result};
 use apply::Effects;
@@ -75,8 +94,8 @@ use placement::{Holds, InFlight};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use superblock::Superblock;
 
@@ -140,10 +159,14 @@ struct Meta {
     holds: Holds,
     pending: VecDeque<Pending>,
     pending_bytes: usize,
+    /// Bytes of what was pending and is being appended.
+    appending_bytes: usize,
     /// How many of the pending changes are [`Operation::Checksums`].
     pending_checksums: usize,
     /// Pending changes that the checkpoint under way has captured already.
     captured: Option<usize>,
+    /// The catalog as the next checkpoint captures it, for a check that asked for it.
+    viewed: Option<Catalog>,
     /// Held by reads that may name blocks mapped now; replaced at each commit.
     epoch: Arc<()>,
     /// Blocks whose freeing is durable, waiting for the reads of their epoch.
@@ -245,14 +268,24 @@ pub struct Counters {
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
+    /// Gone when the datastore was dropped.
+    owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
     files: DataFiles,
     superblock_file: Arc<dyn File>,
     page_files: [Arc<dyn File>; PageFile::COUNT],
     /// Size of the journal ring in bytes.
     ring: u64,
+    admission: admission::Admission,
+    images: images::Images,
+    /// One growth of the images file at a time.
+    images_growing: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata_reserved: [AtomicU64; PageFile::COUNT],
+    /// One check at a time.
+    checking: Mutex<()>,
+    /// What a check still needs of pages that checkpoints write over.
+    kept: Arc<Kept>,
     control: Mutex<()>,
     gate: Mutex<writeback::Lane>,
     logged_lane: Mutex<payload::LoggedLane>,
@@ -291,6 +324,8 @@ pub struct Engine {
     claims: AtomicU64,
     /// Free blocks that writes may count on.
     headroom: AtomicU64,
+    /// The disk that write-back served last, for who has no lane.
+    written_back: AtomicU64,
     /// Flushes waiting for the gate: write-back steps aside.
     flushes_waiting: AtomicU64,
     stopped: AtomicBool,
@@ -426,22 +461,30 @@ impl Meta {
     }
 
     fn push(&mut self, operation: Operation, gate: u64, freed: Vec<Run>, held: Vec<Run>) {
-        let size = match &operation {
-            Operation::MapData { run, .. } | Operation::OverwriteData { run, .. } => {
-                run.blocks as usize * backend::BLOCK_SIZE + 32
-            }
-            Operation::Map { run, .. } | Operation::Written { run, .. } | Operation::Checksums { run, .. } => {
-                32 + 4 * run.blocks as usize
-            }
-            Operation::Put { record } | Operation::Clone { record, .. } => 16 + record.len(),
-            _ => 32,
-        };
+        let size = operation.size();
         self.pending_bytes += size;
         self.pending_checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
         self.freeing += freed.iter().map(|run| run.blocks).sum::<u64>();
         self.held += freed.iter().map(|run| run.blocks).sum::<u64>();
         let number = self.holds.pushed();
         self.pending.push_back(Pending { operation, gate, number, freed, held, joined: false });
+    }
+
+    /// Takes the operation queued first, to be appended.
+    fn pop(&mut self) -> Option<Pending> {
+        let next = self.pending.pop_front()?;
+        let size = next.operation.size();
+        self.pending_bytes -= size;
+        self.appending_bytes += size;
+        self.pending_checksums -= usize::from(matches!(next.operation, Operation::Checksums { .. }));
+        Some(next)
+    }
+
+    /// Takes everything that is queued, never to be appended.
+    fn take_pending(&mut self) -> Vec<Pending> {
+        let taken = std::iter::from_fn(|| self.pop()).collect();
+        self.appending_bytes = 0;
+        taken
     }
 
     /// The operation queued last takes effect with the next one or not at all.

@@ -13,7 +13,25 @@
 //! until the journal has it durably. Operations become durable in the order in which they became pending, so a hold is
 //! the number of the last pending operation that concerns the block or node.
 //!
-//! Everything here is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`.
+//! Everything here is pure: no I/O, no threads, no clock. The state diagram is in `docs/format/native.md`; why holds
+//! are counted is in `docs/adr/0012-placement.md`; `tests/model` explores every order of steps.
+//!
+//! # Blocks that are packed, pinned or shared by content
+//!
+//! Compression and deduplication add states of blocks and no decisions. Each of their rules has its place here:
+//!
+//! * A *packed* block is never overwritten in place: [`BlockState::shared_path`] is true for an extent of a packed leaf
+//!   entry, because its blocks belong to several entries whatever their count.
+//! * A block that is *shared by content* has a reference for each leaf entry that touches it:
+//!   [`BlockState::references`].
+//! * A *pinned* block, the target of a share that is being compared, is [`BlockState::held`] from the pin on: the pin
+//!   is a [`Holds::hold_block`] of the operation about to become pending.
+//! * Writes under way are no targets of sharing: [`InFlight::contains`] under the lock under which the share is
+//!   decided.
+//! * A share is one operation under the metadata lock; suspect blocks are refused there, by their table entry.
+//! * A share waits for the data of its target: that is the gate of the pending operation, as for a new place.
+//! * A share names its run, so that the run is held until the share is durable, also when its first owner unmaps it
+//!   meanwhile. Holds are counted by order number, so that a second operation on the run prolongs them.
 
 use crate::space::Run;
 use crate::tree::NodeId;
@@ -61,7 +79,7 @@ pub fn place(state: BlockState) -> Placement {
 ///
 /// The first hold of a data block is a flag in its table entry, which the caller keeps: [`Holds::hold_block`] and
 /// [`Holds::release_block`] say what becomes of it. Only what is held by several operations at once costs memory here.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Holds {
     /// Number of the operation that became pending last.
     last: u64,
@@ -154,7 +172,7 @@ impl Holds {
 
 /// Blocks that a write is under way for: claimed under the metadata lock where the write is planned, given back when
 /// its outcome is in the metadata.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct InFlight {
     /// Runs by first block; they do not overlap. Neighbours are not joined: each is given back as it was claimed.
     runs: BTreeMap<u64, u64>,

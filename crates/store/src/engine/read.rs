@@ -1,16 +1,22 @@
 //! Reading: asking the buffer and the map where blocks are, and verifying what the caller fetched.
 
+use super::admission::Cost;
 use super::apply::Effects;
+use super::fetch::Fetch;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
+use crate::pages::PageKey;
 use crate::space::{Entry, Run};
-use crate::tree::{self, Extent, NodeId};
+use crate::tree::{self, Aim, Extent, NodeId};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+/// What noting the content of a suspect block costs.
+const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
 pub enum Segment {
@@ -89,6 +95,21 @@ impl Meta {
         range: Range<u64>,
         out: &mut Vec<(u64, Segment)>,
     ) -> Result<()> {
+        let planned = self.plan_extents(files, root, range.clone(), out);
+        if planned.is_err() && self.pages.absent() > 0 {
+            // Not only what it stumbled over: all that can be known to be missed by now.
+            self.survey(root, range, Aim::Read);
+        }
+        planned
+    }
+
+    fn plan_extents(
+        &mut self,
+        files: &super::DataFiles,
+        root: Option<NodeId>,
+        range: Range<u64>,
+        out: &mut Vec<(u64, Segment)>,
+    ) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::new();
         if let Some(root) = root {
             let mut effects = Effects::default();
@@ -161,6 +182,22 @@ impl Meta {
 impl Engine {
     /// Finds where a range of blocks of a disk is.
     pub fn plan_head(&self, head: &Head, range: Range<u64>) -> Result<Planned> {
+        let mut fetch = Fetch::default();
+        loop {
+            match self.try_plan_head(head, range.clone(), &mut fetch)? {
+                Ok(planned) => return Ok(planned),
+                Err(absent) => self.load_pages(absent, &mut fetch)?,
+            }
+        }
+    }
+
+    /// The same with what is in memory; else what is not.
+    fn try_plan_head(
+        &self,
+        head: &Head,
+        range: Range<u64>,
+        fetch: &mut Fetch,
+    ) -> Result<std::result::Result<Planned, Vec<PageKey>>> {
         let buffer = head.lock_settled(&range);
         if buffer.gone {
             return Err(gone());
@@ -187,8 +224,12 @@ impl Engine {
         let guard = Arc::clone(&meta.epoch);
         if !gaps.is_empty() {
             let root = meta.catalog.get(head.id)?.root;
-            for gap in gaps {
-                meta.plan(&self.files, root, gap, &mut parts)?;
+            let looked = fetch.look(&mut meta, |meta| {
+                gaps.into_iter().try_for_each(|gap| meta.plan(&self.files, root, gap, &mut parts))
+            });
+            match looked {
+                Ok(planned) => planned?,
+                Err(absent) => return Ok(Err(absent)),
             }
         }
         drop(meta);
@@ -196,18 +237,19 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard })
+        Ok(Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard }))
     }
 
     /// Finds where a range of blocks of a snapshot is. Waits while its last writes are on their way into the map.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
-        let mut meta = self.meta.lock();
-        let guard = Arc::clone(&meta.epoch);
-        let root = meta.catalog.get(snapshot)?.root;
-        let mut parts = Vec::new();
-        meta.plan(&self.files, root, range, &mut parts)?;
-        Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard })
+        self.look(|meta| {
+            let guard = Arc::clone(&meta.epoch);
+            let root = meta.catalog.get(snapshot)?.root;
+            let mut parts = Vec::new();
+            meta.plan(&self.files, root, range.clone(), &mut parts)?;
+            Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard })
+        })
     }
 
     /// Verifies fetched segments of a range that starts at block `logical`; `replan` plans a block again.
@@ -261,6 +303,8 @@ impl Engine {
         if found == planned {
             return Ok(Verdict::Again);
         }
+        // For what a suspect block is found to hold.
+        let _grant = self.admit(RESOLVE_COST)?;
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
         if entry.checksum != planned {
@@ -291,6 +335,7 @@ impl Engine {
             // A write that nobody was told is durable was cut off here: what is left of it is the content now.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
+            self.count_changes(&meta);
             self.counters.torn_blocks.fetch_add(1, Ordering::Relaxed);
             return Ok(Verdict::Again);
         }

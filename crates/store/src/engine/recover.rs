@@ -1,17 +1,27 @@
 //! Making, opening and closing a store.
 //!
-//! Opening reads the superblock and follows the journal from its tail. If a checkpoint ended there after the
-//! superblock was written, its pages go home first and replay starts at its place; then every operation is carried out
-//! again, payload is put where it belongs, snapshots that were waiting for their last writes are completed with what
-//! there is, and a checkpoint makes the result the new starting point. The work is bounded by the size of the journal.
+//! Opening reads the superblock. If it names images of a checkpoint, they go home first. Then it follows the journal
+//! from its tail, every operation is carried out again, payload is put where it belongs, snapshots that were waiting
+//! for their last writes are completed with what there is, and a checkpoint makes the result the new starting point.
+//!
+//! What must hold:
+//!
+//! 1. Nothing is appended to the journal before that checkpoint: a ring that is full recovers like any other. What
+//!    recovery carries out beside replay is in the pages that the checkpoint captures.
+//! 2. Recovery can be cut off anywhere and begin again. Until the checkpoint is committed the superblock describes the
+//!    state that replay starts from, and what is written home is what the next recovery would write again.
+//! 3. Work that has no bound, clearing what lies behind the end of a disk that shrank, comes after the checkpoint and is
+//!    admitted step by step like any other.
 
-use super::checkpoint::{CheckpointRecord, write_home};
+use super::admission::Admission;
+use super::checkpoint::{CheckpointRecord, Purpose, write_home};
 use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::images::{IMAGES_FILE, INITIAL_PAGES, Images, pages_needed};
 use super::payload::LoggedLane;
 use super::placement::{Holds, InFlight};
-use super::superblock::Superblock;
+use super::superblock::{FORMAT_VERSION, Superblock};
 use super::writeback::{LANE_DEPTH, Lane};
-use super::{Committer, Counters, Engine, EngineOptions, Meta};
+use super::{Committer, Counters, Engine, EngineOptions, Meta, Owner};
 use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{PageFile, PageKey, Pages, verify};
@@ -32,6 +42,8 @@ pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
 pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
 /// Blocks of the map reserved from the start.
 const MAP_RESERVE: u64 = 256;
+/// Pages that recovery may change beside those that replay has changed: of snapshots that it completes.
+const PAGES_AHEAD: u64 = 64;
 /// Regions of data believed without a file that bears them out.
 const REGIONS_AHEAD: u64 = 1024;
 
@@ -60,7 +72,8 @@ impl Engine {
             return Err(Error::new(ErrorKind::Exists, "there is a datastore already"));
         }
         let known = |name: &String| {
-            name == JOURNAL_FILE || name == LOCK_FILE || PageFile::ALL.iter().any(|file| file.name() == name)
+            [JOURNAL_FILE, LOCK_FILE, IMAGES_FILE].contains(&name.as_str())
+                || PageFile::ALL.iter().any(|file| file.name() == name)
         };
         if let Some(foreign) = names.iter().find(|name| !known(name)) {
             return Err(Error::new(
@@ -91,9 +104,11 @@ impl Engine {
             }
             pages.sync().during(|| format!("flushing {}", file.name()))?;
         }
+        Images::create(&**directory, INITIAL_PAGES)?;
         directory.sync().during(|| "flushing the new datastore".into())?;
         let start = Place { position: 0, sequence: 1 };
         let mut superblock = Superblock {
+            version: FORMAT_VERSION,
             uuid: parameters.uuid,
             sequence: 0,
             journal_size: size,
@@ -107,6 +122,8 @@ impl Engine {
             created: backend::clock::seconds(),
             clean: true,
             incarnation: 0,
+            checkpoint: 0,
+            images: None,
         };
         let file = create(SUPERBLOCK_FILE)?;
         file.reserve(0, 2 * BLOCK_SIZE as u64).during(|| "reserving the superblock".into())?;
@@ -115,12 +132,21 @@ impl Engine {
         directory.sync().during(|| "flushing the new datastore".into())
     }
 
-    /// Opens a store: recovers it if it was not closed, and starts its threads if the options say so. The caller
-    /// holds the lock of the datastore.
+    /// Opens a store that no other process can reach: recovers it if it was not closed, and starts its threads if the
+    /// options say so.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_owned(directory, options, None)
+    }
+
+    /// As [`Engine::open`]; the store is written while `owner` exists and holds its locks.
+    pub fn open_owned(
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        owner: Option<&Arc<Owner>>,
+    ) -> Result<Arc<Self>> {
         let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
-        let mut superblock = Superblock::read(&*superblock_file)?;
+        let (mut superblock, other_copy_lost) = Superblock::read(&*superblock_file)?;
         // The journal goes past the page cache where the file system allows: it is never read again but in recovery.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
             Ok(file) => file,
@@ -139,20 +165,30 @@ impl Engine {
         let page_files: [Arc<dyn File>; PageFile::COUNT] =
             page_files.try_into().map_err(|_| Error::new(ErrorKind::Invalid, "page files"))?;
         let salt = u64::from_le_bytes(superblock.uuid[..8].try_into().expect("eight bytes"));
+        let images = Images::open(&*directory, &superblock, salt)?;
+        if let Some(head) = images.outstanding(&superblock, other_copy_lost)? {
+            images.take_home(&head, &page_files)?;
+            head.record.update(&mut superblock);
+            superblock.checkpoint = head.number;
+            superblock.incarnation = superblock.incarnation.max(head.incarnation);
+            superblock.images = None;
+            superblock.clean = false;
+            // The images file may be written anew from here on.
+            superblock.write(&*superblock_file)?;
+        }
         let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
 
         let found = survey(&journal, superblock.incarnation)?;
         let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
+            // Of version 1, which kept images in the ring. They stay there until the first checkpoint is committed.
             let mut images = Vec::new();
             collect_images(&journal, superblock.tail, checkpoint, &mut images)?;
             write_home(&page_files, &images)?;
-            superblock.data_regions = checkpoint.record.data_regions;
-            superblock.map_regions = checkpoint.record.map_regions;
-            superblock.map_length = checkpoint.record.map_length;
-            superblock.catalog_slots = checkpoint.record.catalog_slots;
-            superblock.next_id = checkpoint.record.next_id;
-            (replay_from, ordered_from) = (checkpoint.record.tail, checkpoint.record.ordered);
+            let Superblock { tail, ordered, .. } = superblock;
+            checkpoint.record.update(&mut superblock);
+            (replay_from, ordered_from) = (superblock.tail, superblock.ordered);
+            (superblock.tail, superblock.ordered) = (tail, ordered);
         }
         let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         check_lengths(&page_files, &files.all(), &superblock)?;
@@ -174,22 +210,34 @@ impl Engine {
             holds: Holds::default(),
             pending: VecDeque::new(),
             pending_bytes: 0,
+            appending_bytes: 0,
             pending_checksums: 0,
             captured: None,
+            viewed: None,
             epoch: Arc::new(()),
             limbo: VecDeque::new(),
             held: 0,
             freeing: 0,
         };
+        let admission = Admission::new(superblock.journal_size, (options.metadata_cache / BLOCK_SIZE) as u64);
+        admission.set_capacity(images.capacity()?);
+        admission.set_used(journal.used());
+        let kept_directory = Arc::clone(&directory);
         let engine = Arc::new(Self {
+            admission,
+            images,
+            images_growing: Mutex::new(()),
             directory,
             options,
+            owner: owner.map(Arc::downgrade),
             uuid: superblock.uuid,
             files,
             superblock_file,
             page_files: kept_files,
             ring: superblock.journal_size,
             metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
+            checking: Mutex::new(()),
+            kept: crate::pages::Kept::new(kept_directory),
             control: Mutex::new(()),
             gate: Mutex::new(lane),
             logged_lane: Mutex::new(logged_lane),
@@ -214,6 +262,7 @@ impl Engine {
             buffered: AtomicU64::new(0),
             claims: AtomicU64::new(0),
             headroom: AtomicU64::new(0),
+            written_back: AtomicU64::new(0),
             flushes_waiting: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
             stop_reason: Mutex::new(None),
@@ -237,6 +286,7 @@ impl Engine {
             tracing::info!(operations, "recovered the datastore from its journal");
         }
         engine.update_headroom(&engine.meta.lock());
+        engine.reserve_for_checkpoints()?;
         engine.start(crashed)?;
         Ok(engine)
     }
@@ -267,12 +317,14 @@ impl Engine {
             for object in incomplete {
                 self.carry_out(&mut meta, Operation::Trash { object }, 0)?;
             }
-            self.clear_behind_ends(&mut meta)?;
             self.restore_reserves(&mut meta)?;
             drop(meta);
             self.return_unclaimed_room()?;
-            self.checkpoint()?;
+            let guard = self.checkpoint.lock();
+            self.checkpoint_locked(Purpose::Recover)?;
+            drop(guard);
             self.announced.store(u64::MAX, Ordering::Release);
+            self.clear_behind_ends()?;
         }
         // From here on the files change: space is reserved before the journal knows of it.
         let mut commit = self.commit.lock();
@@ -288,18 +340,24 @@ impl Engine {
         Ok(())
     }
 
+    /// Takes the room for the images of any single change, and for all pages that are dirty already.
+    fn reserve_for_checkpoints(&self) -> Result<()> {
+        let needed = {
+            let meta = self.meta.lock();
+            self.count_changes(&meta);
+            pages_needed(&meta, 0).max(meta.pages.dirty() as u64 + PAGES_AHEAD)
+        };
+        self.reserve_images(needed)
+            .map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))
+    }
+
     /// A shrink that a crash cut short has the new capacity and still the blocks behind it.
-    fn clear_behind_ends(&self, meta: &mut Meta) -> Result<()> {
-        let disks: Vec<(u64, u64)> =
-            meta.catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect();
-        for (disk, mut end) in disks {
-            while let Some(root) = meta.catalog.get(disk)?.root
-                && let Some(first) = meta.next_mapped(root, end, crate::tree::LOGICAL_LIMIT)?
-            {
-                end = crate::tree::LOGICAL_LIMIT.min(first + super::writeback::UNMAP_MAX);
-                let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
-                self.carry_out(meta, operation, 0)?;
-            }
+    fn clear_behind_ends(&self) -> Result<()> {
+        let disks: Vec<(u64, u64)> = self.with_catalog(|catalog| {
+            catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
+        });
+        for (disk, end) in disks {
+            self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT)?;
         }
         Ok(())
     }
@@ -335,7 +393,7 @@ impl Engine {
         // Also what no write waits for: the checkpoint then has nothing to append.
         self.commit_changes()?;
         let _guard = self.checkpoint.lock();
-        self.checkpoint_locked(true)?;
+        self.checkpoint_locked(Purpose::Close)?;
         self.stopped.store(true, Ordering::Release);
         *self.stop_reason.lock() = Some("it was closed".into());
         Ok(())

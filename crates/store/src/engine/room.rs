@@ -4,11 +4,12 @@
 //! A region without such room takes exactly as much of the file system as its summary says is backed, so that looking
 //! for it costs one question to the file system per region; only a region that takes more is looked at block by block.
 //!
-//! What must hold: nobody reserves or punches in a region while it is looked at. Reserving happens under `extending`,
-//! which is held; punching under `punching`, which the caller holds or has no threads to fear.
+//! What must hold: nothing is reserved or punched in a region while it is looked at. Reserving happens under
+//! `extending`, which is held for one region at a time; punching under `punching`, which is held as long, unless the
+//! caller holds it or has no threads to fear. The metadata lock is held to look at counts and entries only.
 
-use super::{Engine, Meta};
-use crate::space::{REGION_BLOCKS, Run};
+use super::Engine;
+use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
@@ -17,27 +18,99 @@ use std::ops::Range;
 const END: u64 = i64::MAX as u64;
 
 impl Engine {
-    /// Calls `each` for every run of blocks that takes room of the file system and is not backed.
-    pub(super) fn unclaimed_room(&self, each: &mut dyn FnMut(&dyn File, Run) -> Result<()>) -> Result<()> {
-        let _extending = self.extending.lock();
+    /// Calls `each` for every run of blocks that takes room of the file system and is not backed. `running` when holes
+    /// may be punched meanwhile.
+    pub(super) fn unclaimed_room(
+        &self,
+        running: bool,
+        each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
+    ) -> Result<()> {
         for (number, file) in (0u64..).zip(self.files.all()) {
             let base = number * crate::space::FILE_BLOCKS;
             let mut at = 0;
             // Files are sparse: regions that take no room are never met.
             while let Some(first) = next(&*file, at)? {
                 let region = base + first.start.max(at) / BLOCK_SIZE as u64 / REGION_BLOCKS * REGION_BLOCKS;
-                let mut meta = self.meta.lock();
-                let end = unclaimed_in_region(&mut meta, &*file, base, region, each)?;
+                let _punching = running.then(|| self.punching.lock());
+                let _extending = self.extending.lock();
+                let end = self.unclaimed_in_region(&*file, base, region, each)?;
                 at = end.max(at + 1);
             }
         }
         Ok(())
     }
 
+    /// Looks at one region; returns the byte offset of its end in the file.
+    fn unclaimed_in_region(
+        &self,
+        file: &dyn File,
+        base: u64,
+        region: u64,
+        each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
+    ) -> Result<u64> {
+        let size = BLOCK_SIZE as u64;
+        let bytes = (region - base) * size..(region - base + REGION_BLOCKS) * size;
+        let mut taken: Vec<Range<u64>> = Vec::new();
+        let mut blocks = 0;
+        let mut at = bytes.start;
+        while let Some(found) = next(file, at)?
+            && found.start < bytes.end
+        {
+            // Blocks that are taken in part, at an end of file that is none of ours, count for nothing.
+            let range = found.start.max(bytes.start).div_ceil(size)..found.end.min(bytes.end) / size;
+            if !range.is_empty() {
+                blocks += range.end - range.start;
+                taken.push(range);
+            }
+            at = found.end.max(at + 1);
+            if at >= bytes.end {
+                break;
+            }
+        }
+        let (backed, known) = {
+            let meta = self.meta.lock();
+            (meta.data.backed_in(region / REGION_BLOCKS), meta.data.blocks())
+        };
+        if blocks == backed {
+            return Ok(bytes.end);
+        }
+        let mut found: Vec<Run> = Vec::new();
+        for range in taken {
+            for part in super::write::chunks(range.start + base..range.end + base, TABLE_ENTRIES) {
+                let mut unclaimed: Vec<Run> = Vec::new();
+                self.look(|meta| {
+                    unclaimed.clear();
+                    for block in part.start..part.start + part.blocks {
+                        if block < known && meta.entry(block)?.backed {
+                            continue;
+                        }
+                        match unclaimed.last_mut() {
+                            Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                            _ => unclaimed.push(Run { start: block, blocks: 1 }),
+                        }
+                    }
+                    Ok(())
+                })?;
+                for run in unclaimed {
+                    match found.last_mut() {
+                        Some(last) if last.start + last.blocks == run.start && run.start > range.start + base => {
+                            last.blocks += run.blocks;
+                        }
+                        _ => found.push(run),
+                    }
+                }
+            }
+        }
+        for run in found {
+            each(file, run)?;
+        }
+        Ok(bytes.end)
+    }
+
     /// Gives back what a crash left.
     pub(super) fn return_unclaimed_room(&self) -> Result<()> {
         let mut returned = 0;
-        self.unclaimed_room(&mut |file, run| {
+        self.unclaimed_room(false, &mut |file, run| {
             returned += run.blocks;
             self.files.touch(run);
             punch(file, run)
@@ -60,53 +133,4 @@ fn next(file: &dyn File, from: u64) -> Result<Option<Range<u64>>> {
         return Ok(None);
     }
     file.next_allocated(from).during(|| "asking the file system which space a data file takes".into())
-}
-
-/// Looks at one region; returns the byte offset of its end in the file.
-fn unclaimed_in_region(
-    meta: &mut Meta,
-    file: &dyn File,
-    base: u64,
-    region: u64,
-    each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
-) -> Result<u64> {
-    let size = BLOCK_SIZE as u64;
-    let bytes = (region - base) * size..(region - base + REGION_BLOCKS) * size;
-    let mut taken: Vec<Range<u64>> = Vec::new();
-    let mut blocks = 0;
-    let mut at = bytes.start;
-    while let Some(found) = next(file, at)?
-        && found.start < bytes.end
-    {
-        // Blocks that are taken in part, at an end of file that is none of ours, count for nothing.
-        let range = found.start.max(bytes.start).div_ceil(size)..found.end.min(bytes.end) / size;
-        if !range.is_empty() {
-            blocks += range.end - range.start;
-            taken.push(range);
-        }
-        at = found.end.max(at + 1);
-        if at >= bytes.end {
-            break;
-        }
-    }
-    if blocks == meta.data.backed_in(region / REGION_BLOCKS) {
-        return Ok(bytes.end);
-    }
-    let known = meta.data.blocks();
-    for range in taken {
-        let mut unclaimed: Option<Run> = None;
-        for block in range.start + base..range.end + base {
-            if block < known && meta.entry(block)?.backed {
-                if let Some(run) = unclaimed.take() {
-                    each(file, run)?;
-                }
-                continue;
-            }
-            unclaimed.get_or_insert(Run { start: block, blocks: 0 }).blocks += 1;
-        }
-        if let Some(run) = unclaimed {
-            each(file, run)?;
-        }
-    }
-    Ok(bytes.end)
 }

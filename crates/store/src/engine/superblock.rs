@@ -3,7 +3,7 @@
 //! | offset | size | field |
 //! |---|---|---|
 //! | 0 | 8 | magic `LAMINADS` |
-//! | 8 | 4 | format version, 1 |
+//! | 8 | 4 | format version, 2; copies of version 1 are read, without the fields from 144 on |
 //! | 12 | 4 | CRC32C of the copy with this field zero |
 //! | 16 | 16 | UUID of the datastore |
 //! | 32 | 8 | sequence number of the copy |
@@ -20,18 +20,34 @@
 //! | 120 | 8 | incarnation: the last opening that appended to the journal |
 //! | 128 | 8 | position from which pending operations are replayed: those between the tail and it are in the pages |
 //! | 136 | 8 | its sequence number |
+//! | 144 | 8 | number of the last checkpoint |
+//! | 152 | 8 | page images of that checkpoint that have to go home, 0: none |
+//! | 160 | 4 | CRC32C of the head of the file that holds them |
 
 use crate::journal::Place;
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
-/// The version written and read.
-pub const FORMAT_VERSION: u32 = 1;
+/// The version written. Every version up to it is read.
+pub const FORMAT_VERSION: u32 = 2;
+/// The version without an images file.
+const VERSION_RING_IMAGES: u32 = 1;
+
+/// The page images that recovery takes home before anything else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamedImages {
+    /// How many.
+    pub count: u64,
+    /// CRC32C of the head of the images file.
+    pub checksum: u32,
+}
 
 /// What opening needs before anything else.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
+    /// The version it was read with; what is written is always [`FORMAT_VERSION`].
+    pub version: u32,
     pub uuid: [u8; 16],
     pub sequence: u64,
     pub journal_size: u64,
@@ -46,9 +62,18 @@ pub struct Superblock {
     pub created: u64,
     pub clean: bool,
     pub incarnation: u64,
+    /// Number of the last checkpoint that was committed.
+    pub checkpoint: u64,
+    /// Its images, while their pages may not be at home.
+    pub images: Option<NamedImages>,
 }
 
 impl Superblock {
+    /// True when the datastore has an images file already.
+    pub fn has_images_file(&self) -> bool {
+        self.version > VERSION_RING_IMAGES
+    }
+
     fn encode(&self) -> Buffer {
         let mut out = Buffer::zeroed(1);
         out[0..8].copy_from_slice(MAGIC);
@@ -73,6 +98,11 @@ impl Superblock {
         out[120..128].copy_from_slice(&self.incarnation.to_le_bytes());
         out[128..136].copy_from_slice(&self.ordered.position.to_le_bytes());
         out[136..144].copy_from_slice(&self.ordered.sequence.to_le_bytes());
+        out[144..152].copy_from_slice(&self.checkpoint.to_le_bytes());
+        if let Some(images) = self.images {
+            out[152..160].copy_from_slice(&images.count.to_le_bytes());
+            out[160..164].copy_from_slice(&images.checksum.to_le_bytes());
+        }
         let sum = checksum(&out);
         out[12..16].copy_from_slice(&sum.to_le_bytes());
         out
@@ -89,13 +119,20 @@ impl Superblock {
             return Ok(None);
         }
         let version = u32::from_le_bytes(bytes[8..12].try_into().expect("four bytes"));
-        if version != FORMAT_VERSION {
+        if !(VERSION_RING_IMAGES..=FORMAT_VERSION).contains(&version) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                format!("the datastore has format version {version}; this lamina reads version {FORMAT_VERSION}"),
+                format!(
+                    "the datastore has format version {version}; this lamina reads versions {VERSION_RING_IMAGES} to \
+                     {FORMAT_VERSION}"
+                ),
             ));
         }
+        let since_2 = |value: u64| if version > VERSION_RING_IMAGES { value } else { 0 };
+        let count = since_2(word(152));
+        let checksum = u32::from_le_bytes(bytes[160..164].try_into().expect("four bytes"));
         let superblock = Self {
+            version,
             uuid: bytes[16..32].try_into().expect("sixteen bytes"),
             sequence: word(32),
             journal_size: word(40),
@@ -109,6 +146,8 @@ impl Superblock {
             created: word(104),
             clean: bytes[112] != 0,
             incarnation: word(120),
+            checkpoint: since_2(word(144)),
+            images: (count > 0).then_some(NamedImages { count, checksum }),
         };
         let sane = superblock.journal_size >= super::JOURNAL_SIZE_MIN
             && superblock.journal_size <= super::JOURNAL_SIZE_MAX
@@ -121,6 +160,8 @@ impl Superblock {
             && superblock.ordered >= superblock.tail
             && superblock.incarnation < 1 << 62
             && superblock.sequence < 1 << 62
+            && superblock.checkpoint < 1 << 62
+            && count < super::images::COUNT_LIMIT
             && superblock.next_id < 1 << 62
             && superblock.data_regions < 1 << 32
             && superblock.map_regions < 1 << 32
@@ -135,21 +176,23 @@ impl Superblock {
         Ok(Some(superblock))
     }
 
-    /// Reads the newer of the two copies.
-    pub fn read(file: &dyn File) -> Result<Self> {
+    /// Reads the newer of the two copies; and whether the other one cannot be read, so that it may have been newer.
+    pub fn read(file: &dyn File) -> Result<(Self, bool)> {
         let mut newest: Option<Self> = None;
         let mut refused = None;
+        let mut lost = false;
         for copy in 0..2 {
             let mut bytes = Buffer::zeroed(1);
             file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).during(|| "reading the superblock".into())?;
             match Self::decode(&bytes) {
                 Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
-                Ok(_) => {}
+                Ok(Some(_)) => {}
+                Ok(None) => lost = true,
                 Err(error) => refused = Some(error),
             }
         }
         match (newest, refused) {
-            (Some(found), None) => Ok(found),
+            (Some(found), None) => Ok((found, lost)),
             (_, Some(error)) => Err(error),
             (None, None) => Err(Error::new(
                 ErrorKind::Corrupt,
@@ -161,6 +204,7 @@ impl Superblock {
     /// Writes the next copy durably.
     pub fn write(&mut self, file: &dyn File) -> Result<()> {
         self.sequence += 1;
+        self.version = FORMAT_VERSION;
         file.write_at(&[&self.encode()], self.sequence % 2 * BLOCK_SIZE as u64, true)
             .during(|| "writing the superblock".into())
     }

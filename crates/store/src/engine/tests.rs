@@ -182,7 +182,7 @@ fn a_closed_store_has_nothing_to_replay() {
         write(&engine, round, 77);
         engine.close().unwrap();
         let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
-        let superblock = Superblock::read(&*file).unwrap();
+        let superblock = Superblock::read(&*file).unwrap().0;
         assert!(superblock.clean && superblock.tail == superblock.ordered, "round {round}: {superblock:?}");
         engine = open(&disk).unwrap();
     }
@@ -207,15 +207,15 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
     engine.close().unwrap();
     drop(engine);
     let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
-    let good = Superblock::read(&*file).unwrap();
+    let good = Superblock::read(&*file).unwrap().0;
     let newest = good.sequence % 2 * BLOCK_SIZE as u64;
     for at in (0..128).chain([200, 4095]) {
         disk.flip_bit(files::SUPERBLOCK_FILE, newest + at, (at % 8) as u8).unwrap();
-        let found = Superblock::read(&*file).unwrap();
+        let found = Superblock::read(&*file).unwrap().0;
         assert_eq!(found.sequence, good.sequence - 1, "byte {at} may change unnoticed");
         disk.flip_bit(files::SUPERBLOCK_FILE, newest + at, (at % 8) as u8).unwrap();
     }
-    assert_eq!(Superblock::read(&*file).unwrap(), good);
+    assert_eq!(Superblock::read(&*file).unwrap().0, good);
 }
 
 mod ownership;

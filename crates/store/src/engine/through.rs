@@ -14,10 +14,13 @@
 //! 2. While a range is being written, reads and writes of it wait: nobody sees a block that is half old.
 //! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
 
-use super::{Engine, Head};
+use super::admission::Cost;
+use super::admit::{batch_bytes, table_pages};
+use super::{Engine, Head, Meta};
 use crate::buffer::Checksums;
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::Run;
+use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use std::collections::BTreeMap;
@@ -28,6 +31,8 @@ use std::sync::atomic::Ordering;
 const THROUGH_MIN: u64 = 32;
 /// How far ahead of a write permits are taken, in blocks (32 MiB).
 const PERMIT_AHEAD: u64 = 8192;
+/// Runs that are permitted with one announcement.
+const PERMITS_AT_ONCE: usize = 512;
 /// Permits kept at most; a store with more scattered large writes takes them anew.
 const PERMITS_MAX: usize = 4096;
 
@@ -93,7 +98,16 @@ impl Engine {
             return Ok(false);
         }
         self.check_running()?;
-        self.make_journal_room()?;
+        self.pace()?;
+        // Permits are looked for that far ahead too.
+        let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
+        let _fetch = self.bring_in(|meta| {
+            let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
+            meta.survey_disk(head.id, ahead.clone(), Aim::Read);
+            if new > 0 && meta.pages.absent() == 0 {
+                meta.survey_allocation(new);
+            }
+        });
         // A permit may end between being taken and being used; whoever is that unlucky three times can wait.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
@@ -128,7 +142,7 @@ impl Engine {
         data: &SharedSlice,
         checksums: &Checksums,
     ) -> Result<Outcome> {
-        let parts = {
+        let (parts, _grant) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let root = meta.catalog.get(head.id)?.root;
@@ -147,7 +161,8 @@ impl Engine {
                 let runs = ahead
                     .iter()
                     .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
-                return Ok(Outcome::Announce(runs.collect()));
+                // No more than one batch takes, however short they are.
+                return Ok(Outcome::Announce(runs.take(PERMITS_AT_ONCE).collect()));
             }
             let mut parts: Vec<Part> = Vec::new();
             for (range, place) in own {
@@ -170,6 +185,13 @@ impl Engine {
                     at += run.blocks;
                 }
             }
+            let grant = parts_cost(meta, head.id, &parts).map(|cost| self.admission.try_admit(cost));
+            let Ok(Some(grant)) = grant else {
+                parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
+                self.update_headroom(meta);
+                // Those who write into the buffer wait for room there.
+                return grant.map(|_| Outcome::Buffer);
+            };
             // Nothing can fail any more but the medium: older payload of these must not go home over what is written
             // now.
             for part in parts.iter().filter(|part| !part.new) {
@@ -177,7 +199,7 @@ impl Engine {
                 meta.forget_logged(part.run);
             }
             self.update_headroom(meta);
-            parts
+            (parts, grant)
         };
         for part in &parts {
             let from = (part.logical - range.start) as usize * BLOCK_SIZE;
@@ -189,6 +211,14 @@ impl Engine {
         parts.iter().for_each(|part| self.files.touch(part.run));
         // First what a flush has to cover, then the clock that makes it look.
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let _fetch = self.bring_in(|meta| {
+            for part in &parts {
+                meta.survey_run(part.run);
+                if part.new {
+                    meta.survey_disk(head.id, part.logical..part.logical + part.run.blocks, Aim::Map);
+                }
+            }
+        });
         let mut meta = self.meta.lock();
         for part in parts {
             let from = (part.logical - range.start) as usize;
@@ -215,20 +245,37 @@ impl Engine {
     }
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.
-    fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+    pub(super) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+        let pages = runs.iter().map(|run| table_pages(*run)).sum();
         let mut writer = Writer::default();
         for run in runs {
             for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
                 writer.push(&Operation::Announce { run: part });
             }
         }
+        let _grant = self.admit(Cost { bytes: batch_bytes(writer.len()), pages })?;
         let mut commit = self.commit.lock();
+        // Recovery will mark them suspect, which changes their pages.
+        self.admission.add_announced(pages);
         // Held over the append: whoever ends permits reads the head of the journal after it has ended these too.
         let mut permits = self.permits.lock();
         self.append(&mut commit, BatchKind::Urgent, &writer.finish())?;
         runs.iter().for_each(|run| permits.add(*run));
         Ok(())
     }
+}
+
+/// What mapping these costs at most.
+fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
+    let mut cost = Cost::default();
+    for part in parts {
+        cost.bytes += 32 + 4 * part.run.blocks;
+        cost.pages += table_pages(part.run) + 1;
+        if part.new {
+            cost.pages += meta.reach(disk, part.logical..part.logical + part.run.blocks, false, u64::MAX)?.1;
+        }
+    }
+    Ok(cost)
 }
 
 #[cfg(test)]

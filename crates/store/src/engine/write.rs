@@ -234,9 +234,10 @@ impl Engine {
         // What waits below is a snapshot's: the map will share it once that has arrived.
         let sealed = head.buffer.lock().layers.is_single();
         let blocks = range.end - range.start;
-        let mut meta = self.meta.lock();
-        let own = if sealed { meta.own_blocks(head.id, range)? } else { 0 };
-        Ok(own == blocks || meta.catalog.get(head.id)?.reserved >= blocks - own)
+        self.look(|meta| {
+            let own = if sealed { meta.own_blocks(head.id, range.clone())? } else { 0 };
+            Ok(own == blocks || meta.catalog.get(head.id)?.reserved >= blocks - own)
+        })
     }
 }
 

@@ -4,14 +4,16 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
+use super::admission::Cost;
+use super::admit::{batch_bytes, table_pages};
 use super::apply::Effects;
+use super::fetch::Fetch;
 use super::placement::{BlockState, Placement, place};
-use super::write::chunks;
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
-use crate::tree::{self, Extent};
+use crate::tree::{self, Aim, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Completion, File, IoMode, Queue, SharedSlice};
 use parking_lot::MutexGuard;
@@ -44,6 +46,11 @@ pub(super) const LANE_DEPTH: u32 = 64;
 /// Longest range of one unmap operation, in blocks (4 GiB).
 pub(super) const UNMAP_MAX: u64 = 1 << 20;
 
+/// Pages that a block written somewhere dirties, about ...
+const PAGES_PER_BLOCK: u64 = 16;
+/// ... and the smallest batch that is cut no further, in blocks.
+const BATCH_MIN: u64 = 64;
+
 /// What write-back keeps between batches.
 pub struct Lane {
     pub(super) queue: Box<dyn Queue>,
@@ -54,6 +61,26 @@ pub struct Lane {
 impl Lane {
     pub(super) fn new(queue: Box<dyn Queue>) -> Self {
         Self { queue, last: 0 }
+    }
+}
+
+/// What became of a batch.
+enum Batch {
+    /// Nothing is buffered.
+    Empty,
+    /// Written.
+    Done,
+    /// Something of it is still buffered: there was no room for this.
+    Refused(Cost),
+}
+
+impl Home {
+    /// What bringing it into the map will need.
+    fn survey(&self, meta: &mut Meta, disk: u64) {
+        meta.survey_run(self.run);
+        if self.placement != Placement::InPlace {
+            meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
+        }
     }
 }
 
@@ -71,16 +98,29 @@ impl Engine {
     /// Writes back one batch, of the disk that has waited longest. False when no buffer holds anything.
     pub(super) fn write_back_once(&self) -> Result<bool> {
         self.check_running()?;
-        self.make_journal_room()?;
+        self.pace()?;
+        let _fetch = self.bring_in_next();
+        let appends = self.admit_append()?;
         let mut lane = self.gate.lock();
         let mut heads = self.existing_heads();
         let after = heads.partition_point(|head| head.id <= lane.last);
         heads.rotate_left(after);
         for head in heads {
-            if self.write_back(&mut lane, &head)? {
-                lane.last = head.id;
-                MutexGuard::unlock_fair(lane);
-                return Ok(true);
+            match self.write_back(&mut lane, &head)? {
+                Batch::Empty => {}
+                Batch::Done => {
+                    lane.last = head.id;
+                    self.written_back.store(head.id, Ordering::Relaxed);
+                    MutexGuard::unlock_fair(lane);
+                    return Ok(true);
+                }
+                Batch::Refused(cost) => {
+                    lane.last = head.id;
+                    self.written_back.store(head.id, Ordering::Relaxed);
+                    MutexGuard::unlock_fair(lane);
+                    drop(appends);
+                    return self.make_room(cost).map(|()| true);
+                }
             }
         }
         Ok(false)
@@ -90,48 +130,73 @@ impl Engine {
     pub fn settle(&self, head: &Head) -> Result<()> {
         loop {
             self.check_running()?;
-            self.make_journal_room()?;
+            self.pace()?;
+            let _fetch = self.bring_in_batch(head);
+            let appends = self.admit_append()?;
             let mut lane = self.gate.lock();
-            if !self.write_back(&mut lane, head)? {
-                return Ok(());
-            }
+            let batch = self.write_back(&mut lane, head)?;
             MutexGuard::unlock_fair(lane);
+            drop(appends);
+            match batch {
+                Batch::Empty => return Ok(()),
+                Batch::Done => {}
+                Batch::Refused(cost) => self.make_room(cost)?,
+            }
         }
     }
 
-    /// One batch of one disk. False when its buffer is empty.
-    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<bool> {
-        let batch = batch_blocks(self.options.mode);
+    /// What the next batch will need of the metadata, before any lock is taken for it.
+    fn bring_in_next(&self) -> Fetch {
+        let heads = self.existing_heads();
+        let after = heads.partition_point(|head| head.id <= self.written_back.load(Ordering::Relaxed));
+        let (before, after) = heads.split_at(after);
+        let next = after.iter().chain(before).find(|head| !head.buffer.lock().layers.is_empty());
+        next.map(|head| self.bring_in_batch(head)).unwrap_or_default()
+    }
+
+    fn bring_in_batch(&self, head: &Head) -> Fetch {
+        if self.meta.lock().pages.is_warm() {
+            return Fetch::default();
+        }
+        let pieces = self.oldest_pieces(head, batch_blocks(self.options.mode));
+        self.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
+    }
+
+    /// One batch of one disk.
+    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<Batch> {
+        // Smaller where little room is left, so that it need not be cut.
+        let batch = batch_blocks(self.options.mode).min((self.admission.pages_left() / PAGES_PER_BLOCK).max(BATCH_MIN));
         let mut commit = self.commit.lock();
-        let pieces = {
+        let mut pieces = {
             let mut buffer = head.buffer.lock();
             loop {
                 let cursor = buffer.cursor;
                 let (layer, closed) = buffer.layers.oldest();
                 if layer.is_empty() {
                     if !closed {
-                        return Ok(false);
+                        return Ok(Batch::Empty);
                     }
                     self.seal_oldest(&mut buffer)?;
                     continue;
                 }
-                let mut pieces = layer.take(cursor, batch);
-                if pieces.is_empty() {
-                    pieces = layer.take(0, batch);
-                }
-                buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
-                break pieces;
+                let pieces = layer.take(cursor, batch);
+                break if pieces.is_empty() { layer.take(0, batch) } else { pieces };
             }
         };
         let (mut homes, mut others, mut claimed) = (Vec::new(), Vec::new(), Vec::new());
         let mut waited = false;
-        let mut meta = loop {
+        let (mut meta, grant) = loop {
             let mut meta = self.meta.lock();
-            let planned = self.plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others, &mut claimed);
+            let planned = self
+                .plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others, &mut claimed)
+                .and_then(|()| meta.cost_of_homes(head.id, &homes));
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
-            if planned.is_ok() && !overtakes {
-                break meta;
+            if let Ok(cost) = &planned
+                && !overtakes
+                && let Some(grant) = self.admission.try_admit(*cost)
+            {
+                break (meta, grant);
             }
             for home in homes.iter().filter(|home| home.placement == Placement::New) {
                 meta.data.release(home.run);
@@ -139,15 +204,18 @@ impl Engine {
             claimed.drain(..).for_each(|run| meta.in_flight.release(run));
             self.update_headroom(&meta);
             drop(meta);
-            match planned {
-                // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
-                Err(error) if error.kind() == ErrorKind::NoSpace && !waited => waited = true,
-                other => other?,
-            }
+            // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
+            let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace) && !waited;
+            waited |= lacks;
+            let cost = if lacks { Cost::default() } else { planned? };
             homes.clear();
             others.clear();
-            self.sync_all_data()?;
-            self.append_pending(&mut commit)?;
+            if overtakes || lacks {
+                self.sync_all_data()?;
+                self.append_pending(&mut commit)?;
+            } else if !shorten(&mut pieces) {
+                return Ok(Batch::Refused(cost));
+            }
         };
         // Older payload of these must not go home beside or after what is written now. The journal still has it.
         for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
@@ -161,13 +229,16 @@ impl Engine {
             let mut meta = self.meta.lock();
             claimed.into_iter().for_each(|run| meta.in_flight.release(run));
         }
-        self.finish_others(head, others)?;
+        // What data needed is counted where it is now.
+        drop(grant);
+        let refused = self.finish_others(head, others)?;
         let mut buffer = head.buffer.lock();
+        buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
         let (layer, closed) = buffer.layers.oldest();
         if closed && layer.is_empty() {
             self.seal_oldest(&mut buffer)?;
         }
-        Ok(true)
+        Ok(refused.map_or(Batch::Done, Batch::Refused))
     }
 
     /// Splits pieces into runs and finds their places.
@@ -275,10 +346,12 @@ impl Engine {
 
     /// Appends a batch; a failure stops the datastore.
     pub(super) fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        self.check_owner()?;
         commit.journal.append(kind, parts).map_err(|error| self.stop(error))?;
         commit.batches += u64::from(matches!(kind, BatchKind::Operations | BatchKind::Urgent));
         self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
         self.journal_head.store(commit.journal.head().position, Ordering::Release);
+        self.admission.set_used(commit.journal.used());
         Ok(())
     }
 
@@ -369,6 +442,7 @@ impl Engine {
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
         for part in done.chunks(HOMES_PER_HOLD) {
+            let _fetch = self.bring_in(|meta| part.iter().for_each(|home| home.survey(meta, head.id)));
             let mut buffer = head.buffer.lock();
             let mut meta = self.meta.lock();
             let mut gone = (0, 0);
@@ -377,6 +451,7 @@ impl Engine {
                 gone = (gone.0 + claimed, gone.1 + data);
             }
             self.update_headroom(&meta);
+            self.count_changes(&meta);
             let commit_wanted = meta.pending_bytes > self.pending_limit();
             MutexGuard::unlock_fair(meta);
             MutexGuard::unlock_fair(buffer);
@@ -420,78 +495,48 @@ impl Engine {
         if operation.changes_map() {
             self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
         }
-        meta.enqueue(operation, gate).map_err(|error| self.stop(error))
-    }
-
-    /// Discards and zeroes of a batch: no data, only the map.
-    fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<()> {
-        for piece in pieces {
-            let mut buffer = head.buffer.lock();
-            let mut meta = self.meta.lock();
-            self.apply_other(&mut meta, head.id, &piece)?;
-            self.update_headroom(&meta);
-            let (layer, _) = buffer.layers.oldest();
-            let gone = layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
-            drop(meta);
-            drop(buffer);
-            self.give_back(gone);
-        }
-        Ok(())
-    }
-
-    /// Brings a discard or zero entry into the map.
-    pub(super) fn apply_other(&self, meta: &mut Meta, disk: u64, piece: &Piece) -> Result<()> {
-        let range = piece.logical..piece.logical + piece.entry.blocks;
-        if matches!(piece.entry.content, Content::Unmapped) {
-            for part in chunks(range, UNMAP_MAX) {
-                let operation = Operation::Unmap { disk, logical: part.start, blocks: part.blocks };
-                self.carry_out(meta, operation, 0)?;
-            }
-            return Ok(());
-        }
-        let root = meta.catalog.get(disk)?.root;
-        let mut placements = Vec::new();
-        meta.placements(root, range, &mut placements)?;
-        for (range, placement, physical) in placements {
-            match placement {
-                Placement::Fill => {}
-                Placement::InPlace => {
-                    for part in chunks(physical..physical + (range.end - range.start), crate::journal::RUN_MAX) {
-                        let logical = range.start + (part.start - physical);
-                        let operation = Operation::Unwritten { disk, logical, run: part, fresh: false };
-                        // Until the journal says so, recovery expects the old content: nothing may be written there.
-                        self.carry_out(meta, operation, 0)?;
-                    }
-                }
-                Placement::New => {
-                    let mut at = range.start;
-                    while at < range.end {
-                        let run = self.allocate(meta, (range.end - at).min(crate::journal::RUN_MAX))?;
-                        let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
-                        self.carry_out(meta, operation, 0)?;
-                        at += run.blocks;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
-    pub(super) fn seal_oldest(&self, buffer: &mut super::Buffer) -> Result<()> {
-        let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
-        buffer.cursor = 0;
-        let mut meta = self.meta.lock();
-        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
-        drop(meta);
-        self.unsealed.fetch_sub(1, Ordering::AcqRel);
-        let _guard = self.sealed.lock();
-        self.sealed_ready.notify_all();
+        meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
+        self.count_changes(meta);
         Ok(())
     }
 }
 
+/// Makes a batch about half as long; false when it is as short as can be.
+fn shorten(pieces: &mut Vec<Piece>) -> bool {
+    if pieces.len() > 1 {
+        pieces.truncate(pieces.len() / 2);
+        return true;
+    }
+    let Some(piece) = pieces.first_mut().filter(|piece| piece.entry.blocks > BATCH_MIN) else { return false };
+    *piece = piece.first(piece.entry.blocks / 2);
+    true
+}
+
 impl Meta {
+    /// What announcing, writing and mapping these costs at most.
+    fn cost_of_homes(&mut self, disk: u64, homes: &[Home]) -> Result<Cost> {
+        let (mut announced, mut cost) = (0, Cost::default());
+        let mut last = u64::MAX;
+        for home in homes {
+            let table = home.run.start / crate::space::TABLE_ENTRIES;
+            let tables = table_pages(home.run) - u64::from(table == last);
+            last = (home.run.start + home.run.blocks - 1) / crate::space::TABLE_ENTRIES;
+            let bytes = 32 + 4 * home.run.blocks;
+            if home.placement == Placement::InPlace {
+                announced += bytes as usize;
+                cost.pages += tables + 1;
+            } else {
+                let range = home.logical..home.logical + home.run.blocks;
+                cost.bytes += bytes;
+                cost.pages += self.reach(disk, range, false, u64::MAX)?.1 + tables;
+            }
+        }
+        if announced > 0 {
+            cost.bytes += batch_bytes(announced);
+        }
+        Ok(cost)
+    }
+
     pub(super) fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
         self.data.annotate(&mut self.pages, run, |block, entry| {
             entry.checksum = checksums[(block - run.start) as usize];
@@ -540,7 +585,7 @@ impl Meta {
     }
 
     /// Cuts a logical range by where its parts go: (range, placement, physical block for in place and fill).
-    fn placements(
+    pub(super) fn placements(
         &mut self,
         root: Option<tree::NodeId>,
         range: Range<u64>,

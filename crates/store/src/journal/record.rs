@@ -55,10 +55,15 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// About how many bytes of the journal a change of the catalog takes.
-    pub fn catalog_size(&self) -> usize {
+    /// The most bytes of the journal that it takes, without the padding of its batch.
+    pub fn size(&self) -> usize {
         match self {
-            Self::Put { record } | Self::Clone { record, .. } => 32 + record.len(),
+            Self::MapData { run, .. } | Self::OverwriteData { run, .. } => run.blocks as usize * BLOCK_SIZE + 32,
+            Self::Map { run, .. }
+            | Self::Overwrite { run, .. }
+            | Self::Written { run, .. }
+            | Self::Checksums { run, .. } => 32 + 4 * run.blocks as usize,
+            Self::Put { record } | Self::Clone { record, .. } => 16 + record.len(),
             _ => 32,
         }
     }

@@ -11,12 +11,34 @@
 //! 3. A dirty page stays in memory until a checkpoint has written it home, which a reference on the captured page
 //!    tells: whoever read it from its file before would get an older one. The bound of the cache holds because a
 //!    checkpoint is asked for before dirty pages fill it.
+//!
+//! # Loading without the lock
+//!
+//! The cache lives behind a lock that every request needs, so the medium is not waited for under it. A look-up that
+//! *defers* ([`Pages::defer`]) notes what is not in memory and fails; its caller lets go of the lock, reads the pages,
+//! puts them in and looks again. Reads under way are registered ([`Pages::begin_load`]), so that nobody reads a page
+//! that another already reads, and every way in which a page comes into memory or loses its meaning cancels the
+//! registration: [`Pages::create`], [`Pages::forget`] and a load under the lock. What was read is put in only while its
+//! registration stands ([`Pages::end_load`]).
+//!
+//! No stale page gets in like this. While a registration stands, the page was at no time in `slots`. Only pages in
+//! `slots` are changed and captured, and a captured page stays in `slots` until the checkpoint that holds it has
+//! written it home, or it is forgotten, which cancels. So nothing is written to the place of the page between the
+//! registration and its end: what was read is the page, whole and current. (A page that was captured and then
+//! forgotten is free; nothing that a look-up meets names it until it is created again, which puts it into `slots`.)
+//!
+//! Who waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it has looked
+//! again: in a cache however small each look gets further than the one before.
 
+mod kept;
 mod layout;
+mod load;
 
+pub use kept::{Keeping, Kept};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
+pub use load::{Load, read_home};
 
-use crate::{IoContext, Result};
+use crate::Result;
 use backend::{BLOCK_SIZE, Block, File};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::VecDeque;
@@ -57,8 +79,10 @@ const RETIRED_MAX: usize = 1 << 16;
 pub struct PageStatistics {
     /// Look-ups answered from memory.
     pub hits: u64,
-    /// Look-ups that read the medium.
+    /// Pages read from the medium.
     pub misses: u64,
+    /// Of these, pages read while the caller held the lock of the cache.
+    pub locked: u64,
     /// Clean pages given up.
     pub evictions: u64,
 }
@@ -76,6 +100,15 @@ pub struct Pages {
     retired: FxHashSet<PageKey>,
     limit: usize,
     statistics: PageStatistics,
+    /// Look-ups note what they miss in `absent`, and fail.
+    deferring: bool,
+    absent: Vec<PageKey>,
+    /// Pages being read without the lock.
+    loading: FxHashMap<PageKey, Arc<Load>>,
+    /// Hits there were at the last miss.
+    hits_at_miss: u64,
+    /// For a reader of an older state: pages that were written over since.
+    kept: Option<Arc<Kept>>,
 }
 
 impl Pages {
@@ -90,7 +123,17 @@ impl Pages {
             retired: FxHashSet::default(),
             limit: (limit / BLOCK_SIZE).max(64),
             statistics: PageStatistics::default(),
+            deferring: false,
+            absent: Vec::new(),
+            loading: FxHashMap::default(),
+            hits_at_miss: 0,
+            kept: None,
         }
+    }
+
+    /// The pages as they were when `kept` began, for reading only.
+    pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<Kept>) -> Self {
+        Self { kept: Some(kept), ..Self::new(files, limit) }
     }
 
     /// The file behind a kind of page.
@@ -118,11 +161,11 @@ impl Pages {
         self.dirty.len() - self.dirty_unknown
     }
 
-    /// The page, read from its file if need be.
+    /// The page, read from its file if need be and the cache does not defer.
     #[inline]
     pub fn get(&mut self, key: PageKey) -> Result<&Block> {
         if !self.slots.contains_key(&key) {
-            self.load(key)?;
+            self.miss(key)?;
         } else {
             self.statistics.hits += 1;
         }
@@ -135,7 +178,7 @@ impl Pages {
     #[inline]
     pub fn get_mut(&mut self, key: PageKey) -> Result<&mut Block> {
         if !self.slots.contains_key(&key) {
-            self.load(key)?;
+            self.miss(key)?;
         }
         let slot = self.slots.get_mut(&key).expect("loaded above");
         slot.referenced = true;
@@ -151,6 +194,7 @@ impl Pages {
         self.make_room();
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
         let slot = Slot { page: Arc::new(blank(key)), referenced: true, dirty: true, unknown };
+        self.loading.remove(&key);
         if self.slots.insert(key, slot).is_none() {
             self.clock.push_back(key);
         }
@@ -161,6 +205,7 @@ impl Pages {
 
     /// Forgets the page of a node that is free: there is no need to write what nobody will read.
     pub fn forget(&mut self, key: PageKey) {
+        self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
         if self.dirty.remove(&key) && unknown {
             self.dirty_unknown -= 1;
@@ -170,31 +215,12 @@ impl Pages {
         }
     }
 
-    fn load(&mut self, key: PageKey) -> Result<()> {
-        self.make_room();
-        self.statistics.misses += 1;
-        let page = self.read_home(key)?;
-        if self
-            .slots
-            .insert(key, Slot { page: Arc::new(page), referenced: false, dirty: false, unknown: false })
-            .is_none()
-        {
-            self.clock.push_back(key);
-        }
-        Ok(())
-    }
-
     /// Reads a page from its file, past the cache, and verifies it.
     pub fn read_home(&self, key: PageKey) -> Result<Block> {
-        let mut page = Block([0; BLOCK_SIZE]);
-        self.file(key.file())
-            .read_at(&mut page.0, key.offset())
-            .during(|| format!("reading {key} of the datastore's metadata"))?;
-        verify(&mut page, key)?;
-        if key.file() == PageFile::DataTable {
-            crate::space::forget_holds(&mut page);
+        match &self.kept {
+            Some(kept) => load::verified(kept.read(&**self.file(key.file()), key)?, key),
+            None => load::read_one(&**self.file(key.file()), key),
         }
-        Ok(page)
     }
 
     fn make_room(&mut self) {

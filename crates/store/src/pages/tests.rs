@@ -208,3 +208,76 @@ fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     pages.forget(node(2));
     assert!(pages.capture().all().is_empty());
 }
+
+#[test]
+fn a_page_read_without_the_lock_is_put_in_only_while_nothing_came_between() {
+    let files = page_files();
+    let mut pages = Pages::new(files.clone(), LIMIT * BLOCK_SIZE);
+    let key = PageKey::new(PageFile::Catalog, 7);
+    set_word(pages.get_mut(key).unwrap(), 1);
+    write_home(&files, &pages.capture().all());
+    let read = |key: PageKey| read_home(&*files[key.file() as usize], key, 1).remove(0);
+    let outdated = |pages: &mut Pages, between: &dyn Fn(&mut Pages)| {
+        pages.drop_clean();
+        let (first, load) = pages.begin_load(key).unwrap();
+        assert!(first && !pages.begin_load(key).unwrap().0, "one reads, others wait for it");
+        let page = read(key);
+        between(pages);
+        assert!(pages.end_load(key, &load, page).unwrap().is_none() && load.wait().is_none());
+    };
+    outdated(&mut pages, &|pages| set_word(pages.get_mut(key).unwrap(), 2));
+    assert_eq!(word(pages.get(key).unwrap()), 2);
+    write_home(&files, &pages.capture().all());
+    outdated(&mut pages, &|pages| set_word(pages.create(key).unwrap(), 3));
+    assert_eq!(word(pages.get(key).unwrap()), 3);
+    write_home(&files, &pages.capture().all());
+    outdated(&mut pages, &|pages| pages.forget(key));
+    assert_eq!(pages.cached(), 0);
+    // Nothing came between.
+    let (_, load) = pages.begin_load(key).unwrap();
+    let held = pages.end_load(key, &load, read(key)).unwrap().unwrap();
+    assert!(pages.begin_load(key).is_none() && load.wait().is_some());
+    assert_eq!((word(&held), word(pages.get(key).unwrap())), (3, 3));
+    // Who deferred is told what is not there; who holds a page keeps it from being evicted.
+    pages.defer();
+    let other = PageKey::new(PageFile::Catalog, 9);
+    assert!(pages.get(key).is_ok() && pages.get(other).is_err());
+    assert_eq!(pages.undefer(), [other]);
+    for number in 100..1000 {
+        pages.get(PageKey::new(PageFile::Catalog, number)).unwrap();
+    }
+    assert!(pages.peek(key).is_some());
+}
+
+#[test]
+fn what_is_kept_is_what_a_reader_found_when_it_began() {
+    let disk = plain_disk();
+    let files = page_files();
+    let kept = Kept::new(disk.directory());
+    let mut pages = Pages::new(files.clone(), 1000 * BLOCK_SIZE);
+    let keys: Vec<PageKey> = (0..200).map(|number| PageKey::new(PageFile::DataSummary, number)).collect();
+    let put = |pages: &mut Pages, value: u64| {
+        keys.iter().for_each(|key| set_word(pages.get_mut(*key).unwrap(), value + key.number()));
+        let captured = pages.capture().all();
+        kept.keep(&*files[PageFile::DataSummary as usize], &mut captured.iter().map(|(key, _)| *key));
+        write_home(&files, &captured);
+    };
+    put(&mut pages, 1000);
+    for round in [2000, 4000] {
+        let keeping = kept.begin();
+        let before = word(pages.get(keys[0]).unwrap());
+        let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
+        put(&mut pages, round);
+        put(&mut pages, round + 1000);
+        // More than memory may hold: some come from the file, which has no name any more.
+        keys.iter().for_each(|key| assert_eq!(word(view.get(*key).unwrap()), before + key.number()));
+        assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
+        keeping.check().unwrap();
+    }
+    // No room for what has to be kept: the reader is told, whatever it reads.
+    let keeping = kept.begin();
+    disk.set_capacity(0);
+    put(&mut pages, 9000);
+    let mut view = Pages::as_kept(files.clone(), 64 * BLOCK_SIZE, Arc::clone(&kept));
+    assert!(keeping.check().is_err() && view.get(keys[0]).is_err());
+}

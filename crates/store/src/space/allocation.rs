@@ -9,7 +9,7 @@ use crate::{Error, ErrorKind, Result};
 /// Regions whose bitmaps are kept in memory (4 KiB each); few in tests, so that they meet the end of it.
 pub(super) const LOADED_REGIONS_MAX: usize = if cfg!(test) { 8 } else { 4096 };
 /// The shortest run that a first search takes, in blocks (64 KiB): shorter ones only when no longer one is left.
-const GOOD_RUN: u64 = 16;
+pub(super) const GOOD_RUN: u64 = 16;
 
 impl Space {
     /// Sets or clears `used` bits where bitmaps are in memory, keeping the free count.
@@ -34,8 +34,9 @@ impl Space {
         if region.bitmaps.is_some() {
             return Ok(());
         }
-        if self.loaded >= LOADED_REGIONS_MAX {
-            self.unload_some();
+        if pages.is_deferring() {
+            // All of them are missed at once.
+            self.survey_region(pages, number);
         }
         let mut bitmaps = Box::new(Bitmaps::new());
         let mut backed_count = 0;
@@ -58,6 +59,9 @@ impl Space {
                     backed_count += 1;
                 }
             }
+        }
+        if self.loaded >= LOADED_REGIONS_MAX {
+            self.unload_some();
         }
         let region = &mut self.regions[number as usize];
         let before = region.estimate();

@@ -16,6 +16,7 @@
 mod allocation;
 mod backing;
 mod region;
+mod survey;
 mod table;
 
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
@@ -80,13 +81,12 @@ pub struct Space {
 }
 
 impl Space {
-    /// The space as the last checkpoint left it. `backed_length` (in blocks) is the reserved length of the map file.
-    pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
+    fn without_regions(kind: SpaceKind) -> Self {
         let (table, summary) = match kind {
             SpaceKind::Map => (PageFile::MapTable, PageFile::MapSummary),
             SpaceKind::Data => (PageFile::DataTable, PageFile::DataSummary),
         };
-        let mut space = Self {
+        Self {
             kind,
             table,
             summary,
@@ -98,7 +98,20 @@ impl Space {
             fragmented: false,
             extension_hint: 0,
             backed_length: 0,
-        };
+        }
+    }
+
+    /// A space of which nothing but the table is looked at: its summaries may be damaged.
+    pub fn table_only(kind: SpaceKind, regions: u64) -> Self {
+        let mut space = Self::without_regions(kind);
+        space.grow_regions(regions);
+        space
+    }
+
+    /// The space as the last checkpoint left it. `backed_length` (in blocks) is the reserved length of the map file.
+    pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
+        let mut space = Self::without_regions(kind);
+        let summary = space.summary;
         for number in 0..regions {
             let page = pages.get(PageKey::new(summary, number / SUMMARY_ENTRIES))?;
             let mut region = Region::read(page, number % SUMMARY_ENTRIES);
@@ -351,6 +364,11 @@ impl Space {
             self.counts.free = self.counts.free + region.estimate() - before;
             self.dirty_regions.insert(number);
         }
+    }
+
+    /// Regions whose summaries changed since the last checkpoint.
+    pub fn changed_regions(&self) -> u64 {
+        self.dirty_regions.len() as u64
     }
 
     /// Writes the summaries of changed regions into their pages: part of a checkpoint.

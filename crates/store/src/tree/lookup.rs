@@ -20,8 +20,8 @@ pub struct Extent {
     pub blocks: u64,
     /// Space is allocated, but reads as zeros.
     pub unwritten: bool,
-    /// Some node on the way to this extent is shared ([`NodeStore::is_shared`]), so another tree sees it too whatever the
-    /// count of the data block says. Only [`lookup_exclusive`] finds this out; false from [`lookup`].
+    /// Some node on the way to this extent is shared ([`NodeStore::is_shared`]), so another tree sees it too whatever
+    /// the count of the data block says. Only [`lookup_exclusive`] finds this out; false from [`lookup`].
     pub shared_path: bool,
 }
 
@@ -52,11 +52,7 @@ pub fn lookup_exclusive<S: NodeStore + ?Sized>(
 }
 
 /// The first mapped block of `range`.
-pub(super) fn first_mapped<S: NodeStore + ?Sized>(
-    store: &mut S,
-    root: NodeId,
-    range: Range<u64>,
-) -> Result<Option<u64>> {
+pub fn first_mapped<S: NodeStore + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>) -> Result<Option<u64>> {
     let mut first = None;
     scan::<S, false>(store, root, range, |mapping, _| {
         first = Some(mapping.logical);

@@ -34,24 +34,30 @@
 //! | `path` | the way from a root to a leaf, and making it exclusive |
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
+//! | `reach` | how much a `replace` would touch |
+//! | `survey` | which pages an operation will need |
 
 mod balance;
 mod compare;
 mod lookup;
 pub mod page;
 mod path;
+mod reach;
 mod remove;
 mod replace;
+mod survey;
 mod walk;
 
 #[cfg(test)]
 mod tests;
 
 pub use compare::{DiffExtent, diff};
-pub use lookup::{Extent, lookup, lookup_exclusive};
+pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
+pub use reach::{Reach, reach};
 pub use remove::drop_step;
 pub use replace::replace;
+pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
 pub use walk::{Visit, walk};
 
 use crate::{Error, ErrorKind, Result};

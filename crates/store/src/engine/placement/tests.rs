@@ -89,3 +89,5 @@ fn runs_in_flight_cover_their_blocks() {
     in_flight.release(Run { start: 10, blocks: 4 });
     assert!(!in_flight.contains(13) && in_flight.contains(14));
 }
+
+mod model;

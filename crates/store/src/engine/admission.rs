@@ -1,0 +1,344 @@
+//! Admission: work that changes metadata begins only when the journal has room for what it appends and a checkpoint has
+//! room for what it dirties.
+//!
+//! Two budgets. *Bytes* of the ring: what lies between tail and head, what waits to be appended, and what is granted
+//! must fit beside a reserve for small changes that cannot wait (announcements settled, snapshots sealed, space
+//! reserved, the padding of a checkpoint's own appends). *Pages*: those changed since the last checkpoint, those that a
+//! checkpoint under way has captured, and what is granted must fit into the images file and into a share of the
+//! metadata cache. Captured pages count until their checkpoint has ended, because recovery from the one before would
+//! change all of them again.
+//!
+//! What must hold:
+//!
+//! 1. A grant is an upper bound. It is dropped after what was done under it is counted: in between, the same bytes and
+//!    pages may count twice, and never not at all.
+//! 2. [`Admission::try_admit`] may be called under any lock. Waiting is for those who hold none that a checkpoint
+//!    takes.
+//! 3. What is asked for is never more than an empty budget holds, but for pages of a single operation, which is
+//!    admitted when nothing else counts.
+
+use parking_lot::{Condvar, Mutex};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Dirty pages allowed whatever the size of the cache (16 MiB): more than any single operation changes, so that each
+/// can be admitted.
+pub const PAGES_FLOOR: u64 = 4096;
+/// One part in so many of the ring is kept for small changes that cannot wait ...
+const RESERVE_SHARE: u64 = 16;
+/// ... and of the pages.
+const MARGIN_SHARE: u64 = 16;
+/// A checkpoint is asked for when this part of the ring is used.
+const SOFT_RING_PERCENT: u64 = 40;
+/// From this fill on writers are slowed down ...
+const PACE_PERCENT: u64 = 60;
+/// ... the more the fuller, up to this for each batch.
+const PACE_MAX: Duration = Duration::from_millis(20);
+
+/// What work needs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Cost {
+    /// Bytes of the ring.
+    pub bytes: u64,
+    /// Pages that it dirties.
+    pub pages: u64,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.pages += other.pages;
+    }
+}
+
+/// The two budgets.
+pub struct Admission {
+    granted: Mutex<Cost>,
+    room: Condvar,
+    ring: u64,
+    /// Dirty pages that the cache allows.
+    cache: u64,
+    /// Dirty pages that ask for a checkpoint, as far as the cache goes.
+    cache_soft: u64,
+    /// Pages that the images file has room for.
+    capacity: AtomicU64,
+    /// Bytes between tail and head.
+    used: AtomicU64,
+    /// Bytes of pending operations.
+    pending: AtomicU64,
+    /// Pages that the next checkpoint has to write.
+    dirty: AtomicU64,
+    /// Pages that recovery would change and that are not dirty now: of blocks that were announced only.
+    announced: AtomicU64,
+    /// Pages that the checkpoint under way holds, and those that appending what it captured will dirty.
+    captured: AtomicU64,
+}
+
+/// Leave to change metadata, up to a cost.
+pub struct Grant<'a> {
+    admission: &'a Admission,
+    cost: Cost,
+}
+
+impl Drop for Grant<'_> {
+    fn drop(&mut self) {
+        let mut granted = self.admission.granted.lock();
+        granted.bytes -= self.cost.bytes;
+        granted.pages -= self.cost.pages;
+        drop(granted);
+        self.admission.room.notify_all();
+    }
+}
+
+impl Admission {
+    /// For a ring of `ring` bytes and a cache of `cache` pages; the images file has no room yet.
+    pub fn new(ring: u64, cache: u64) -> Self {
+        Self {
+            granted: Mutex::default(),
+            room: Condvar::new(),
+            ring,
+            cache: (cache / 2).max(PAGES_FLOOR),
+            cache_soft: (cache / 4).max(64),
+            capacity: AtomicU64::new(0),
+            used: AtomicU64::new(0),
+            pending: AtomicU64::new(0),
+            dirty: AtomicU64::new(0),
+            announced: AtomicU64::new(0),
+            captured: AtomicU64::new(0),
+        }
+    }
+
+    /// Bytes of the ring that work may take in all.
+    pub fn ring_limit(&self) -> u64 {
+        self.ring - self.ring / RESERVE_SHARE
+    }
+
+    /// Dirty pages that work may bring about in all.
+    pub fn page_limit(&self) -> u64 {
+        let hard = self.cache.min(self.capacity.load(Ordering::Acquire));
+        hard - hard / MARGIN_SHARE
+    }
+
+    /// The most pages that the images file is ever grown for.
+    pub fn capacity_max(&self) -> u64 {
+        self.cache
+    }
+
+    /// Pages that the images file has room for.
+    pub fn capacity(&self) -> u64 {
+        self.capacity.load(Ordering::Acquire)
+    }
+
+    /// The images file has room for so many pages now.
+    pub fn set_capacity(&self, pages: u64) {
+        self.capacity.store(pages, Ordering::Release);
+        self.notify();
+    }
+
+    /// The ring is used from its tail to its head.
+    pub fn set_used(&self, bytes: u64) {
+        self.used.store(bytes, Ordering::Release);
+    }
+
+    /// What waits to be appended, and what the next checkpoint has to write.
+    pub fn set_changes(&self, pending: u64, dirty: u64) {
+        self.pending.store(pending, Ordering::Release);
+        self.dirty.store(dirty, Ordering::Release);
+    }
+
+    /// Blocks were announced whose pages recovery would change.
+    pub fn add_announced(&self, pages: u64) {
+        self.announced.fetch_add(pages, Ordering::AcqRel);
+    }
+
+    /// A checkpoint has captured what was dirty; appending what was pending then dirties up to `more` pages again.
+    pub fn begin_checkpoint(&self, more: u64) {
+        let announced = self.announced.swap(0, Ordering::AcqRel);
+        self.captured.fetch_add(self.dirty.load(Ordering::Acquire) + announced + more, Ordering::AcqRel);
+    }
+
+    /// The checkpoint has ended: its pages are at home.
+    pub fn end_checkpoint(&self) {
+        self.captured.store(0, Ordering::Release);
+        self.notify();
+    }
+
+    /// Wakes all who wait, to look again.
+    pub fn notify(&self) {
+        // Taken, so that the wake-up does not fall between a look and the wait that follows it.
+        drop(self.granted.lock());
+        self.room.notify_all();
+    }
+
+    fn bytes_held(&self) -> u64 {
+        self.used.load(Ordering::Acquire) + self.pending.load(Ordering::Acquire)
+    }
+
+    fn pages_held(&self) -> u64 {
+        self.dirty.load(Ordering::Acquire)
+            + self.announced.load(Ordering::Acquire)
+            + self.captured.load(Ordering::Acquire)
+    }
+
+    fn fits(&self, granted: Cost, cost: Cost) -> bool {
+        let pages = self.pages_held() + granted.pages;
+        self.bytes_held() + granted.bytes + cost.bytes <= self.ring_limit()
+            && (cost.pages == 0 || pages == 0 || pages + cost.pages <= self.page_limit())
+    }
+
+    /// Leave to do work of this cost, if there is room for it now.
+    pub fn try_admit(&self, cost: Cost) -> Option<Grant<'_>> {
+        let mut granted = self.granted.lock();
+        if !self.fits(*granted, cost) {
+            return None;
+        }
+        *granted += cost;
+        Some(Grant { admission: self, cost })
+    }
+
+    /// Waits until there is room, or for some time.
+    pub fn wait(&self, cost: Cost, time: Duration) {
+        let mut granted = self.granted.lock();
+        if !self.fits(*granted, cost) {
+            self.room.wait_for(&mut granted, time);
+        }
+    }
+
+    /// Pages that may still be dirtied.
+    pub fn pages_left(&self) -> u64 {
+        let held = self.pages_held() + self.granted.lock().pages;
+        self.page_limit().saturating_sub(held)
+    }
+
+    /// Whether so much has come together that a checkpoint is worth while.
+    pub fn is_checkpoint_due(&self) -> bool {
+        let soft = self.cache_soft.min(self.page_limit() / 2);
+        let dirty = self.dirty.load(Ordering::Acquire) + self.announced.load(Ordering::Acquire);
+        dirty > soft || self.bytes_held() * 100 > self.ring * SOFT_RING_PERCENT
+    }
+
+    /// Whether the images file is what asks for checkpoints, and not the cache.
+    pub fn is_capacity_short(&self) -> bool {
+        let capacity = self.capacity();
+        capacity < self.cache && self.dirty.load(Ordering::Acquire) > capacity / 4
+    }
+
+    /// How full the fuller budget is.
+    fn percent(&self) -> u64 {
+        let bytes = self.bytes_held() * 100 / self.ring_limit().max(1);
+        let pages = self.pages_held() * 100 / self.page_limit().max(1);
+        bytes.max(pages).min(100)
+    }
+
+    /// How long a writer rests after a batch: in proportion to how full the budgets are.
+    pub fn pace(&self) -> Duration {
+        PACE_MAX * self.percent().saturating_sub(PACE_PERCENT) as u32 / (100 - PACE_PERCENT) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn admission() -> Admission {
+        let admission = Admission::new(16 << 20, 32_768);
+        admission.set_capacity(1600);
+        admission
+    }
+
+    fn cost(bytes: u64, pages: u64) -> Cost {
+        Cost { bytes, pages }
+    }
+
+    #[test]
+    fn a_reserve_of_both_budgets_is_left_alone() {
+        let admission = admission();
+        assert_eq!((admission.ring_limit(), admission.page_limit()), (15 << 20, 1500));
+        assert!(admission.try_admit(cost((15 << 20) + 1, 0)).is_none());
+        let all = admission.try_admit(cost(15 << 20, 1500)).unwrap();
+        assert!(admission.try_admit(cost(1, 0)).is_none() && admission.try_admit(cost(0, 1)).is_none());
+        drop(all);
+        assert!(admission.try_admit(cost(1, 1)).is_some());
+    }
+
+    #[test]
+    fn what_is_used_pending_dirty_and_captured_counts() {
+        let admission = admission();
+        admission.set_used(8 << 20);
+        admission.set_changes(6 << 20, 1000);
+        assert!(admission.try_admit(cost(1 << 20, 500)).is_some());
+        assert!(admission.try_admit(cost((1 << 20) + 1, 0)).is_none());
+        assert!(admission.try_admit(cost(0, 501)).is_none());
+        admission.add_announced(200);
+        assert!(admission.try_admit(cost(0, 301)).is_none());
+        // What was captured counts until its checkpoint has ended.
+        admission.begin_checkpoint(100);
+        admission.set_changes(6 << 20, 10);
+        assert_eq!(admission.pages_left(), 1500 - 1310);
+        admission.end_checkpoint();
+        assert_eq!(admission.pages_left(), 1490);
+    }
+
+    #[test]
+    fn a_single_operation_larger_than_the_budget_goes_alone() {
+        let admission = admission();
+        let large = admission.try_admit(cost(100, 5000)).unwrap();
+        assert!(admission.try_admit(cost(0, 1)).is_none());
+        // Bytes alone need no pages.
+        assert!(admission.try_admit(cost(1, 0)).is_some());
+        drop(large);
+        admission.set_changes(0, 1);
+        assert!(admission.try_admit(cost(100, 5000)).is_none());
+    }
+
+    #[test]
+    fn whoever_waits_is_woken_by_a_grant_that_ends_and_by_a_checkpoint() {
+        let admission = admission();
+        let all = admission.try_admit(cost(0, 1500)).unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                while admission.try_admit(cost(0, 1500)).is_none() {
+                    admission.wait(cost(0, 1500), Duration::from_secs(60));
+                }
+            });
+            drop(all);
+            waiter.join().unwrap();
+        });
+        admission.set_changes(0, 1500);
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                while admission.try_admit(cost(0, 1)).is_none() {
+                    admission.wait(cost(0, 1), Duration::from_secs(60));
+                }
+            });
+            admission.begin_checkpoint(0);
+            admission.set_changes(0, 0);
+            admission.end_checkpoint();
+            waiter.join().unwrap();
+        });
+    }
+
+    #[test]
+    fn writers_slow_down_in_proportion() {
+        let admission = admission();
+        let at = |percent: u64| {
+            admission.set_used(admission.ring_limit() * percent / 100);
+            admission.pace()
+        };
+        assert_eq!(at(50), Duration::ZERO);
+        let steps: Vec<Duration> = (6..=10).map(|tenth| at(10 * tenth)).collect();
+        assert!(steps.windows(2).all(|pair| pair[0] < pair[1]), "{steps:?}");
+        assert_eq!(at(100), PACE_MAX);
+    }
+
+    #[test]
+    fn a_checkpoint_is_due_before_anything_has_to_wait() {
+        let admission = admission();
+        assert!(!admission.is_checkpoint_due());
+        admission.set_changes(0, 751);
+        assert!(admission.is_checkpoint_due() && admission.pages_left() > 0 && admission.is_capacity_short());
+        admission.set_changes(0, 0);
+        admission.set_used(7 << 20);
+        assert!(admission.is_checkpoint_due());
+    }
+}

@@ -1,0 +1,191 @@
+//! What changes cost, and waiting for room to make them.
+
+use super::admission::{Cost, Grant};
+use super::apply::Effects;
+use super::checkpoint::Purpose;
+use super::{Engine, Meta};
+use crate::journal::{Journal, Operation};
+use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
+use crate::tree;
+use crate::{Error, ErrorKind, Result};
+use std::ops::Range;
+use std::time::Duration;
+
+/// Pages that one step of a long change dirties, about: a step holds the metadata lock, and others wait that long.
+pub(super) const STEP_PAGES: u64 = 128;
+/// What every operation may dirty beside what it is about: the catalog's page of its disk and summaries.
+const PAGES_BESIDE: u64 = 3;
+/// Pages that dropping one leaf dirties: entries of all its extents, counts of its node, the parent.
+const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
+/// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
+/// cut.
+pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
+/// How long those who wait for room sleep until they look again by themselves.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
+/// Checkpoints that one thread makes for one piece of work: two bring any journal down to nothing.
+const CHECKPOINTS_MAX: u32 = 64;
+
+/// Pages of the data table that describe a run.
+pub(super) fn table_pages(run: Run) -> u64 {
+    (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
+}
+
+/// The cost of a batch of so many bytes that is appended at once.
+pub(super) fn batch_bytes(body: usize) -> u64 {
+    Journal::footprint(body)
+}
+
+impl Meta {
+    /// Pages that the next checkpoint would write.
+    fn dirty_pages(&self) -> u64 {
+        let summaries = |regions: u64| regions / SUMMARY_ENTRIES + 1;
+        self.pages.dirty() as u64
+            + self.catalog.changed()
+            + self.data.changed_regions().min(summaries(self.data.regions()))
+            + self.map.changed_regions().min(summaries(self.map.regions()))
+    }
+
+    /// Pages of all tables and summaries.
+    fn tables(&self) -> u64 {
+        let regions = self.data.regions() + self.map.regions();
+        regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2
+    }
+
+    /// How far a change of what a disk maps may go to dirty about `most` pages, at least one leaf of its map; and how
+    /// many pages that dirties at most.
+    pub(super) fn reach(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64) -> Result<(u64, u64)> {
+        let Some(root) = self.catalog.get(disk)?.root else { return Ok((range.end, PAGES_BESIDE)) };
+        let mut effects = Effects::default();
+        let reach = tree::reach(&mut self.nodes(&mut effects), root, range, unmap, TABLE_ENTRIES, most)?;
+        let summaries = reach.tables.min(self.tables() / REGION_PAGES / SUMMARY_ENTRIES + 2);
+        Ok((reach.end, reach.nodes + (reach.tables + summaries).min(self.tables()) + PAGES_BESIDE))
+    }
+
+    /// What an operation costs at most, its place in a batch included.
+    pub(super) fn cost(&mut self, operation: &Operation) -> Result<Cost> {
+        let pages = match operation {
+            Operation::Map { disk, logical, run, .. }
+            | Operation::MapData { disk, logical, run, .. }
+            | Operation::Unwritten { disk, logical, run, .. }
+            | Operation::Written { disk, logical, run, .. } => {
+                let range = *logical..*logical + run.blocks;
+                self.reach(*disk, range, false, u64::MAX)?.1 + table_pages(*run)
+            }
+            Operation::Unmap { disk, logical, blocks } => {
+                self.reach(*disk, *logical..*logical + *blocks, true, u64::MAX)?.1
+            }
+            Operation::Overwrite { run, .. }
+            | Operation::OverwriteData { run, .. }
+            | Operation::Checksums { run, .. }
+            | Operation::Announce { run }
+            | Operation::Backed { run, .. } => table_pages(*run) + PAGES_BESIDE,
+            Operation::Drop { steps, .. } => {
+                (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_PER_DROPPED_LEAF)
+            }
+            Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
+            Operation::Put { .. }
+            | Operation::Seal { .. }
+            | Operation::Clone { .. }
+            | Operation::Revert { .. }
+            | Operation::Trash { .. } => 2 * PAGES_BESIDE,
+        };
+        Ok(Cost { bytes: operation.size() as u64, pages })
+    }
+}
+
+impl Engine {
+    /// Tells admission what has changed. Under the metadata lock, after each change.
+    pub(super) fn count_changes(&self, meta: &Meta) {
+        self.admission.set_changes((meta.pending_bytes + meta.appending_bytes) as u64, meta.dirty_pages());
+    }
+
+    /// Leave to do work of this cost; waits until there is room. Under no lock that a checkpoint takes.
+    pub(super) fn admit(&self, cost: Cost) -> Result<Grant<'_>> {
+        loop {
+            if let Some(grant) = self.admission.try_admit(cost) {
+                return Ok(grant);
+            }
+            self.make_room(cost)?;
+        }
+    }
+
+    /// Leave to append something small. Under no lock that a checkpoint takes.
+    pub(super) fn admit_append(&self) -> Result<Grant<'_>> {
+        self.admit(Cost { bytes: APPEND_BYTES, pages: 0 })
+    }
+
+    /// Waits until there is room for work of this cost: makes a checkpoint, unless another thread does. Under no lock
+    /// that a checkpoint takes.
+    pub(super) fn make_room(&self, cost: Cost) -> Result<()> {
+        let mut made = 0;
+        loop {
+            self.check_running()?;
+            self.grow_images();
+            if self.admission.try_admit(cost).is_some() {
+                return Ok(());
+            }
+            match self.checkpoint.try_lock() {
+                Some(_guard) if made < CHECKPOINTS_MAX => {
+                    self.checkpoint_locked(Purpose::GoOn)?;
+                    made += 1;
+                }
+                Some(_guard) => {
+                    return Err(Error::new(
+                        ErrorKind::NoSpace,
+                        format!(
+                            "a change needs {} bytes of the journal and {} pages at once, more than the datastore can \
+                             hold; make it in smaller parts",
+                            cost.bytes, cost.pages
+                        ),
+                    ));
+                }
+                None => self.admission.wait(cost, LOOK_AGAIN),
+            }
+        }
+    }
+
+    /// Has a checkpoint made when it is worth while. Under no lock that a checkpoint takes.
+    pub(super) fn make_journal_room(&self) -> Result<()> {
+        if self.admission.is_checkpoint_due() {
+            self.request(|work| work.checkpoint = true);
+            if !self.options.threads {
+                self.grow_images();
+                self.checkpoint_if_needed()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same, for those who bring changes one after the other: the fuller journal and cache are, the longer they
+    /// rest, so that a checkpoint gets ahead of them before they have to wait for its end.
+    pub(super) fn pace(&self) -> Result<()> {
+        self.make_journal_room()?;
+        let rest = self.admission.pace();
+        if self.options.threads && !rest.is_zero() {
+            std::thread::sleep(rest);
+        }
+        Ok(())
+    }
+
+    /// Carries out an operation if there is room for it: its cost, and nothing done, if there is not.
+    pub(super) fn try_carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
+        let cost = meta.cost(&operation)?;
+        let Some(_grant) = self.admission.try_admit(cost) else { return Ok(Some(cost)) };
+        self.carry_out(meta, operation, gate)?;
+        Ok(None)
+    }
+
+    /// Carries out an operation once there is room for it. Under no lock that a checkpoint takes.
+    pub(super) fn carry_out_waiting(&self, operation: Operation, gate: u64) -> Result<()> {
+        loop {
+            let mut meta = self.meta.lock();
+            let done = self.try_carry_out(&mut meta, operation.clone(), gate)?;
+            self.update_headroom(&meta);
+            drop(meta);
+            match done {
+                None => return Ok(()),
+                Some(cost) => self.make_room(cost)?,
+            }
+        }
+    }
+}

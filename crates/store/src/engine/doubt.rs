@@ -1,0 +1,145 @@
+//! Doubt: which blocks replay cannot say the content of, because a write of them was announced and may have been cut
+//! off.
+//!
+//! Two kinds of records put a block in doubt. An *announced overwrite* names the checksum of what was to be written. A
+//! *permit* allows any content from then on. The order of the journal is the order in which changes were made, but
+//! announcements overtake the changes that are pending: a block may be announced before the journal tells what an
+//! earlier write left there. So a block stays in doubt until the journal says that a flush of the data files has
+//! settled it, or, for announced overwrites, until a later record tells the content of the block.
+//!
+//! Everything here is pure: no I/O, no metadata. The caller marks the table entries.
+
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// Blocks in doubt at one moment of replay.
+#[derive(Clone, Default)]
+pub struct Doubts {
+    /// Overwrites that were announced: position, and the checksum of what was to be written.
+    overwritten: FxHashMap<u64, (u64, u32)>,
+    /// Permits to overwrite with anything: position.
+    permitted: FxHashMap<u64, u64>,
+    /// Blocks with permits that were suspect before, by what an earlier crash left.
+    inherited: FxHashSet<u64>,
+}
+
+/// What a flush of the data files settled about one block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Settled {
+    /// The block.
+    pub block: u64,
+    /// An announced overwrite of it is durable at home: older payload must not come over it. Where there was only a
+    /// permit, checksums in the journal say whether the block was written.
+    pub overwritten: bool,
+    /// Nothing else keeps the block in doubt.
+    pub certain: bool,
+}
+
+impl Doubts {
+    /// An overwrite of a block was announced at a position of the journal.
+    pub fn announced(&mut self, block: u64, position: u64, checksum: u32) {
+        self.overwritten.insert(block, (position, checksum));
+    }
+
+    /// A permit for a block was given at a position of the journal; `suspect` is the mark of the block before.
+    pub fn permitted(&mut self, block: u64, position: u64, suspect: bool) {
+        if suspect && !self.contains(block) {
+            self.inherited.insert(block);
+        }
+        self.permitted.insert(block, position);
+    }
+
+    /// The journal tells what is in the block after any overwrite that it has announced before, or that the block was
+    /// freed. Permits go on: they end with a flush only.
+    pub fn told(&mut self, block: u64) {
+        self.overwritten.remove(&block);
+        self.inherited.remove(&block);
+    }
+
+    /// A read found this content in the block, which was suspect: what an earlier crash left is known.
+    pub fn resolved(&mut self, block: u64) {
+        self.inherited.remove(&block);
+    }
+
+    /// True while the block may hold something else than its checksum says.
+    pub fn contains(&self, block: u64) -> bool {
+        self.overwritten.contains_key(&block) || self.permitted.contains_key(&block) || self.inherited.contains(&block)
+    }
+
+    /// The checksum of the overwrite that was announced last and that nothing has settled.
+    pub fn awaited(&self, block: u64) -> Option<u32> {
+        self.overwritten.get(&block).map(|(_, checksum)| *checksum)
+    }
+
+    /// A flush of the data files covered what was announced before position `settled`.
+    pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
+        let mut done = Vec::new();
+        self.overwritten.retain(|block, (at, _)| {
+            let keep = *at >= settled;
+            if !keep {
+                done.push(Settled { block: *block, overwritten: true, certain: false });
+            }
+            keep
+        });
+        self.permitted.retain(|block, at| {
+            let keep = *at >= settled;
+            if !keep {
+                done.push(Settled { block: *block, overwritten: false, certain: false });
+            }
+            keep
+        });
+        done.iter().filter(|one| one.overwritten).for_each(|one| {
+            self.inherited.remove(&one.block);
+        });
+        // The order decides nothing, but it is the same in every run.
+        done.sort_unstable();
+        done.iter_mut().for_each(|one| one.certain = !self.contains(one.block));
+        done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_announced_overwrite_is_in_doubt_until_told_or_settled() {
+        let mut doubts = Doubts::default();
+        doubts.announced(3, 10, 0xaa);
+        assert!(doubts.contains(3) && !doubts.contains(4));
+        assert_eq!(doubts.awaited(3), Some(0xaa));
+        assert!(doubts.settle(10).is_empty(), "a flush up to its position does not cover it");
+        assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: true, certain: true }]);
+        assert!(!doubts.contains(3));
+        doubts.announced(3, 20, 0xbb);
+        doubts.told(3);
+        assert!(!doubts.contains(3));
+    }
+
+    #[test]
+    fn a_permit_outlives_what_is_told() {
+        let mut doubts = Doubts::default();
+        doubts.permitted(3, 10, false);
+        assert!(doubts.settle(10).is_empty(), "a flush up to its position does not cover it");
+        doubts.told(3);
+        assert!(doubts.contains(3));
+        assert_eq!(doubts.awaited(3), None);
+        doubts.announced(3, 12, 0xaa);
+        assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: false, certain: false }]);
+        assert_eq!(doubts.settle(13), [Settled { block: 3, overwritten: true, certain: true }]);
+    }
+    #[test]
+    fn a_permit_does_not_clear_what_an_earlier_crash_left() {
+        let mut doubts = Doubts::default();
+        doubts.permitted(3, 10, true);
+        assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: false, certain: false }]);
+        assert!(doubts.contains(3));
+        for known in [|doubts: &mut Doubts| doubts.told(3), |doubts: &mut Doubts| doubts.resolved(3)] {
+            let mut doubts = doubts.clone();
+            doubts.permitted(3, 12, true);
+            known(&mut doubts);
+            assert_eq!(doubts.settle(13), [Settled { block: 3, overwritten: false, certain: true }]);
+        }
+        doubts.announced(3, 14, 0xaa);
+        assert_eq!(doubts.settle(15), [Settled { block: 3, overwritten: true, certain: true }]);
+    }
+}

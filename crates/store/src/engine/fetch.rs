@@ -1,0 +1,130 @@
+//! Looking at metadata, and making sure that it is in memory, without waiting for the medium under the metadata lock.
+//!
+//! A look-up that misses pages lets go of the lock, reads them and looks again ([`Engine::look`], [`Fetch`]). A change
+//! cannot begin again, so it is prepared instead: a survey ([`super::survey`]) of what it will need, under the lock, by
+//! turns with reads without it ([`Engine::bring_in`]). What a change misses all the same, because something changed in
+//! between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
+
+use super::{Engine, Meta};
+use crate::Result;
+use crate::pages::{Load, PageKey, PageStatistics, read_home};
+use backend::{BLOCK_SIZE, Block};
+use std::sync::Arc;
+
+/// How often a look-up lets go of the lock for what it misses: several times the height of a tree with its tables.
+/// Beyond it the tree changes faster than it can be read, and the look-up reads under the lock.
+const LOOKS_MAX: usize = 256;
+/// How often a change is surveyed before it is made.
+const SURVEYS_MAX: usize = 48;
+/// Pages held in memory for one request (16 MiB): beyond it they take their chance with all others.
+const HELD_MAX: usize = 4096;
+/// Pages read at a time (1 MiB): what a look-up or survey misses beyond that it misses again.
+pub(super) const ABSENT_MAX: usize = 256;
+/// Neighbours read with one request: the table pages of a region.
+const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;
+
+/// What a request has had read into memory. The pages stay there while it lives.
+#[derive(Default)]
+pub(super) struct Fetch {
+    looks: usize,
+    held: Vec<Arc<Block>>,
+}
+
+impl Fetch {
+    /// Runs `look`. `Err` with what it missed: to be given to [`Engine::load_pages`] without the lock, and then to be
+    /// run again. No `look` may change metadata before it has seen all that it needs.
+    pub fn look<T>(
+        &mut self,
+        meta: &mut Meta,
+        look: impl FnOnce(&mut Meta) -> Result<T>,
+    ) -> std::result::Result<Result<T>, Vec<PageKey>> {
+        self.looks += 1;
+        if self.looks > LOOKS_MAX {
+            return Ok(look(meta));
+        }
+        meta.pages.defer();
+        let outcome = look(meta);
+        let absent = meta.pages.undefer();
+        if absent.is_empty() { Ok(outcome) } else { Err(absent) }
+    }
+}
+
+impl Engine {
+    /// Looks at metadata under the lock, as often as it takes to have all of it in memory.
+    pub(super) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+        let mut fetch = Fetch::default();
+        loop {
+            let looked = fetch.look(&mut self.meta.lock(), &mut look);
+            match looked {
+                Ok(outcome) => return outcome,
+                Err(absent) => self.load_pages(absent, &mut fetch)?,
+            }
+        }
+    }
+
+    /// Has what `survey` notes as missed read into memory. What cannot be read is left for the change to complain of.
+    pub(super) fn bring_in(&self, survey: impl Fn(&mut Meta)) -> Fetch {
+        let mut fetch = Fetch::default();
+        for _ in 0..SURVEYS_MAX {
+            let absent = {
+                let mut meta = self.meta.lock();
+                if meta.pages.is_warm() {
+                    break;
+                }
+                survey(&mut meta);
+                meta.pages.take_absent()
+            };
+            if absent.is_empty() || self.load_pages(absent, &mut fetch).is_err() {
+                break;
+            }
+        }
+        fetch
+    }
+
+    /// Reads pages without the lock, or waits for who does.
+    pub(super) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
+        let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
+        let mut others: Vec<Arc<Load>> = Vec::new();
+        {
+            let mut meta = self.meta.lock();
+            for key in absent.into_iter().take(ABSENT_MAX) {
+                match meta.pages.begin_load(key) {
+                    Some((true, load)) => own.push((key, load)),
+                    Some((false, load)) => others.push(load),
+                    None => {}
+                }
+            }
+        }
+        let groups: Vec<&[(PageKey, Arc<Load>)]> =
+            own.chunk_by(|(a, _), (b, _)| a.raw() + 1 == b.raw()).flat_map(|group| group.chunks(GROUP_MAX)).collect();
+        if groups.len() > 1 {
+            // The medium works on all of them while the first is waited for.
+            for group in &groups {
+                let first = group[0].0;
+                self.page_files[first.file() as usize].will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);
+            }
+        }
+        let mut result = Ok(());
+        for group in groups {
+            let pages = read_home(&*self.page_files[group[0].0.file() as usize], group[0].0, group.len());
+            let mut meta = self.meta.lock();
+            for ((key, load), page) in group.iter().zip(pages) {
+                match meta.pages.end_load(*key, load, page) {
+                    Ok(page) => fetch.held.extend(page),
+                    Err(error) => result = Err(error),
+                }
+            }
+        }
+        for load in others {
+            fetch.held.extend(load.wait());
+        }
+        let surplus = fetch.held.len().saturating_sub(HELD_MAX);
+        fetch.held.drain(..surplus);
+        result
+    }
+
+    /// Counters of the cache of metadata pages.
+    pub fn page_statistics(&self) -> PageStatistics {
+        self.meta.lock().pages.statistics()
+    }
+}

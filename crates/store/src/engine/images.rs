@@ -1,0 +1,338 @@
+//! The images file: the pages of a checkpoint under way, whole in one place before any of them changes at home.
+//!
+//! | blocks | what |
+//! |---|---|
+//! | 1 | head |
+//! | one for each 512 images | keys of the images, 8 bytes each |
+//! | one for each image | the pages, in the order of their keys |
+//!
+//! The head:
+//!
+//! | offset | size | field |
+//! |---|---|---|
+//! | 0 | 4 | magic `LMCI` |
+//! | 4 | 2 | version, 1 |
+//! | 8 | 8 | salt: first half of the datastore's UUID |
+//! | 16 | 8 | number of the checkpoint |
+//! | 24 | 8 | number of images |
+//! | 32 | 4 | CRC32C of the keys |
+//! | 36 | 4 | CRC32C of the head with this field zero |
+//! | 40 | 8 | incarnation |
+//! | 48 | 72 | what the superblock says once the checkpoint is committed: [`CheckpointRecord`] |
+//!
+//! What must hold:
+//!
+//! 1. The file changes only while the superblock on the medium names no images.
+//! 2. A superblock that names images was written after they were flushed.
+//! 3. The space is reserved before pages become dirty that might need it.
+
+use super::checkpoint::{CheckpointRecord, write_home};
+use super::superblock::{NamedImages, Superblock};
+use super::{Engine, Meta};
+use crate::pages::{PageFile, PageKey, sealed, verify};
+use crate::space::{REGION_PAGES, SUMMARY_ENTRIES};
+use crate::{Error, ErrorKind, IoContext, Result, checksum};
+use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
+use std::sync::Arc;
+
+/// The images of a checkpoint.
+pub const IMAGES_FILE: &str = "checkpoint";
+/// No checkpoint has so many images: more than 16 TiB of them.
+pub const COUNT_LIMIT: u64 = 1 << 32;
+/// Images that a new datastore has room for.
+pub const INITIAL_PAGES: u64 = 512;
+const MAGIC: &[u8; 4] = b"LMCI";
+const VERSION: u16 = 1;
+const KEYS_PER_BLOCK: u64 = (BLOCK_SIZE / 8) as u64;
+/// Pages read or written at a time (1 MiB).
+const PAGES_AT_A_TIME: usize = 256;
+/// Pages beside those of tables and nodes that a small datastore changes between two checkpoints.
+const FEW_PAGES: u64 = 64;
+
+/// Bytes that the file takes for `pages` images.
+pub fn length(pages: u64) -> u64 {
+    (1 + pages.div_ceil(KEYS_PER_BLOCK) + pages) * BLOCK_SIZE as u64
+}
+
+/// Images that a file of `length` bytes has room for.
+pub fn capacity(length_of_file: u64) -> u64 {
+    let blocks = (length_of_file / BLOCK_SIZE as u64).saturating_sub(1);
+    let mut pages = blocks * KEYS_PER_BLOCK / (KEYS_PER_BLOCK + 1);
+    while pages > 0 && length(pages) > length_of_file {
+        pages -= 1;
+    }
+    pages
+}
+
+/// The head of the file.
+pub struct Head {
+    salt: u64,
+    /// Number of the checkpoint.
+    pub number: u64,
+    count: u64,
+    keys_checksum: u32,
+    /// The opening under which it was made.
+    pub incarnation: u64,
+    /// What the superblock says once it is committed.
+    pub record: CheckpointRecord,
+}
+
+impl Head {
+    fn encode(&self) -> Buffer {
+        let mut out = Buffer::zeroed(1);
+        out[0..4].copy_from_slice(MAGIC);
+        out[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        out[8..16].copy_from_slice(&self.salt.to_le_bytes());
+        out[16..24].copy_from_slice(&self.number.to_le_bytes());
+        out[24..32].copy_from_slice(&self.count.to_le_bytes());
+        out[32..36].copy_from_slice(&self.keys_checksum.to_le_bytes());
+        out[40..48].copy_from_slice(&self.incarnation.to_le_bytes());
+        let record = self.record.encode();
+        out[48..48 + record.len()].copy_from_slice(&record);
+        let sum = checksum(&out);
+        out[36..40].copy_from_slice(&sum.to_le_bytes());
+        out
+    }
+
+    fn decode(bytes: &[u8]) -> Option<(Self, u32)> {
+        let u32_at = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"));
+        let u64_at = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+        if bytes[0..4] != *MAGIC || bytes[4..6] != VERSION.to_le_bytes() {
+            return None;
+        }
+        let mut zeroed = bytes.to_vec();
+        zeroed[36..40].fill(0);
+        let stored = u32_at(36);
+        if stored != checksum(&zeroed) {
+            return None;
+        }
+        let record = CheckpointRecord::decode(&bytes[48..48 + CheckpointRecord::SIZE])?;
+        let head = Self {
+            salt: u64_at(8),
+            number: u64_at(16),
+            count: u64_at(24),
+            keys_checksum: u32_at(32),
+            incarnation: u64_at(40),
+            record,
+        };
+        (head.count < COUNT_LIMIT && head.number < 1 << 62 && head.incarnation < 1 << 62).then_some((head, stored))
+    }
+}
+
+/// The file, open.
+pub struct Images {
+    file: Arc<dyn File>,
+    salt: u64,
+}
+
+impl Images {
+    /// Makes the file with room for `pages` images.
+    pub fn create(directory: &dyn Directory, pages: u64) -> Result<()> {
+        let doing = || format!("reserving {} bytes for checkpoints ({IMAGES_FILE})", length(pages));
+        let file = directory.create(IMAGES_FILE, IoMode::Buffered).during(|| format!("creating {IMAGES_FILE}"))?;
+        file.reserve(0, length(pages)).during(doing)?;
+        file.sync().during(doing)
+    }
+
+    /// Opens the file; makes it for a datastore of a version that had none.
+    pub fn open(directory: &dyn Directory, superblock: &Superblock, salt: u64) -> Result<Self> {
+        let exists = directory.list().during(|| "listing the datastore".into())?.iter().any(|name| name == IMAGES_FILE);
+        if !exists && !superblock.has_images_file() {
+            Self::create(directory, INITIAL_PAGES)?;
+            directory.sync().during(|| format!("creating {IMAGES_FILE}"))?;
+        }
+        let file = directory
+            .open(IMAGES_FILE, IoMode::Buffered)
+            .during(|| format!("opening {IMAGES_FILE} of the datastore"))?;
+        Ok(Self { file, salt })
+    }
+
+    /// Images that it has room for.
+    pub fn capacity(&self) -> Result<u64> {
+        Ok(capacity(self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?))
+    }
+
+    fn reserve(&self, pages: u64) -> Result<()> {
+        let before = self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?;
+        let wanted = length(pages);
+        if wanted <= before {
+            return Ok(());
+        }
+        if let Err(error) = self.file.reserve(before, wanted - before) {
+            // A file system that runs full on the way keeps what it had found.
+            let _ = self.file.set_len(before);
+            return Err(error).during(|| format!("reserving {wanted} bytes for checkpoints ({IMAGES_FILE})"));
+        }
+        Ok(())
+    }
+
+    /// Writes the images of a checkpoint and flushes them; what the superblock has to name.
+    pub fn write(
+        &self,
+        number: u64,
+        incarnation: u64,
+        record: CheckpointRecord,
+        images: &[(PageKey, Arc<Block>)],
+    ) -> Result<NamedImages> {
+        let count = images.len() as u64;
+        let key_blocks = count.div_ceil(KEYS_PER_BLOCK);
+        let mut start = Buffer::zeroed(1 + key_blocks as usize);
+        for (i, (key, _)) in images.iter().enumerate() {
+            let at = BLOCK_SIZE + 8 * i;
+            start[at..at + 8].copy_from_slice(&key.raw().to_le_bytes());
+        }
+        let keys_checksum = checksum(&start[BLOCK_SIZE..]);
+        let head = Head { salt: self.salt, number, count, keys_checksum, incarnation, record }.encode();
+        start[..BLOCK_SIZE].copy_from_slice(&head);
+        let doing = || format!("writing {count} page images of a checkpoint");
+        let mut at = 0;
+        for part in start.chunks(PAGES_AT_A_TIME * BLOCK_SIZE) {
+            self.file.write_at(&[part], at, false).during(doing)?;
+            at += part.len() as u64;
+        }
+        for part in images.chunks(PAGES_AT_A_TIME) {
+            let pages: Vec<Block> = part.iter().map(|(_, page)| sealed(page)).collect();
+            let bytes: &[u8] = bytemuck::cast_slice(&pages);
+            self.file.write_at(&[bytes], at, false).during(doing)?;
+            self.file.write_out(at, bytes.len() as u64, false);
+            at += bytes.len() as u64;
+        }
+        self.file.sync().during(doing)?;
+        let checksum = u32::from_le_bytes(head[36..40].try_into().expect("four bytes"));
+        Ok(NamedImages { count, checksum })
+    }
+
+    /// The images that have to go home before anything else: those that the superblock names. Where its other copy
+    /// cannot be read it may have been the newer one, and the images of the checkpoint that it committed are whole:
+    /// everything that such images need was durable before they were written, so they count in either case.
+    pub fn outstanding(&self, superblock: &Superblock, other_copy_lost: bool) -> Result<Option<Head>> {
+        if self.file.len().during(|| format!("measuring {IMAGES_FILE}"))? < BLOCK_SIZE as u64 {
+            return match superblock.images {
+                Some(_) => Err(damaged("it was cut short")),
+                None => Ok(None),
+            };
+        }
+        let mut bytes = Buffer::zeroed(1);
+        self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
+        let found = Head::decode(&bytes).filter(|(head, _)| head.salt == self.salt);
+        if let Some(named) = superblock.images {
+            let Some((head, sum)) = found else { return Err(damaged("its head is damaged")) };
+            if head.number != superblock.checkpoint || head.count != named.count || sum != named.checksum {
+                return Err(damaged("it holds another checkpoint than the superblock names"));
+            }
+            if !self.each(&head, &mut |_| Ok(()))? {
+                return Err(damaged("not all pages in it are whole"));
+            }
+            return Ok(Some(head));
+        }
+        let Some((head, _)) = found else { return Ok(None) };
+        let follows = head.number == superblock.checkpoint + 1 && head.record.tail >= superblock.tail;
+        let whole = other_copy_lost && follows && self.each(&head, &mut |_| Ok(()))?;
+        Ok(whole.then_some(head))
+    }
+
+    /// Takes images home and flushes them there.
+    pub fn take_home(&self, head: &Head, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<()> {
+        match self.each(head, &mut |images| write_home(files, images))? {
+            true => Ok(()),
+            false => Err(damaged("not all pages in it are whole")),
+        }
+    }
+
+    /// Calls `each` with all images in portions; false when one of them is not whole, which ends it.
+    fn each(&self, head: &Head, each: &mut dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()>) -> Result<bool> {
+        let doing = || format!("reading {IMAGES_FILE}");
+        let end = self.file.len().during(doing)?;
+        if length(head.count) > end {
+            return Ok(false);
+        }
+        let key_blocks = head.count.div_ceil(KEYS_PER_BLOCK);
+        let mut keys = Buffer::zeroed(key_blocks as usize);
+        if !keys.is_empty() {
+            self.file.read_at(&mut keys, BLOCK_SIZE as u64).during(doing)?;
+        }
+        if checksum(&keys) != head.keys_checksum {
+            return Ok(false);
+        }
+        let mut at = (1 + key_blocks) * BLOCK_SIZE as u64;
+        let keys = &keys[..8 * head.count as usize];
+        for part in keys.chunks(8 * PAGES_AT_A_TIME) {
+            let mut bytes = Buffer::zeroed(part.len() / 8);
+            self.file.read_at(&mut bytes, at).during(doing)?;
+            at += bytes.len() as u64;
+            let mut images = Vec::with_capacity(part.len() / 8);
+            for (raw, page) in part.chunks_exact(8).zip(bytes.chunks_exact(BLOCK_SIZE)) {
+                let raw = u64::from_le_bytes(raw.try_into().expect("eight bytes"));
+                let Some(key) = PageKey::from_raw(raw) else { return Ok(false) };
+                let mut page = Block(page.try_into().expect("a block"));
+                // A page of zeros passes for one that was never written, and is no image.
+                if page.0[0..4] == [0; 4] || verify(&mut page, key).is_err() {
+                    return Ok(false);
+                }
+                images.push((key, Arc::new(page)));
+            }
+            each(&images)?;
+        }
+        Ok(true)
+    }
+}
+
+fn damaged(what: &str) -> Error {
+    Error::new(
+        ErrorKind::Corrupt,
+        format!(
+            "pages of the last checkpoint have to be taken from '{IMAGES_FILE}', and {what}; restore the datastore from a \
+             backup"
+        ),
+    )
+}
+
+/// Images that there must be room for at least, so that every single change of this datastore can be made.
+pub(super) fn pages_needed(meta: &Meta, records: u64) -> u64 {
+    let tables = (meta.data.regions() + meta.map.regions()) * REGION_PAGES;
+    let summaries = (meta.data.regions() + meta.map.regions()) / SUMMARY_ENTRIES + 2;
+    let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64;
+    (tables + summaries + catalog + meta.map.counts().used + FEW_PAGES)
+        .clamp(INITIAL_PAGES, super::admission::PAGES_FLOOR)
+}
+
+impl Engine {
+    /// Makes sure of room for so many images.
+    pub(super) fn reserve_images(&self, pages: u64) -> Result<()> {
+        if pages <= self.admission.capacity() {
+            return Ok(());
+        }
+        let _growing = self.images_growing.lock();
+        let known = self.admission.capacity();
+        if pages <= known {
+            return Ok(());
+        }
+        // Asked first: a file system that runs full on the way searches long.
+        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
+        if room.available < length(pages) - length(known) {
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                format!(
+                    "the file system of the datastore is full: {} bytes for checkpoints cannot be reserved",
+                    length(pages)
+                ),
+            ));
+        }
+        self.images.reserve(pages)?;
+        self.admission.set_capacity(self.images.capacity()?);
+        Ok(())
+    }
+
+    /// Doubles the room for images while it is what bounds the dirty pages. A full file system leaves it as it is:
+    /// checkpoints come earlier then.
+    pub(super) fn grow_images(&self) {
+        if self.admission.is_capacity_short() {
+            let wanted = (self.admission.capacity() * 2).min(self.admission.capacity_max());
+            if let Err(error) = self.reserve_images(wanted)
+                && error.kind() != ErrorKind::NoSpace
+            {
+                tracing::warn!(%error, "checkpoints stay as small as they are");
+            }
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! Discards and zeroes on their way into the map, and snapshots that are complete: what write-back and flush do beside
+//! moving data.
+//!
+//! A discard may free any number of blocks, so it enters the map in steps of a bounded number of pages, each admitted
+//! on its own. What a step has brought into the map leaves the buffer at once; the rest stays there, where readers see
+//! it, until its own step. Locks are let go of between steps.
+
+use super::admission::Cost;
+use super::admit::STEP_PAGES;
+use super::apply::Effects;
+use super::placement::Placement;
+use super::writeback::UNMAP_MAX;
+use super::{Engine, Head, Meta};
+use crate::Result;
+use crate::buffer::{Content, Piece};
+use crate::journal::Operation;
+use crate::tree;
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+/// Blocks that are zeroed in one step (16 MiB).
+const ZERO_STEP: u64 = 4096;
+/// Steps of one batch of write-back, and of one turn of a flush: others may go between.
+pub(super) const STEPS_MAX: usize = 16;
+
+/// What became of a step.
+pub(super) struct Step {
+    /// Everything before this block is in the map.
+    pub end: u64,
+    /// What the rest needs, if there was no room for it.
+    pub refused: Option<Cost>,
+}
+
+impl Engine {
+    /// Discards and zeroes of a batch: no data, only the map. What is left when there is no room for more, or enough
+    /// was done, stays buffered; the cost of what was refused.
+    pub(super) fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<Option<Cost>> {
+        let mut steps = 0;
+        for piece in pieces {
+            let end = piece.logical + piece.entry.blocks;
+            let mut at = piece.logical;
+            while at < end {
+                if steps == STEPS_MAX {
+                    return Ok(None);
+                }
+                steps += 1;
+                let part = piece.part(at..end);
+                let _fetch = self.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
+                let mut buffer = head.buffer.lock();
+                let mut meta = self.meta.lock();
+                let step = self.apply_other(&mut meta, head.id, at..end, &piece.entry.content)?;
+                self.update_headroom(&meta);
+                drop(meta);
+                let (layer, _) = buffer.layers.oldest();
+                let gone = layer.remove(at, step.end - at, piece.entry.stamp);
+                drop(buffer);
+                self.give_back(gone);
+                if step.refused.is_some() {
+                    return Ok(step.refused);
+                }
+                at = step.end;
+            }
+        }
+        Ok(None)
+    }
+
+    /// Brings the beginning of a discarded or zeroed range into the map.
+    pub(super) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
+        if matches!(content, Content::Unmapped) {
+            return self.unmap_step(meta, disk, range);
+        }
+        let end = range.end.min(range.start + ZERO_STEP);
+        let root = meta.catalog.get(disk)?.root;
+        let mut placements = Vec::new();
+        meta.placements(root, range.start..end, &mut placements)?;
+        for (range, placement, physical) in placements {
+            match placement {
+                Placement::Fill => {}
+                Placement::InPlace => {
+                    let run = crate::space::Run { start: physical, blocks: range.end - range.start };
+                    let operation = Operation::Unwritten { disk, logical: range.start, run, fresh: false };
+                    // Until the journal says so, recovery expects the old content: nothing may be written there.
+                    if let Some(cost) = self.try_carry_out(meta, operation, 0)? {
+                        return Ok(Step { end: range.start, refused: Some(cost) });
+                    }
+                }
+                Placement::New => {
+                    let mut at = range.start;
+                    while at < range.end {
+                        let run = self.allocate(meta, range.end - at)?;
+                        let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
+                        if let Some(cost) = self.try_carry_out(meta, operation, 0)? {
+                            meta.data.release(run);
+                            return Ok(Step { end: at, refused: Some(cost) });
+                        }
+                        at += run.blocks;
+                    }
+                }
+            }
+        }
+        Ok(Step { end, refused: None })
+    }
+
+    /// Unmaps the beginning of a range: as much as one step may free.
+    pub(super) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
+        let Some(root) = meta.catalog.get(disk)?.root else { return Ok(Step { end: range.end, refused: None }) };
+        let mut effects = Effects::default();
+        let Some(first) = tree::first_mapped(&mut meta.nodes(&mut effects), root, range.clone())? else {
+            return Ok(Step { end: range.end, refused: None });
+        };
+        let most = range.end.min(first + UNMAP_MAX);
+        let (end, _) = meta.reach(disk, first..most, true, STEP_PAGES)?;
+        let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
+        match self.try_carry_out(meta, operation, 0)? {
+            None => Ok(Step { end, refused: None }),
+            refused => Ok(Step { end: first, refused }),
+        }
+    }
+
+    /// Unmaps a range, step by step. Under no lock that a checkpoint takes.
+    pub(super) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            self.check_running()?;
+            let step = {
+                let mut meta = self.meta.lock();
+                let step = self.unmap_step(&mut meta, disk, at..range.end)?;
+                self.update_headroom(&meta);
+                step
+            };
+            at = step.end;
+            if let Some(cost) = step.refused {
+                self.make_room(cost)?;
+            }
+            self.bound_pending()?;
+        }
+        Ok(())
+    }
+
+    /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
+    pub(super) fn seal_oldest(&self, buffer: &mut super::Buffer) -> Result<()> {
+        let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
+        buffer.cursor = 0;
+        let mut meta = self.meta.lock();
+        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
+        drop(meta);
+        self.unsealed.fetch_sub(1, Ordering::AcqRel);
+        let _guard = self.sealed.lock();
+        self.sealed_ready.notify_all();
+        Ok(())
+    }
+}

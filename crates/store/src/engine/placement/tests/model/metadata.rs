@@ -1,0 +1,368 @@
+//! The metadata of the model: trees of two levels, references, checksums; and recovery, which carries out the journal
+//! again with the rules of the engine.
+
+use super::*;
+use crate::engine::doubt::Doubts;
+
+pub const LOGICAL: usize = 2;
+pub const BLOCKS: usize = 6;
+pub const NODES: usize = 10;
+
+/// Disk 0, disk 1 (a clone), a snapshot of disk 0, and what was deleted.
+pub const OBJECTS: usize = 4;
+pub const DISKS: usize = 2;
+pub const SNAPSHOT: usize = 2;
+pub const TRASH: usize = 3;
+
+/// What a client wrote: numbered, 0 is zeros.
+pub type Value = u8;
+
+/// What a block of the medium holds: sectors of two values, which are the same but in a torn block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub struct Content(pub Value, pub Value);
+
+impl Content {
+    pub fn of(value: Value) -> Self {
+        Self(value, value)
+    }
+
+    /// Stands for the checksum.
+    pub fn sum(self) -> u32 {
+        u32::from(self.0) << 8 | u32::from(self.1)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    Map { disk: usize, logical: usize, block: usize, value: Value },
+    MapData { disk: usize, logical: usize, block: usize, value: Value },
+    Overwrite { block: usize, value: Value },
+    OverwriteData { block: usize, value: Value },
+    Announce { block: usize },
+    Checksums { block: usize, value: Value },
+    Synced { position: usize },
+    Unmap { disk: usize, logical: usize },
+    Resolve { block: usize, content: Content },
+    Put,
+    Seal,
+    Clone,
+    Trash { object: usize },
+    Drop,
+}
+
+impl Op {
+    /// As [`crate::journal::Operation::names`], which decides.
+    pub fn names(self) -> Option<usize> {
+        use crate::journal::Operation;
+        let run = |block: usize| Run { start: block as u64, blocks: 1 };
+        let (disk, logical, checksums, data) = (1, 0, Vec::new(), Vec::new());
+        let operation = match self {
+            Op::Map { block, .. } => Operation::Map { disk, logical, run: run(block), checksums },
+            Op::MapData { block, .. } => Operation::MapData { disk, logical, run: run(block), data },
+            Op::OverwriteData { block, .. } => Operation::OverwriteData { run: run(block), data },
+            Op::Checksums { block, .. } => Operation::Checksums { run: run(block), checksums },
+            Op::Resolve { block, .. } => Operation::Resolve { block: block as u64, checksum: 0 },
+            _ => return None,
+        };
+        operation.names().map(|run| run.start as usize)
+    }
+}
+
+#[derive(Clone, Copy, Default)]
+pub struct Node {
+    pub references: u8,
+    /// 0: a leaf, whose slots are blocks; 1: its slots are leaves of one logical block each.
+    pub level: u8,
+    pub slots: [Option<u8>; LOGICAL],
+}
+
+#[derive(Clone, Copy, Default)]
+pub struct Entry {
+    pub references: u8,
+    pub sum: Content,
+    pub suspect: bool,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+pub enum Kind {
+    #[default]
+    None,
+    Live,
+    Unsealed,
+}
+
+#[derive(Clone, Copy, Default)]
+pub struct Object {
+    pub kind: Kind,
+    pub root: Option<u8>,
+}
+
+#[derive(Clone, Default)]
+pub struct Metadata {
+    pub nodes: [Node; NODES],
+    pub entries: [Entry; BLOCKS],
+    pub objects: [Object; OBJECTS],
+    /// Payload of the journal that is not home.
+    pub logged: [Option<Value>; BLOCKS],
+    /// A block was mapped as new that is in use.
+    pub given_twice: bool,
+}
+
+/// As `Effects` of the engine.
+#[derive(Default)]
+pub struct Effects {
+    pub freed: Vec<usize>,
+    pub unshared: Vec<usize>,
+    pub unshared_nodes: Vec<NodeId>,
+    pub changed_nodes: Vec<NodeId>,
+}
+
+fn id(node: u8) -> NodeId {
+    NodeId(u64::from(node))
+}
+
+impl Metadata {
+    fn make_node(&mut self, node: Node, effects: &mut Effects) -> u8 {
+        let free = self.nodes.iter().position(|node| node.references == 0).expect("the model has nodes enough");
+        self.nodes[free] = Node { references: 1, ..node };
+        effects.changed_nodes.push(id(free as u8));
+        free as u8
+    }
+
+    /// A node that only this path names: itself, or a copy.
+    fn exclusive(&mut self, node: u8, effects: &mut Effects) -> u8 {
+        let old = self.nodes[node as usize];
+        if old.references == 1 {
+            effects.changed_nodes.push(id(node));
+            return node;
+        }
+        let copy = self.make_node(old, effects);
+        for slot in old.slots.into_iter().flatten() {
+            match old.level {
+                0 => self.entries[slot as usize].references += 1,
+                _ => self.nodes[slot as usize].references += 1,
+            }
+        }
+        self.nodes[node as usize].references -= 1;
+        effects.unshared_nodes.push(id(node));
+        copy
+    }
+
+    fn drop_data(&mut self, block: u8, effects: &mut Effects) {
+        let entry = &mut self.entries[block as usize];
+        entry.references = entry.references.saturating_sub(1);
+        match entry.references {
+            0 => effects.freed.push(block as usize),
+            _ => effects.unshared.push(block as usize),
+        }
+    }
+
+    fn drop_node(&mut self, node: u8, effects: &mut Effects) {
+        self.nodes[node as usize].references -= 1;
+        let gone = self.nodes[node as usize];
+        if gone.references > 0 {
+            effects.unshared_nodes.push(id(node));
+            return;
+        }
+        effects.changed_nodes.push(id(node));
+        for slot in gone.slots.into_iter().flatten() {
+            match gone.level {
+                0 => self.drop_data(slot, effects),
+                _ => self.drop_node(slot, effects),
+            }
+        }
+    }
+
+    fn replace(&mut self, disk: usize, logical: usize, with: Option<usize>, effects: &mut Effects) {
+        let with = with.map(|block| block as u8);
+        let root = match (self.objects[disk].root, with) {
+            (None, None) => return,
+            (None, Some(_)) => self.make_node(Node::default(), effects),
+            (Some(root), _) => self.exclusive(root, effects),
+        };
+        self.objects[disk].root = Some(root);
+        if self.nodes[root as usize].level == 0 {
+            let old = std::mem::replace(&mut self.nodes[root as usize].slots[logical], with);
+            old.into_iter().for_each(|block| self.drop_data(block, effects));
+            return;
+        }
+        let leaf = match (self.nodes[root as usize].slots[logical], with) {
+            (None, None) => return,
+            (None, Some(_)) => self.make_node(Node::default(), effects),
+            (Some(leaf), _) => self.exclusive(leaf, effects),
+        };
+        let old = std::mem::replace(&mut self.nodes[leaf as usize].slots[logical], with);
+        old.into_iter().for_each(|block| self.drop_data(block, effects));
+        self.nodes[root as usize].slots[logical] = Some(leaf);
+        if with.is_none() {
+            // The leaf is empty: it goes, and the only child that is left becomes the root.
+            self.nodes[leaf as usize].references = 0;
+            effects.changed_nodes.push(id(leaf));
+            let only = self.nodes[root as usize].slots[1 - logical];
+            self.nodes[root as usize] = Node::default();
+            effects.changed_nodes.push(id(root));
+            self.objects[disk].root = only;
+            only.into_iter().for_each(|only| effects.changed_nodes.push(id(only)));
+        }
+    }
+
+    fn refer(&mut self, root: Option<u8>) {
+        root.into_iter().for_each(|root| self.nodes[root as usize].references += 1);
+    }
+
+    pub fn apply(&mut self, op: Op, effects: &mut Effects) {
+        let first = effects.freed.len();
+        match op {
+            Op::Map { disk, logical, block, value } | Op::MapData { disk, logical, block, value } => {
+                self.given_twice |= self.entries[block].references > 0;
+                self.entries[block] = Entry { references: 1, sum: Content::of(value), suspect: false };
+                if matches!(op, Op::MapData { .. }) {
+                    self.logged[block] = Some(value);
+                }
+                self.replace(disk, logical, Some(block), effects);
+            }
+            Op::Overwrite { block, value } => {
+                self.note(block, Content::of(value));
+                self.entries[block].suspect = true;
+            }
+            Op::OverwriteData { block, value } => {
+                self.logged[block] = Some(value);
+                self.note(block, Content::of(value));
+            }
+            Op::Announce { block } => self.entries[block].suspect = true,
+            Op::Checksums { block, value } => {
+                self.logged[block] = None;
+                self.note(block, Content::of(value));
+            }
+            Op::Synced { .. } => {}
+            Op::Unmap { disk, logical } => self.replace(disk, logical, None, effects),
+            Op::Resolve { block, content } => self.note(block, content),
+            Op::Put => self.objects[SNAPSHOT] = Object { kind: Kind::Unsealed, root: None },
+            Op::Seal => {
+                let root = self.objects[0].root;
+                self.refer(root);
+                self.objects[SNAPSHOT] = Object { kind: Kind::Live, root };
+            }
+            Op::Clone => {
+                let root = self.objects[SNAPSHOT].root;
+                self.refer(root);
+                self.objects[1] = Object { kind: Kind::Live, root };
+            }
+            Op::Trash { object } => self.objects[TRASH] = std::mem::take(&mut self.objects[object]),
+            Op::Drop => {
+                let root = std::mem::take(&mut self.objects[TRASH]).root;
+                root.into_iter().for_each(|root| self.drop_node(root, effects));
+            }
+        }
+        for block in &effects.freed[first..] {
+            self.logged[*block] = None;
+        }
+    }
+
+    pub fn note(&mut self, block: usize, sum: Content) {
+        self.entries[block].sum = sum;
+        self.entries[block].suspect = false;
+    }
+
+    /// The block that an object maps, and the nodes on the path.
+    pub fn lookup(&self, object: usize, logical: usize) -> (Option<usize>, Vec<NodeId>) {
+        let Some(root) = self.objects[object].root else { return (None, Vec::new()) };
+        let mut path = vec![id(root)];
+        let mut node = self.nodes[root as usize];
+        if node.level == 1 {
+            let Some(leaf) = node.slots[logical] else { return (None, path) };
+            path.push(id(leaf));
+            node = self.nodes[leaf as usize];
+        }
+        (node.slots[logical].map(usize::from), path)
+    }
+
+    /// What a read of a block from the medium finds; `None` for an error.
+    pub fn read(&self, object: usize, logical: usize, medium: impl Fn(usize) -> Content) -> Option<Content> {
+        let Some(block) = self.lookup(object, logical).0 else { return Some(Content::of(0)) };
+        if let Some(value) = self.logged[block] {
+            return Some(Content::of(value));
+        }
+        let (found, entry) = (medium(block), self.entries[block]);
+        (found == entry.sum || entry.suspect).then_some(found)
+    }
+
+    /// References, counted.
+    pub fn is_consistent(&self) -> bool {
+        let (mut nodes, mut blocks) = ([0; NODES], [0; BLOCKS]);
+        self.objects.iter().filter_map(|object| object.root).for_each(|root| nodes[root as usize] += 1);
+        for node in self.nodes.iter().filter(|node| node.references > 0) {
+            for slot in node.slots.into_iter().flatten() {
+                match node.level {
+                    0 => blocks[slot as usize] += 1,
+                    _ => nodes[slot as usize] += 1,
+                }
+            }
+        }
+        !self.given_twice
+            && (0..NODES).all(|node| self.nodes[node].references == nodes[node])
+            && (0..BLOCKS).all(|block| self.entries[block].references == blocks[block])
+    }
+}
+
+/// A record of the journal, a batch of its own.
+#[derive(Clone, Copy)]
+pub struct Record {
+    pub urgent: bool,
+    pub op: Op,
+}
+
+/// The metadata that recovery finds, and what is in doubt: as `Engine::replay`.
+pub fn replay(base: &Metadata, journal: &[Record], ordered: usize) -> (Metadata, Doubts) {
+    let (mut now, mut doubts) = (base.clone(), Doubts::default());
+    for (position, record) in journal.iter().enumerate() {
+        if record.urgent || position >= ordered {
+            replay_one(&mut now, &mut doubts, record.op, position as u64);
+        }
+    }
+    (now, doubts)
+}
+
+fn replay_one(now: &mut Metadata, doubts: &mut Doubts, op: Op, position: u64) {
+    match op {
+        Op::Overwrite { block, value } => doubts.announced(block as u64, position, Content::of(value).sum()),
+        Op::Announce { block } => doubts.permitted(block as u64, position, now.entries[block].suspect),
+        Op::Synced { position } => {
+            for one in doubts.settle(position as u64) {
+                if one.overwritten {
+                    now.logged[one.block as usize] = None;
+                }
+                if one.certain {
+                    now.entries[one.block as usize].suspect = false;
+                }
+            }
+        }
+        _ => {}
+    }
+    let mut effects = Effects::default();
+    now.apply(op, &mut effects);
+    effects.freed.into_iter().for_each(|block| doubts.told(block as u64));
+    let told = match op {
+        Op::Map { block, .. }
+        | Op::MapData { block, .. }
+        | Op::OverwriteData { block, .. }
+        | Op::Checksums { block, .. } => {
+            doubts.told(block as u64);
+            block
+        }
+        Op::Resolve { block, .. } => {
+            doubts.resolved(block as u64);
+            block
+        }
+        _ => return,
+    };
+    if doubts.contains(told as u64) {
+        now.entries[told].suspect = true;
+    }
+}
+
+/// Payload that recovery writes home: as `Engine::put_payload_home`.
+pub fn payload_of(now: &Metadata, doubts: &Doubts, medium: &[Content; BLOCKS]) -> Vec<(usize, Value)> {
+    let whole = |block: usize| doubts.awaited(block as u64) == Some(medium[block].sum());
+    (0..BLOCKS).filter(|block| !whole(*block)).filter_map(|block| Some((block, now.logged[block]?))).collect()
+}

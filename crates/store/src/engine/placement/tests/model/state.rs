@@ -1,0 +1,380 @@
+//! A state of the model: memory, journal, medium, and what clients may expect.
+
+use super::metadata::*;
+use super::*;
+use std::collections::VecDeque;
+
+/// A change that waits for the journal.
+#[derive(Clone)]
+pub struct Waiting {
+    pub op: Op,
+    pub gate: u8,
+    pub number: u64,
+    pub freed: Vec<usize>,
+    pub held: Vec<usize>,
+}
+
+/// A block of the medium: what is durable, and writes that are not, in order.
+#[derive(Clone, Default)]
+pub struct Cell {
+    pub durable: Content,
+    pub unflushed: Vec<Content>,
+}
+
+impl Cell {
+    /// What a read finds while the machine runs.
+    pub fn visible(&self) -> Content {
+        self.unflushed.last().copied().unwrap_or(self.durable)
+    }
+
+    /// What may be found after a power cut: anything written since the flush, or two of them by sectors.
+    pub fn after_crash(&self) -> Vec<Content> {
+        let mut out = vec![self.durable];
+        for content in &self.unflushed {
+            if !out.contains(content) {
+                out.push(*content);
+            }
+        }
+        if out.len() > 1 {
+            out.push(Content(out[0].0, out[out.len() - 1].1));
+        }
+        out
+    }
+}
+
+/// A piece of a batch of write-back.
+#[derive(Clone, Copy)]
+pub struct Home {
+    pub logical: usize,
+    pub placement: Placement,
+    pub block: usize,
+    pub value: Value,
+}
+
+/// Write-back under way.
+#[derive(Clone)]
+pub struct Batch {
+    pub disk: usize,
+    /// Announced, and the writes are on their way.
+    pub going: bool,
+    pub homes: Vec<Home>,
+    /// Discards.
+    pub others: Vec<usize>,
+}
+
+/// A write past the buffer under way.
+#[derive(Clone, Copy)]
+pub struct Through {
+    pub disk: usize,
+    pub logical: usize,
+    pub block: usize,
+    pub new: bool,
+    pub value: Value,
+}
+
+/// A flush of the data files under way.
+#[derive(Clone)]
+pub struct Sync {
+    pub settled: usize,
+    pub written: u8,
+    /// How many of the unflushed writes of each block it covers.
+    pub covers: [usize; BLOCKS],
+    /// The checkpoint waits for it.
+    pub checkpoint: bool,
+    /// With [`Fault::PermitsSurvive`]: permits are ended, the head is not read.
+    pub half: bool,
+}
+
+/// A flush that a client waits for.
+#[derive(Clone)]
+pub struct Flush {
+    pub wanted: u8,
+    /// How many values of each block of each object it makes obsolete.
+    pub covers: [[usize; LOGICAL]; 3],
+}
+
+#[derive(Clone)]
+pub struct Checkpoint {
+    pub base: Metadata,
+    pub tail: usize,
+    pub payload: [Option<Value>; BLOCKS],
+    pub synced: bool,
+}
+
+pub type Layer = [Option<Value>; LOGICAL];
+
+#[derive(Clone, Default)]
+pub struct State {
+    pub now: Metadata,
+    pub held: [bool; BLOCKS],
+    pub taken: [bool; BLOCKS],
+    /// Freed durably, and payload that may belong to them is on its way home.
+    pub limbo: [bool; BLOCKS],
+    pub holds: Holds,
+    pub in_flight: InFlight,
+    pub waiting: VecDeque<Waiting>,
+    pub base: Metadata,
+    pub journal: Vec<Record>,
+    pub ordered: usize,
+    pub cells: [Cell; BLOCKS],
+    pub open: [Layer; DISKS],
+    /// The layer of disk 0 that a snapshot closed.
+    pub closed: Option<Layer>,
+    pub batch: Option<Batch>,
+    pub through: Option<Through>,
+    pub payload_home: Option<(usize, Value)>,
+    pub permits: [bool; BLOCKS],
+    pub written: u8,
+    pub synced: u8,
+    pub announced: Option<usize>,
+    pub settled: usize,
+    pub sync: Option<Sync>,
+    pub flush: Option<Flush>,
+    pub checkpoint: Option<Checkpoint>,
+    pub captured: Option<usize>,
+    pub ordered_next: Option<usize>,
+    /// Per object and block: the value flushed last and what was written since.
+    pub expected: [[Vec<Value>; LOGICAL]; 3],
+    pub values: u8,
+}
+
+impl State {
+    /// Disk 0 with both blocks written and durable, each in a leaf of its own.
+    pub fn plain() -> Self {
+        let mut state = Self { values: 2, ..Self::default() };
+        let (now, entry) = (&mut state.now, |value| Entry { references: 1, sum: Content::of(value), suspect: false });
+        now.nodes[0] = Node { references: 1, level: 1, slots: [Some(1), Some(2)] };
+        now.nodes[1] = Node { references: 1, level: 0, slots: [Some(0), None] };
+        now.nodes[2] = Node { references: 1, level: 0, slots: [None, Some(1)] };
+        now.objects[0] = Object { kind: Kind::Live, root: Some(0) };
+        (now.entries[0], now.entries[1]) = (entry(1), entry(2));
+        for block in 0..2 {
+            state.cells[block].durable = Content::of(block as Value + 1);
+            state.taken[block] = true;
+            state.expected[0][block] = vec![block as Value + 1];
+        }
+        state.base = state.now.clone();
+        state
+    }
+
+    /// The same and a clone that shares everything, without a snapshot between them.
+    pub fn shared() -> Self {
+        let mut state = Self::plain();
+        state.now.nodes[0].references = 2;
+        state.now.objects[1] = state.now.objects[0];
+        state.expected[1] = state.expected[0].clone();
+        state.base = state.now.clone();
+        state
+    }
+
+    /// The same with trees that share blocks and no nodes.
+    pub fn divided() -> Self {
+        let mut state = Self::plain();
+        for (node, slots) in [(3, [Some(4), Some(5)]), (4, [Some(0), None]), (5, [None, Some(1)])] {
+            state.now.nodes[node] = Node { references: 1, level: u8::from(node == 3), slots };
+        }
+        state.now.objects[1] = Object { kind: Kind::Live, root: Some(3) };
+        state.now.entries[..2].iter_mut().for_each(|entry| entry.references = 2);
+        state.expected[1] = state.expected[0].clone();
+        state.base = state.now.clone();
+        state
+    }
+
+    /// Disk 0 after a power cut that left its first block torn: in doubt, and not read since.
+    pub fn torn() -> Self {
+        let mut state = Self::plain();
+        state.values = 3;
+        state.now.entries[0].suspect = true;
+        state.cells[0].durable = Content::of(3);
+        state.expected[0][0] = vec![3];
+        state.base = state.now.clone();
+        state
+    }
+
+    pub fn next_value(&mut self) -> Value {
+        self.values += 1;
+        self.values
+    }
+
+    pub fn is_writable(&self, disk: usize) -> bool {
+        self.now.objects[disk].kind == Kind::Live
+    }
+
+    /// The layer that write-back takes from.
+    pub fn oldest(&self, disk: usize) -> Layer {
+        self.closed.filter(|_| disk == 0).unwrap_or(self.open[disk])
+    }
+
+    pub fn oldest_mut(&mut self, disk: usize) -> &mut Layer {
+        match &mut self.closed {
+            Some(closed) if disk == 0 => closed,
+            _ => &mut self.open[disk],
+        }
+    }
+
+    pub fn is_buffered(&self, disk: usize, logical: usize) -> bool {
+        self.open[disk][logical].is_some() || disk == 0 && self.closed.is_some_and(|layer| layer[logical].is_some())
+    }
+
+    /// The state by what decides about its future, as bytes: values and counters by their order only.
+    pub fn key(&self) -> u128 {
+        let mut key = Key { bytes: Vec::with_capacity(512), names: [u8::MAX; 256], named: 1 };
+        key.names[0] = 0;
+        key.metadata(&self.now);
+        key.metadata(&self.base);
+        for block in 0..BLOCKS {
+            key.flags(&[self.held[block], self.taken[block], self.permits[block]]);
+            key.flags(&[self.in_flight.contains(block as u64), self.limbo[block]]);
+            key.content(self.cells[block].durable);
+            key.bytes.push(self.cells[block].unflushed.len() as u8);
+            self.cells[block].unflushed.iter().for_each(|content| key.content(*content));
+        }
+        let durable = self.holds.durable;
+        for held in [&self.holds.nodes, &self.holds.again] {
+            let mut numbers: Vec<(u64, u64)> = held.iter().map(|(k, v)| (*k, v.saturating_sub(durable))).collect();
+            numbers.retain(|(_, until)| *until > 0);
+            numbers.sort_unstable();
+            key.bytes.push(numbers.len() as u8);
+            numbers.iter().for_each(|(of, until)| key.bytes.extend([*of as u8, *until as u8]));
+        }
+        key.bytes.push(self.waiting.len() as u8);
+        for waiting in &self.waiting {
+            key.op(waiting.op);
+            key.bytes.extend([waiting.gate.saturating_sub(self.synced), waiting.freed.len() as u8]);
+        }
+        key.bytes.extend([self.journal.len() as u8, self.ordered as u8]);
+        for record in &self.journal {
+            key.flags(&[record.urgent]);
+            key.op(record.op);
+        }
+        for layer in self.open.into_iter().chain(self.closed) {
+            layer.into_iter().for_each(|value| key.option(value));
+        }
+        key.flags(&[self.closed.is_some()]);
+        if let Some(batch) = &self.batch {
+            key.bytes.extend([1, batch.disk as u8, u8::from(batch.going), batch.homes.len() as u8]);
+            for home in &batch.homes {
+                key.bytes.extend([home.logical as u8, home.placement as u8, home.block as u8]);
+                key.value(home.value);
+            }
+            key.bytes.extend(batch.others.iter().map(|logical| *logical as u8));
+        }
+        if let Some(through) = self.through {
+            key.bytes.extend([2, through.disk as u8, through.logical as u8, through.block as u8]);
+            key.flags(&[through.new]);
+            key.value(through.value);
+        }
+        if let Some((block, value)) = self.payload_home {
+            key.bytes.extend([3, block as u8]);
+            key.value(value);
+        }
+        key.bytes.extend([self.written - self.synced, self.announced.map_or(255, |at| at as u8), self.settled as u8]);
+        if let Some(sync) = &self.sync {
+            key.bytes.extend([4, sync.settled as u8, sync.written.saturating_sub(self.synced)]);
+            key.bytes.extend(sync.covers.map(|count| count as u8));
+            key.flags(&[sync.checkpoint, sync.half]);
+        }
+        if let Some(flush) = &self.flush {
+            key.bytes.extend([5, flush.wanted.saturating_sub(self.synced)]);
+            key.bytes.extend(flush.covers.iter().flatten().map(|count| *count as u8));
+        }
+        if let Some(checkpoint) = &self.checkpoint {
+            key.bytes.extend([6, checkpoint.tail as u8, u8::from(checkpoint.synced)]);
+            key.metadata(&checkpoint.base);
+            checkpoint.payload.iter().for_each(|value| key.option(*value));
+        }
+        key.bytes.extend([self.captured.map_or(255, |left| left as u8), self.ordered_next.map_or(255, |at| at as u8)]);
+        for values in self.expected.iter().flatten() {
+            key.bytes.push(values.len() as u8);
+            values.iter().for_each(|value| key.value(*value));
+        }
+        key.finish()
+    }
+}
+
+struct Key {
+    bytes: Vec<u8>,
+    /// Values renumbered in the order in which they are met.
+    names: [u8; 256],
+    named: u8,
+}
+
+impl Key {
+    fn value(&mut self, value: Value) {
+        if self.names[value as usize] == u8::MAX {
+            self.names[value as usize] = self.named;
+            self.named += 1;
+        }
+        self.bytes.push(self.names[value as usize]);
+    }
+
+    fn option(&mut self, value: Option<Value>) {
+        match value {
+            Some(value) => self.value(value),
+            None => self.bytes.push(254),
+        }
+    }
+
+    fn content(&mut self, content: Content) {
+        self.value(content.0);
+        self.value(content.1);
+    }
+
+    fn flags(&mut self, flags: &[bool]) {
+        self.bytes.push(flags.iter().fold(0, |bits, flag| bits << 1 | u8::from(*flag)));
+    }
+
+    fn metadata(&mut self, metadata: &Metadata) {
+        for node in &metadata.nodes {
+            self.bytes.extend([node.references, node.level]);
+            self.bytes.extend(node.slots.map(|slot| slot.unwrap_or(255)));
+        }
+        for (entry, logged) in metadata.entries.iter().zip(metadata.logged) {
+            self.bytes.push(entry.references);
+            // What the table says of a free block decides nothing.
+            if entry.references > 0 {
+                self.content(entry.sum);
+                self.flags(&[entry.suspect]);
+                self.option(logged);
+            }
+        }
+        for object in &metadata.objects {
+            self.bytes.extend([object.kind as u8, object.root.unwrap_or(255)]);
+        }
+    }
+
+    fn op(&mut self, op: Op) {
+        let (code, a, b, c, value) = match op {
+            Op::Map { disk, logical, block, value } => (0, disk, logical, block, value),
+            Op::MapData { disk, logical, block, value } => (1, disk, logical, block, value),
+            Op::Overwrite { block, value } => (2, block, 0, 0, value),
+            Op::OverwriteData { block, value } => (3, block, 0, 0, value),
+            Op::Announce { block } => (4, block, 0, 0, 0),
+            Op::Checksums { block, value } => (5, block, 0, 0, value),
+            Op::Synced { position } => (6, position, 0, 0, 0),
+            Op::Unmap { disk, logical } => (7, disk, logical, 0, 0),
+            Op::Resolve { block, content } => {
+                self.value(content.1);
+                (8, block, 0, 0, content.0)
+            }
+            Op::Put => (9, 0, 0, 0, 0),
+            Op::Seal => (10, 0, 0, 0, 0),
+            Op::Clone => (11, 0, 0, 0, 0),
+            Op::Trash { object } => (12, object, 0, 0, 0),
+            Op::Drop => (13, 0, 0, 0, 0),
+        };
+        self.bytes.extend([code, a as u8, b as u8, c as u8]);
+        self.value(value);
+    }
+
+    fn finish(self) -> u128 {
+        use std::hash::{DefaultHasher, Hasher};
+        let hash = |seed: u8| {
+            let mut hasher = DefaultHasher::new();
+            hasher.write_u8(seed);
+            hasher.write(&self.bytes);
+            u128::from(hasher.finish())
+        };
+        hash(1) << 64 | hash(2)
+    }
+}

@@ -1,0 +1,548 @@
+//! What can happen next in the model. Each step is what the engine does under one hold of its locks.
+
+use super::metadata::*;
+use super::state::*;
+use super::*;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    Write(usize, usize),
+    Discard(usize, usize),
+    /// Write-back plans a batch of a disk.
+    Plan(usize),
+    /// It announces overwrites and writes.
+    Go,
+    /// It brings the batch into the map.
+    Finish,
+    /// A permit is taken for the block that a disk maps.
+    Permit(usize, usize),
+    Through(usize, usize),
+    ThroughEnd,
+    /// A flush moves the buffers into the pending list.
+    FlushLog,
+    FlushEnd,
+    SyncBegin,
+    SyncEnd,
+    /// One pending operation is appended to the journal.
+    Append,
+    PayloadBegin(usize),
+    /// The payload is at home; true: its write landed after whatever was written there meanwhile.
+    PayloadEnd(bool),
+    Capture,
+    CheckpointEnd,
+    Snapshot,
+    Clone,
+    Delete(usize),
+    Drop,
+    Read(usize, usize),
+    /// A power cut and recovery; the number says what the medium has kept.
+    Crash(u16),
+}
+
+/// A deliberate fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    None,
+    BlockHoldsIgnored,
+    NodeHoldsIgnored,
+    NoSpread,
+    PermitsSurvive,
+    ResolveNotNamed,
+    PayloadHomeEarly,
+    ReleaseAlways,
+    InFlightIgnored,
+    FreedAtOnce,
+    LimboIgnored,
+    GateIgnored,
+    CapturedReplayed,
+    CheckpointLeavesPayload,
+}
+
+/// What went wrong.
+pub type Violation = String;
+
+pub struct Rules {
+    pub fault: Fault,
+}
+
+impl Rules {
+    fn has(&self, fault: Fault) -> bool {
+        self.fault == fault
+    }
+
+    fn enqueue(&self, state: &mut State, op: Op, gate: u8) {
+        let mut effects = Effects::default();
+        state.now.apply(op, &mut effects);
+        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
+        held.extend(op.names().filter(|_| !(self.has(Fault::ResolveNotNamed) && matches!(op, Op::Resolve { .. }))));
+        for block in &held {
+            state.holds.hold_block(*block as u64, state.held[*block]);
+            state.held[*block] = true;
+        }
+        if !self.has(Fault::NoSpread) {
+            state.holds.spread(&changed_nodes);
+        }
+        unshared_nodes.into_iter().for_each(|node| state.holds.hold_node(node));
+        if self.has(Fault::FreedAtOnce) {
+            freed.iter().for_each(|block| state.taken[*block] = false);
+        }
+        let number = state.holds.pushed();
+        state.waiting.push_back(Waiting { op, gate, number, freed, held });
+    }
+
+    /// Appends the first pending operation, as far as its gate allows. False when there was nothing to do.
+    fn append(&self, state: &mut State) -> bool {
+        if state.captured == Some(0) {
+            state.captured = None;
+            state.ordered_next = Some(state.journal.len());
+        }
+        let ready = |waiting: &Waiting| waiting.gate <= state.synced || self.has(Fault::GateIgnored);
+        if !state.waiting.front().is_some_and(ready) {
+            return false;
+        }
+        let Some(waiting) = state.waiting.pop_front() else { return false };
+        state.captured = state.captured.map(|left| left - 1);
+        state.journal.push(Record { urgent: false, op: waiting.op });
+        for block in waiting.held {
+            if state.holds.release_block(block as u64, waiting.number) || self.has(Fault::ReleaseAlways) {
+                state.held[block] = false;
+            }
+        }
+        state.holds.committed(waiting.number);
+        for block in waiting.freed {
+            // Payload on its way home may land there until it has ended.
+            let busy = state.payload_home.is_some() && !self.has(Fault::LimboIgnored);
+            state.limbo[block] = busy;
+            state.taken[block] = busy;
+        }
+        true
+    }
+
+    fn placement(&self, state: &State, disk: usize, logical: usize) -> (Placement, usize) {
+        let (block, path) = state.now.lookup(disk, logical);
+        let Some(block) = block else { return (Placement::New, 0) };
+        let shared = |node: &NodeId| {
+            state.now.nodes[node.0 as usize].references > 1
+                || !self.has(Fault::NodeHoldsIgnored) && state.holds.is_node_held(*node)
+        };
+        let placement = place(BlockState {
+            references: u32::from(state.now.entries[block].references),
+            shared_path: path.iter().any(shared),
+            held: state.held[block] && !self.has(Fault::BlockHoldsIgnored),
+            in_flight: state.in_flight.contains(block as u64) && !self.has(Fault::InFlightIgnored),
+            unwritten: false,
+        });
+        (placement, block)
+    }
+
+    /// A free block; an error when recovery would find it in use.
+    fn allocate(state: &mut State) -> Result<Option<usize>, Violation> {
+        let Some(block) = state.taken.iter().position(|taken| !taken) else { return Ok(None) };
+        let (durable, _) = replay(&state.base, &state.journal, state.ordered);
+        if durable.entries[block].references > 0 {
+            return Err(format!("block {block} is given out while the durable metadata maps it"));
+        }
+        state.taken[block] = true;
+        Ok(Some(block))
+    }
+
+    /// Everything that may happen in a state, but crashes.
+    pub fn actions(&self, state: &State) -> Vec<Action> {
+        use Action::*;
+        let mut out = Vec::new();
+        let no_batch = state.batch.is_none();
+        // The journal's lock is held from the plan to the announcement.
+        let journal_free = state.batch.as_ref().is_none_or(|batch| batch.going);
+        let unflushed = state.written > state.synced || state.cells.iter().any(|cell| !cell.unflushed.is_empty());
+        for disk in (0..DISKS).filter(|disk| state.is_writable(*disk)) {
+            for logical in 0..LOGICAL {
+                let passing = state.through.is_some_and(|other| (other.disk, other.logical) == (disk, logical));
+                if !passing {
+                    out.extend([Write(disk, logical), Discard(disk, logical), Read(disk, logical)]);
+                }
+                if state.through.is_none()
+                    && !(disk == 0 && state.closed.is_some())
+                    && !state.is_buffered(disk, logical)
+                {
+                    out.extend([Permit(disk, logical), Through(disk, logical)]);
+                }
+            }
+            if no_batch && state.oldest(disk).iter().any(Option::is_some) {
+                out.push(Plan(disk));
+            }
+        }
+        match &state.batch {
+            Some(batch) if batch.going => out.push(Finish),
+            Some(_) => out.push(Go),
+            None => {}
+        }
+        let steps = [
+            (ThroughEnd, state.through.is_some()),
+            (FlushLog, no_batch && state.flush.is_none()),
+            (FlushEnd, journal_free && state.flush.as_ref().is_some_and(|flush| state.synced >= flush.wanted)),
+            (
+                SyncBegin,
+                match &state.sync {
+                    None => state.through.is_none() && (unflushed || state.checkpoint.is_some()),
+                    Some(sync) => sync.half,
+                },
+            ),
+            (SyncEnd, state.sync.as_ref().is_some_and(|sync| !sync.half)),
+            (Append, journal_free && (!state.waiting.is_empty() || state.captured == Some(0))),
+            (PayloadEnd(false), state.payload_home.is_some()),
+            (PayloadEnd(true), state.payload_home.is_some()),
+            (Capture, no_batch && state.through.is_none() && state.checkpoint.is_none()),
+            (CheckpointEnd, journal_free && state.checkpoint.as_ref().is_some_and(|checkpoint| checkpoint.synced)),
+            (
+                Snapshot,
+                journal_free
+                    && state.through.is_none()
+                    && state.closed.is_none()
+                    && state.is_writable(0)
+                    && state.now.objects[SNAPSHOT].kind == Kind::None
+                    && !state.waiting.iter().any(|waiting| matches!(waiting.op, Op::Trash { object: SNAPSHOT })),
+            ),
+            (
+                Clone,
+                state.now.objects[SNAPSHOT].kind == Kind::Live
+                    && state.now.objects[1].kind == Kind::None
+                    && !state.waiting.iter().any(|waiting| matches!(waiting.op, Op::Trash { object: 1 })),
+            ),
+            (Drop, state.now.objects[TRASH].kind == Kind::Live),
+        ];
+        out.extend(steps.into_iter().filter(|(_, possible)| *possible).map(|(action, _)| action));
+        if state.now.objects[TRASH].kind == Kind::None && no_batch && state.through.is_none() {
+            let closed = state.closed.is_some();
+            out.extend((0..TRASH).filter(|o| state.now.objects[*o].kind == Kind::Live && !closed).map(Delete));
+        }
+        if state.payload_home.is_none() {
+            out.extend((0..BLOCKS).filter(|block| state.now.logged[*block].is_some()).map(PayloadBegin));
+        }
+        out
+    }
+
+    /// The state after an action; `None` where it would wait.
+    pub fn step(&self, before: &State, action: Action) -> Result<Option<State>, Violation> {
+        use Action::*;
+        let mut next = before.clone();
+        let state = &mut next;
+        match action {
+            Write(disk, logical) | Discard(disk, logical) => {
+                let value = if matches!(action, Write(..)) { state.next_value() } else { 0 };
+                if value == 0 && state.expected[disk][logical].last() == Some(&0) {
+                    return Ok(None);
+                }
+                state.open[disk][logical] = Some(value);
+                state.expected[disk][logical].push(value);
+            }
+            Plan(disk) => return self.plan(next, disk),
+            Go => {
+                let Some(batch) = &mut state.batch else { return Ok(None) };
+                batch.going = true;
+                for home in batch.homes.iter().filter(|home| home.placement == Placement::InPlace) {
+                    state.announced.get_or_insert(state.journal.len());
+                    let op = Op::Overwrite { block: home.block, value: home.value };
+                    state.journal.push(Record { urgent: true, op });
+                }
+                for home in &batch.homes {
+                    state.cells[home.block].unflushed.push(Content::of(home.value));
+                }
+            }
+            Finish => self.finish(state),
+            Permit(disk, logical) => {
+                let (placement, block) = self.placement(state, disk, logical);
+                let journal_free = state.batch.as_ref().is_none_or(|batch| batch.going);
+                if placement != Placement::InPlace || state.permits[block] || !journal_free {
+                    return Ok(None);
+                }
+                state.journal.push(Record { urgent: true, op: Op::Announce { block } });
+                state.permits[block] = true;
+            }
+            Through(disk, logical) => {
+                let (placement, mut block) = self.placement(state, disk, logical);
+                let new = placement == Placement::New;
+                if new {
+                    let Some(free) = Self::allocate(state)? else { return Ok(None) };
+                    block = free;
+                } else if state.permits[block] {
+                    state.in_flight.claim(Run { start: block as u64, blocks: 1 });
+                    state.now.logged[block] = None;
+                } else {
+                    return Ok(None);
+                }
+                let value = state.next_value();
+                state.cells[block].unflushed.push(Content::of(value));
+                state.expected[disk][logical].push(value);
+                state.through = Some(super::state::Through { disk, logical, block, new, value });
+            }
+            ThroughEnd => {
+                let Some(super::state::Through { disk, logical, block, new, value }) = state.through.take() else {
+                    return Ok(None);
+                };
+                state.written += 1;
+                let gate = state.written;
+                if new {
+                    self.enqueue(state, Op::Map { disk, logical, block, value }, gate);
+                } else {
+                    state.in_flight.release(Run { start: block as u64, blocks: 1 });
+                    self.enqueue(state, Op::Checksums { block, value }, gate);
+                }
+            }
+            FlushLog => return self.flush_log(next),
+            FlushEnd => {
+                let Some(flush) = state.flush.take() else { return Ok(None) };
+                while self.append(state) {}
+                // What was acknowledged when the flush came is the oldest that may be found from now on.
+                for (values, covered) in state.expected.iter_mut().flatten().zip(flush.covers.iter().flatten()) {
+                    values.drain(..*covered);
+                }
+            }
+            SyncBegin => self.sync_begin(state),
+            SyncEnd => {
+                let Some(sync) = state.sync.take() else { return Ok(None) };
+                for (cell, covers) in state.cells.iter_mut().zip(sync.covers) {
+                    if covers > 0 {
+                        cell.durable = cell.unflushed[covers - 1];
+                        cell.unflushed.drain(..covers);
+                    }
+                }
+                state.synced = state.synced.max(sync.written);
+                if let Some(checkpoint) = state.checkpoint.as_mut().filter(|_| sync.checkpoint) {
+                    checkpoint.synced = true;
+                }
+                if sync.settled > state.settled {
+                    state.settled = sync.settled;
+                    self.enqueue(state, Op::Synced { position: sync.settled }, 0);
+                }
+            }
+            Append => {
+                self.append(state);
+            }
+            PayloadBegin(block) => {
+                let held = state.held[block] && !self.has(Fault::PayloadHomeEarly);
+                let Some(value) = state.now.logged[block] else { return Ok(None) };
+                if held || state.in_flight.contains(block as u64) {
+                    return Ok(None);
+                }
+                state.in_flight.claim(Run { start: block as u64, blocks: 1 });
+                state.cells[block].unflushed.push(Content::of(value));
+                state.payload_home = Some((block, value));
+            }
+            PayloadEnd(late) => {
+                let Some((block, value)) = state.payload_home.take() else { return Ok(None) };
+                if late && state.cells[block].visible() == Content::of(value) {
+                    return Ok(None);
+                }
+                if late {
+                    state.cells[block].unflushed.push(Content::of(value));
+                }
+                for block in 0..BLOCKS {
+                    if std::mem::take(&mut state.limbo[block]) {
+                        state.taken[block] = false;
+                    }
+                }
+                if state.in_flight.contains(block as u64) {
+                    state.in_flight.release(Run { start: block as u64, blocks: 1 });
+                }
+                if state.now.logged[block] == Some(value) {
+                    state.now.logged[block] = None;
+                }
+            }
+            Capture => {
+                state.permits = [false; BLOCKS];
+                state.captured = Some(state.waiting.len());
+                state.ordered_next = None;
+                let base = Metadata { logged: [None; BLOCKS], ..state.now.clone() };
+                let (tail, payload) = (state.journal.len(), state.now.logged);
+                state.checkpoint = Some(Checkpoint { base, tail, payload, synced: false });
+            }
+            CheckpointEnd => self.checkpoint_end(state)?,
+            Snapshot => {
+                state.now.apply(Op::Put, &mut Effects::default());
+                state.journal.push(Record { urgent: true, op: Op::Put });
+                state.expected[SNAPSHOT] = state.expected[0].clone();
+                state.flush.iter_mut().for_each(|flush| flush.covers[SNAPSHOT] = [0; LOGICAL]);
+                state.closed = Some(std::mem::take(&mut state.open[0]));
+                self.seal_empty(state);
+            }
+            Clone => {
+                state.expected[1] = state.expected[SNAPSHOT].clone();
+                state.flush.iter_mut().for_each(|flush| flush.covers[1] = [0; LOGICAL]);
+                self.enqueue(state, Op::Clone, 0);
+            }
+            Delete(object) => {
+                if object < DISKS {
+                    state.open[object] = Layer::default();
+                }
+                self.enqueue(state, Op::Trash { object }, 0);
+            }
+            Drop => self.enqueue(state, Op::Drop, 0),
+            Read(disk, logical) => {
+                let Some(block) = state.now.lookup(disk, logical).0 else { return Ok(None) };
+                let (content, entry) = (state.cells[block].visible(), state.now.entries[block]);
+                let settled = state.is_buffered(disk, logical) || state.now.logged[block].is_some();
+                if settled || state.in_flight.contains(block as u64) || content == entry.sum || !entry.suspect {
+                    return Ok(None);
+                }
+                self.enqueue(state, Op::Resolve { block, content }, 0);
+            }
+            Crash(_) => return Ok(None),
+        }
+        Ok(Some(next))
+    }
+
+    fn plan(&self, mut next: State, disk: usize) -> Result<Option<State>, Violation> {
+        let state = &mut next;
+        let mut batch = Batch { disk, going: false, homes: Vec::new(), others: Vec::new() };
+        for (logical, value) in state.oldest(disk).into_iter().enumerate() {
+            match value {
+                Some(0) => batch.others.push(logical),
+                Some(value) => {
+                    let (placement, mut block) = self.placement(state, disk, logical);
+                    if placement == Placement::New {
+                        let Some(free) = Self::allocate(state)? else { return Ok(None) };
+                        block = free;
+                    } else if !state.in_flight.contains(block as u64) {
+                        state.in_flight.claim(Run { start: block as u64, blocks: 1 });
+                    }
+                    batch.homes.push(Home { logical, placement, block, value });
+                }
+                None => {}
+            }
+        }
+        for home in batch.homes.iter().filter(|home| home.placement == Placement::InPlace) {
+            let checksums =
+                |waiting: &Waiting| matches!(waiting.op, Op::Checksums { block, .. } if block == home.block);
+            if state.waiting.iter().any(checksums) {
+                return Ok(None);
+            }
+            state.now.logged[home.block] = None;
+        }
+        state.batch = Some(batch);
+        Ok(Some(next))
+    }
+
+    fn finish(&self, state: &mut State) {
+        let Some(batch) = state.batch.take() else { return };
+        if !batch.homes.is_empty() {
+            state.written += 1;
+        }
+        let gate = state.written;
+        for Home { logical, placement, block, value } in batch.homes {
+            if placement == Placement::InPlace {
+                state.now.note(block, Content::of(value));
+                // With a fault, payload on its way home may have the same claim.
+                if state.in_flight.contains(block as u64) && state.payload_home.is_none_or(|(other, _)| other != block)
+                {
+                    state.in_flight.release(Run { start: block as u64, blocks: 1 });
+                }
+            } else {
+                self.enqueue(state, Op::Map { disk: batch.disk, logical, block, value }, gate);
+            }
+            let entry = &mut state.oldest_mut(batch.disk)[logical];
+            *entry = entry.filter(|now| *now != value);
+        }
+        state.announced = None;
+        for logical in batch.others {
+            self.enqueue(state, Op::Unmap { disk: batch.disk, logical }, 0);
+            let entry = &mut state.oldest_mut(batch.disk)[logical];
+            *entry = entry.filter(|now| *now != 0);
+        }
+        self.seal_empty(state);
+    }
+
+    fn seal_empty(&self, state: &mut State) {
+        if state.closed.is_some_and(|layer| layer.iter().all(Option::is_none)) {
+            state.closed = None;
+            self.enqueue(state, Op::Seal, 0);
+        }
+    }
+
+    fn flush_log(&self, mut next: State) -> Result<Option<State>, Violation> {
+        let state = &mut next;
+        let mut covers = [[0; LOGICAL]; 3];
+        for (object, covers) in covers.iter_mut().enumerate() {
+            for (logical, cover) in covers.iter_mut().enumerate() {
+                let passing = state.through.is_some_and(|other| (other.disk, other.logical) == (object, logical));
+                let written = state.expected[object][logical].len();
+                *cover = written.saturating_sub(1 + usize::from(passing));
+            }
+        }
+        for disk in 0..DISKS {
+            if !state.is_writable(disk) {
+                continue;
+            }
+            for _ in 0..2 {
+                let layer = std::mem::take(state.oldest_mut(disk));
+                for (logical, value) in layer.into_iter().enumerate() {
+                    let Some(value) = value else { continue };
+                    let (block, path) = state.now.lookup(disk, logical);
+                    let alone = |block: usize| {
+                        state.now.entries[block].references == 1
+                            && path.iter().all(|node| state.now.nodes[node.0 as usize].references == 1)
+                    };
+                    let gate = state.synced;
+                    let op = match block {
+                        _ if value == 0 => Op::Unmap { disk, logical },
+                        Some(block) if alone(block) => Op::OverwriteData { block, value },
+                        _ => {
+                            let Some(block) = Self::allocate(state)? else { return Ok(None) };
+                            Op::MapData { disk, logical, block, value }
+                        }
+                    };
+                    self.enqueue(state, op, gate);
+                }
+                if disk == 0 {
+                    self.seal_empty(state);
+                }
+            }
+        }
+        state.flush = Some(Flush { wanted: state.written, covers });
+        Ok(Some(next))
+    }
+
+    fn sync_begin(&self, state: &mut State) {
+        let half = state.sync.take();
+        let lane_idle = state.batch.is_none();
+        let drained = state.checkpoint.as_ref().is_some_and(|checkpoint| {
+            let left = |block: usize| {
+                checkpoint.payload[block].is_some() && checkpoint.payload[block] == state.now.logged[block]
+            };
+            !checkpoint.synced && lane_idle && (self.has(Fault::CheckpointLeavesPayload) || !(0..BLOCKS).any(left))
+        });
+        if half.is_none() {
+            state.permits = [false; BLOCKS];
+        }
+        let now_half = self.has(Fault::PermitsSurvive) && half.is_none();
+        let settled = state.journal.len().min(state.announced.unwrap_or(usize::MAX));
+        let covers = std::array::from_fn(|block| state.cells[block].unflushed.len());
+        state.sync = Some(Sync { settled, written: state.written, covers, checkpoint: drained, half: now_half });
+    }
+
+    fn checkpoint_end(&self, state: &mut State) -> Result<(), Violation> {
+        while self.append(state) {}
+        let Some(checkpoint) = state.checkpoint.take() else { return Ok(()) };
+        let Some(ordered) = state.ordered_next.take() else {
+            return Err("changes captured by a checkpoint did not become durable".into());
+        };
+        let tail = checkpoint.tail;
+        state.base = checkpoint.base;
+        state.journal.drain(..tail);
+        state.ordered = if self.has(Fault::CapturedReplayed) { 0 } else { ordered - tail };
+        let rebase = |at: &mut usize| *at = at.saturating_sub(tail);
+        for record in &mut state.journal {
+            if let Op::Synced { position } = &mut record.op {
+                rebase(position);
+            }
+        }
+        for waiting in &mut state.waiting {
+            if let Op::Synced { position } = &mut waiting.op {
+                rebase(position);
+            }
+        }
+        rebase(&mut state.settled);
+        state.announced.iter_mut().for_each(rebase);
+        state.sync.iter_mut().for_each(|sync| rebase(&mut sync.settled));
+        Ok(())
+    }
+}

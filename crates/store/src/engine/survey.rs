@@ -1,0 +1,190 @@
+//! What changes will need of the metadata: for [`Engine::bring_in`](super::Engine::bring_in), before they are made.
+
+use super::fetch::ABSENT_MAX;
+use super::{Engine, Head, Meta};
+use crate::buffer::{Content, Piece};
+use crate::journal::Operation;
+use crate::pages::{PageFile, PageKey, Pages};
+use crate::space::{Run, Space};
+use crate::tree::{self, Aim, NodeId, Resident};
+use backend::Block;
+use std::ops::Range;
+
+/// Nodes that the survey of one range looks at, under the lock. A change that needs more reads the rest itself.
+const NODES_MAX: usize = 1024;
+
+/// The metadata as a survey sees it.
+struct InMemory<'a> {
+    pages: &'a mut Pages,
+    map: &'a Space,
+    data: &'a Space,
+    /// Blocks that can be overwritten where they are.
+    own: u64,
+    /// Nodes looked at.
+    nodes: usize,
+}
+
+impl Resident for InMemory<'_> {
+    fn node(&mut self, id: NodeId) -> Option<&Block> {
+        self.nodes += 1;
+        self.pages.peek(PageKey::new(PageFile::Map, id.0))
+    }
+
+    fn references(&mut self, id: NodeId) -> Option<u32> {
+        self.map.peek(self.pages, id.0).map(|entry| entry.references)
+    }
+
+    fn drop_node(&mut self, id: NodeId) {
+        self.map.survey_drop(self.pages, Run { start: id.0, blocks: 1 });
+    }
+
+    fn data(&mut self, physical: u64, blocks: u64) {
+        self.data.survey_entries(self.pages, Run { start: physical, blocks });
+    }
+
+    fn drop_data(&mut self, physical: u64, blocks: u64) {
+        self.data.survey_drop(self.pages, Run { start: physical, blocks });
+    }
+
+    fn overwrite_data(&mut self, physical: u64, blocks: u64) {
+        self.own += self.data.survey_overwrite(self.pages, Run { start: physical, blocks });
+    }
+
+    fn allocate(&mut self) {
+        self.map.survey_allocation(self.pages, 1);
+    }
+
+    fn is_enough(&self) -> bool {
+        self.pages.absent() >= ABSENT_MAX || self.nodes >= NODES_MAX
+    }
+}
+
+impl Meta {
+    fn in_memory(&mut self) -> InMemory<'_> {
+        InMemory { pages: &mut self.pages, map: &self.map, data: &self.data, own: 0, nodes: 0 }
+    }
+
+    /// What is about to happen to a range of a tree. The number of blocks that a write can overwrite where they are.
+    pub(super) fn survey(&mut self, root: Option<NodeId>, range: Range<u64>, aim: Aim) -> u64 {
+        let mut store = self.in_memory();
+        match root {
+            Some(root) => tree::survey(&mut store, root, range, aim),
+            None if matches!(aim, Aim::Write | Aim::Map) => store.allocate(),
+            None => {}
+        }
+        store.own
+    }
+
+    /// What comparing two trees will need.
+    pub(super) fn survey_difference(&mut self, roots: [Option<NodeId>; 2], range: &Range<u64>) {
+        tree::survey_difference(&mut self.in_memory(), roots, range);
+    }
+
+    /// The same for a range of a disk.
+    pub(super) fn survey_disk(&mut self, disk: u64, range: Range<u64>, aim: Aim) -> u64 {
+        match self.catalog.find(disk).map(|object| object.root) {
+            Some(root) => self.survey(root, range, aim),
+            None => 0,
+        }
+    }
+
+    /// The table entries of a run of data will be needed.
+    pub(super) fn survey_run(&mut self, run: Run) {
+        self.data.survey_entries(&mut self.pages, run);
+    }
+
+    /// A new place will be taken for up to `blocks` blocks.
+    pub(super) fn survey_allocation(&mut self, blocks: u64) {
+        self.data.survey_allocation(&mut self.pages, blocks);
+    }
+
+    /// Another owner will refer to what these objects map.
+    pub(super) fn survey_roots(&mut self, objects: &[u64]) {
+        for object in objects {
+            if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
+                self.in_memory().references(root);
+            }
+        }
+    }
+
+    /// What a checkpoint changes itself.
+    pub(super) fn survey_capture(&mut self) {
+        self.catalog.survey_store(&mut self.pages);
+        self.data.survey_summaries(&mut self.pages);
+        self.map.survey_summaries(&mut self.pages);
+    }
+
+    /// What an operation will need.
+    pub(super) fn survey_operation(&mut self, operation: &Operation) {
+        match operation {
+            Operation::Map { disk, logical, run, .. }
+            | Operation::MapData { disk, logical, run, .. }
+            | Operation::Written { disk, logical, run, .. }
+            | Operation::Unwritten { disk, logical, run, .. } => {
+                self.data.survey_entries(&mut self.pages, *run);
+                self.survey_disk(*disk, *logical..*logical + run.blocks, Aim::Map);
+            }
+            Operation::Unmap { disk, logical, blocks } => {
+                self.survey_disk(*disk, *logical..*logical + *blocks, Aim::Unmap);
+            }
+            Operation::Overwrite { run, .. }
+            | Operation::OverwriteData { run, .. }
+            | Operation::Announce { run }
+            | Operation::Checksums { run, .. } => self.data.survey_entries(&mut self.pages, *run),
+            Operation::Backed { run, backed: true } => self.data.survey_entries(&mut self.pages, *run),
+            Operation::Backed { run, backed: false } => self.data.survey_drop(&mut self.pages, *run),
+            Operation::Resolve { block, .. } => {
+                self.data.survey_entries(&mut self.pages, Run { start: *block, blocks: 1 });
+            }
+            Operation::Drop { object, steps } => {
+                if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
+                    tree::survey_drop(&mut self.in_memory(), root, *steps as usize);
+                }
+            }
+            Operation::Seal { snapshot } => {
+                let disk = self.catalog.find(*snapshot).map(|snapshot| snapshot.disk);
+                self.survey_roots(disk.as_slice());
+            }
+            Operation::Clone { snapshot, .. } | Operation::Revert { snapshot, .. } => self.survey_roots(&[*snapshot]),
+            Operation::Synced { .. } | Operation::Put { .. } | Operation::Trash { .. } => {}
+        }
+    }
+
+    /// What pieces of a buffer will need on their way into the map.
+    pub(super) fn survey_pieces(&mut self, disk: u64, pieces: &[Piece]) {
+        let mut blocks = 0;
+        for piece in pieces {
+            if self.pages.absent() >= ABSENT_MAX {
+                break;
+            }
+            let range = piece.logical..piece.logical + piece.entry.blocks;
+            let aim = match piece.entry.content {
+                Content::Data(..) => {
+                    blocks += piece.entry.blocks;
+                    Aim::Write
+                }
+                // Its own blocks are mapped anew.
+                Content::Zero => {
+                    blocks += piece.entry.blocks;
+                    Aim::Map
+                }
+                Content::Unmapped => Aim::Unmap,
+            };
+            blocks -= self.survey_disk(disk, range, aim).min(blocks);
+        }
+        if blocks > 0 && self.pages.absent() == 0 {
+            self.survey_allocation(blocks);
+        }
+    }
+}
+
+impl Engine {
+    /// What the oldest layer of a buffer holds, from where write-back goes on, up to `most` blocks.
+    pub(super) fn oldest_pieces(&self, head: &Head, most: u64) -> Vec<Piece> {
+        let mut buffer = head.buffer.lock();
+        let cursor = buffer.cursor;
+        let (layer, _) = buffer.layers.oldest();
+        let pieces = layer.take(cursor, most);
+        if pieces.is_empty() { layer.take(0, most) } else { pieces }
+    }
+}

@@ -1,0 +1,229 @@
+//! Verifying data blocks, while the store goes on or while it stands still.
+//!
+//! What a block must hash to is asked of the table as it is now, under the metadata lock; the blocks are read without
+//! it. A block that differs then is in doubt, no more: it may have been overwritten in between. Blocks in doubt are
+//! asked for and read again, a few times. Those that still differ are looked at while no write is on its way home
+//! (under `gate` and `through`, for as long as it takes to read a few blocks): a block that differs there is damaged.
+//!
+//! What must hold, so that nothing is called damaged that is not:
+//!
+//! 1. Between the look at the table and the end of the read no block gets another owner: the epoch is held.
+//! 2. Under `gate` and `through` the table says what the medium holds, but for payload of the journal that is not home
+//!    yet, and for blocks that are not written: those freed and reserved anew since the view was taken, which have no
+//!    checksum, and those that no tree of the view maps as written, which are not read at all.
+
+use super::Engine;
+use super::check::{Report, Steps, Window, owners_of};
+use super::view::Sight;
+use crate::space::{Entry, Run};
+use crate::{IoContext, Result, checksum};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Blocks read at a time (1 MiB).
+const VERIFY_BLOCKS: u64 = 256;
+/// Blocks in doubt that are looked at again together.
+const DOUBTS_MAX: usize = 256;
+/// How often they are looked at without stopping writes ...
+const ROUNDS: u32 = 4;
+/// ... and how long after each other: a batch of writes goes home in a few milliseconds.
+const PAUSE: Duration = Duration::from_millis(4);
+/// Blocks looked at under one hold of the locks that keep writes from going home.
+const BLOCKS_PER_HOLD: usize = 4;
+
+/// Whether the store goes on while it is checked.
+#[derive(Clone, Copy)]
+pub(super) enum Standing<'a> {
+    /// Others read and write.
+    Running,
+    /// Nothing changes; this payload of the journal is not home.
+    Stopped(&'a BTreeMap<u64, SharedSlice>),
+}
+
+/// What a block is expected to be.
+#[derive(Clone, Copy)]
+enum Expected {
+    /// It is free, or what is in its place does not count.
+    Nothing,
+    Checksum(u32),
+}
+
+/// What was found of a block.
+enum Found {
+    Good,
+    Unreadable(String),
+    Differs { expected: u32, found: u32 },
+}
+
+fn expected(entry: Entry, logged: bool) -> Expected {
+    if entry.references == 0 || entry.suspect || logged {
+        return Expected::Nothing;
+    }
+    Expected::Checksum(entry.checksum)
+}
+
+fn compare(expected: u32, bytes: &[u8]) -> Found {
+    match checksum(bytes) {
+        found if found == expected => Found::Good,
+        found => Found::Differs { expected, found },
+    }
+}
+
+impl Engine {
+    /// Reads and verifies the written blocks of a window.
+    pub(super) fn verify_window(
+        &self,
+        sight: &mut Sight<'_>,
+        standing: Standing<'_>,
+        window: &Window,
+        report: &mut Report,
+        steps: &mut Steps<'_>,
+    ) -> Result<()> {
+        let mut doubts = Vec::new();
+        let mut at = window.range.start;
+        while at < window.range.end {
+            if !window.written(at) {
+                at += 1;
+                continue;
+            }
+            let mut end = at + 1;
+            while end < window.range.end
+                && end - at < VERIFY_BLOCKS
+                && window.written(end)
+                && !end.is_multiple_of(crate::space::FILE_BLOCKS)
+            {
+                end += 1;
+            }
+            let run = Run { start: at, blocks: end - at };
+            self.verify_run(sight, standing, run, &mut doubts, report)?;
+            if doubts.len() >= DOUBTS_MAX {
+                self.settle_doubts(sight, &mut doubts, report)?;
+            }
+            steps.pass(run.blocks)?;
+            at = end;
+        }
+        self.settle_doubts(sight, &mut doubts, report)
+    }
+
+    /// Reads a run at once. What does not hash to what it should is reported, or in doubt while others write.
+    fn verify_run(
+        &self,
+        sight: &mut Sight<'_>,
+        standing: Standing<'_>,
+        run: Run,
+        doubts: &mut Vec<u64>,
+        report: &mut Report,
+    ) -> Result<()> {
+        let (wanted, _guard) = match standing {
+            Standing::Running => self.expected_now(run)?,
+            Standing::Stopped(logged) => {
+                let mut wanted = Vec::with_capacity(run.blocks as usize);
+                for block in run.start..run.start + run.blocks {
+                    wanted.push(expected(sight.entry(block)?, logged.contains_key(&block)));
+                }
+                (wanted, Arc::default())
+            }
+        };
+        let (file, offset) = self.files.locate(run)?;
+        let mut bytes = Buffer::recycled(run.blocks as usize);
+        let whole = file.read_at(&mut bytes, offset).is_ok();
+        for ((block, content), wanted) in (run.start..).zip(bytes.chunks_exact(BLOCK_SIZE)).zip(wanted) {
+            let Expected::Checksum(sum) = wanted else { continue };
+            // One bad sector must not hide its neighbours.
+            let found = if whole { compare(sum, content) } else { self.read_one(block, sum)? };
+            match found {
+                Found::Good => report.verified += 1,
+                _ if matches!(standing, Standing::Running) => doubts.push(block),
+                found => report_block(sight, block, found, report)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What blocks must hash to now. While the guard lives, none of them gets another owner.
+    fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
+        self.look(|meta| {
+            let mut wanted = Vec::with_capacity(run.blocks as usize);
+            for block in run.start..run.start + run.blocks {
+                wanted.push(expected(meta.entry(block)?, meta.logged.contains_key(&block)));
+            }
+            Ok((wanted, Arc::clone(&meta.epoch)))
+        })
+    }
+
+    fn read_one(&self, block: u64, sum: u32) -> Result<Found> {
+        let (file, offset) = self.files.locate(Run { start: block, blocks: 1 })?;
+        let mut one = Buffer::zeroed(1);
+        Ok(match file.read_at(&mut one, offset).during(|| format!("reading block {block}")) {
+            Ok(()) => compare(sum, &one),
+            Err(error) => Found::Unreadable(error.to_string()),
+        })
+    }
+
+    fn look_again(&self, block: u64) -> Result<Found> {
+        let (wanted, _guard) = self.expected_now(Run { start: block, blocks: 1 })?;
+        match wanted[..] {
+            [Expected::Checksum(sum)] => self.read_one(block, sum),
+            _ => Ok(Found::Good),
+        }
+    }
+
+    /// Finds out which blocks in doubt are damaged.
+    fn settle_doubts(&self, sight: &mut Sight<'_>, doubts: &mut Vec<u64>, report: &mut Report) -> Result<()> {
+        for round in 0..ROUNDS {
+            if doubts.is_empty() {
+                return Ok(());
+            }
+            if round > 0 {
+                std::thread::sleep(PAUSE * round);
+            }
+            let mut left = Vec::new();
+            for block in doubts.drain(..) {
+                match self.look_again(block)? {
+                    Found::Good => report.verified += 1,
+                    _ => left.push(block),
+                }
+            }
+            *doubts = left;
+        }
+        for part in doubts.chunks(BLOCKS_PER_HOLD) {
+            let mut damaged = Vec::new();
+            {
+                let _gate = self.gate.lock();
+                let _through = self.through.write();
+                for block in part {
+                    damaged.push((*block, self.look_again(*block)?));
+                }
+            }
+            for (block, found) in damaged {
+                if let Found::Differs { expected: 0, .. } = found
+                    && sight.entry(block)?.checksum != 0
+                {
+                    // Freed since, and reserved without being written.
+                    continue;
+                }
+                report_block(sight, block, found, report)?;
+            }
+        }
+        doubts.clear();
+        Ok(())
+    }
+}
+
+fn report_block(sight: &mut Sight<'_>, block: u64, found: Found, report: &mut Report) -> Result<()> {
+    match found {
+        Found::Good => report.verified += 1,
+        Found::Unreadable(error) => report.add(error, None),
+        Found::Differs { expected, found } => {
+            report.verified += 1;
+            let owners = owners_of(sight, block)?;
+            report.add(
+                format!("data block {block} fails its checksum (expected {expected:08x}, found {found:08x}): {owners}"),
+                None,
+            );
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! The metadata as one checkpoint left it, to be looked at without locks while the store goes on.
+//!
+//! A checkpoint leaves the files of the pages as the state of one moment: trees, reference counts and, captured beside
+//! them, the catalog agree to the last count. Pages that later checkpoints are about to write over are kept for the
+//! view ([`crate::pages::Kept`]), so that it stays that moment however long it is looked at. It has a page cache of
+//! its own: what others have in memory stays there, and what it sees comes from the medium.
+
+use super::apply::{Effects, Nodes};
+use super::checkpoint::Purpose;
+use super::placement::Holds;
+use super::{Engine, Meta};
+use crate::Result;
+use crate::catalog::Catalog;
+use crate::pages::{Keeping, PageKey, Pages};
+use crate::space::{Entry, Space, SpaceKind};
+use backend::Block;
+use std::sync::Arc;
+
+/// Bound of the page cache of a view (16 MiB): enough for the upper levels of the trees.
+const CACHE: usize = 16 << 20;
+
+/// Metadata that a check looks at: a view, or what is in memory while nothing changes it.
+pub(super) struct Sight<'a> {
+    pub pages: &'a mut Pages,
+    pub map: &'a mut Space,
+    pub data: &'a mut Space,
+    pub catalog: &'a Catalog,
+    pub holds: &'a Holds,
+}
+
+impl Sight<'_> {
+    /// The trees, for looking at them.
+    pub fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
+        Nodes { pages: self.pages, map: self.map, data: self.data, holds: self.holds, effects }
+    }
+
+    /// The table entry of a data block.
+    pub fn entry(&mut self, block: u64) -> Result<Entry> {
+        self.data.entry(self.pages, block)
+    }
+}
+
+/// The store as a checkpoint left it.
+pub(super) struct View {
+    pages: Pages,
+    map: Space,
+    data: Space,
+    catalog: Catalog,
+    /// None: nothing is pending in what a checkpoint left.
+    holds: Holds,
+    /// Data blocks in use.
+    pub used: u64,
+    keeping: Keeping,
+}
+
+impl View {
+    pub fn sight(&mut self) -> Sight<'_> {
+        Sight {
+            pages: &mut self.pages,
+            map: &mut self.map,
+            data: &mut self.data,
+            catalog: &self.catalog,
+            holds: &self.holds,
+        }
+    }
+
+    /// An error if something of the view was lost.
+    pub fn check(&self) -> Result<()> {
+        self.keeping.check()
+    }
+}
+
+impl Engine {
+    /// Makes a checkpoint, and the view of what it left. One view at a time.
+    pub(super) fn view(&self) -> Result<View> {
+        let _checkpoint = self.checkpoint.lock();
+        self.meta.lock().viewed = Some(Catalog::default());
+        let captured = self.checkpoint_locked(Purpose::GoOn);
+        let (catalog, used) = {
+            let mut meta = self.meta.lock();
+            (meta.viewed.take().unwrap_or_default(), meta.data.counts().used)
+        };
+        captured?;
+        let superblock = self.commit.lock().superblock;
+        // Before the lock on checkpoints goes: nothing has been written over yet.
+        let keeping = self.kept.begin();
+        Ok(View {
+            pages: Pages::as_kept(self.page_files.clone(), CACHE, Arc::clone(&self.kept)),
+            map: Space::table_only(SpaceKind::Map, superblock.map_regions),
+            data: Space::table_only(SpaceKind::Data, superblock.data_regions),
+            catalog,
+            holds: Holds::default(),
+            used,
+            keeping,
+        })
+    }
+
+    /// Keeps what a view still needs of pages that a checkpoint is about to write home.
+    pub(super) fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
+        for group in pages.chunk_by(|(a, _), (b, _)| a.file() == b.file()) {
+            let file = &self.page_files[group[0].0.file() as usize];
+            self.kept.keep(&**file, &mut group.iter().map(|(key, _)| *key));
+        }
+    }
+}
+
+impl Meta {
+    /// What is in memory. Nothing may change it meanwhile.
+    pub(super) fn sight(&mut self) -> Sight<'_> {
+        Sight {
+            pages: &mut self.pages,
+            map: &mut self.map,
+            data: &mut self.data,
+            catalog: &self.catalog,
+            holds: &self.holds,
+        }
+    }
+
+    /// Part of a checkpoint: the catalog of that moment, if a view is to be made of it.
+    pub(super) fn note_view(&mut self) {
+        if self.viewed.is_some() {
+            self.viewed = Some(self.catalog.clone());
+        }
+    }
+}

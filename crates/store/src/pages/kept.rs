@@ -1,0 +1,173 @@
+//! Home pages as one checkpoint left them, for a reader that goes on while later checkpoints write over them.
+//!
+//! Between two checkpoints the files of the pages are the state that the first one captured, whole. To read that state
+//! for longer, a reader has the old content of every page kept that a later checkpoint is about to write over.
+//!
+//! What must hold:
+//!
+//! 1. A page is kept before anything is written over it. So a reader that reads a file first and asks for a kept page
+//!    afterwards gets the old content: if no page was kept when it asked, nothing had been written when it read.
+//! 2. One checkpoint runs at a time, and begins no home write before [`Kept::keep`] has returned.
+//! 3. What is kept takes bounded memory; the rest goes to a file without a name, which is gone with the process. When
+//!    that cannot be written, the checkpoint goes on and the reader fails.
+
+use super::PageKey;
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Block, Directory, File, IoMode};
+use parking_lot::Mutex;
+use rustc_hash::FxHashMap;
+use std::sync::Arc;
+
+/// Pages kept in memory (32 MiB); few in tests, so that they meet the file.
+const MEMORY_MAX: usize = if cfg!(test) { 64 } else { 8192 };
+/// The file for more of them. Its name is removed as soon as it is open.
+const OVERFLOW_FILE: &str = "check.pages";
+
+enum Image {
+    Memory(Box<Block>),
+    /// Number of the page in the file.
+    Overflow(u64),
+    /// The medium did not give it when it was to be kept.
+    Unreadable(String),
+}
+
+#[derive(Default)]
+struct State {
+    readers: usize,
+    images: FxHashMap<PageKey, Image>,
+    in_memory: usize,
+    overflow: Option<Arc<dyn File>>,
+    overflowed: u64,
+    failure: Option<String>,
+}
+
+/// What later checkpoints would have overwritten.
+pub struct Kept {
+    directory: Arc<dyn Directory>,
+    state: Mutex<State>,
+}
+
+/// Pages are kept while this lives.
+pub struct Keeping(Arc<Kept>);
+
+impl Kept {
+    /// Nothing is kept yet.
+    pub fn new(directory: Arc<dyn Directory>) -> Arc<Self> {
+        Arc::new(Self { directory, state: Mutex::default() })
+    }
+
+    /// Keeps pages from now on. For one reader at a time, between two checkpoints.
+    pub fn begin(self: &Arc<Self>) -> Keeping {
+        let mut state = self.state.lock();
+        debug_assert_eq!(state.readers, 0);
+        state.readers = 1;
+        Keeping(Arc::clone(self))
+    }
+
+    /// Keeps the pages that are about to be written over, as far as a reader is there and has not got them already.
+    pub fn keep(&self, file: &dyn File, keys: &mut dyn Iterator<Item = PageKey>) {
+        for key in keys {
+            {
+                let state = self.state.lock();
+                if state.readers == 0 || state.failure.is_some() {
+                    return;
+                }
+                if state.images.contains_key(&key) {
+                    continue;
+                }
+            }
+            let mut page = Box::new(Block([0; BLOCK_SIZE]));
+            let read = file.read_at(&mut page.0, key.offset());
+            let mut state = self.state.lock();
+            let image = match read {
+                Err(error) => Image::Unreadable(error.to_string()),
+                Ok(()) if state.in_memory < MEMORY_MAX => {
+                    state.in_memory += 1;
+                    Image::Memory(page)
+                }
+                Ok(()) => match self.overflow(&mut state, &page) {
+                    Ok(number) => Image::Overflow(number),
+                    Err(error) => {
+                        tracing::warn!(%error, "a check cannot go on");
+                        state.failure = Some(error.to_string());
+                        return;
+                    }
+                },
+            };
+            state.images.insert(key, image);
+        }
+    }
+
+    fn overflow(&self, state: &mut State, page: &Block) -> Result<u64> {
+        let file = match &state.overflow {
+            Some(file) => Arc::clone(file),
+            None => {
+                // Left behind by a process that was killed before it had removed the name.
+                let _ = self.directory.remove(OVERFLOW_FILE);
+                let create = || format!("creating {OVERFLOW_FILE}");
+                let file = self.directory.create(OVERFLOW_FILE, IoMode::Buffered).during(create)?;
+                self.directory.remove(OVERFLOW_FILE).during(|| format!("removing {OVERFLOW_FILE}"))?;
+                Arc::clone(state.overflow.insert(file))
+            }
+        };
+        let number = state.overflowed;
+        file.write_at(&[&page.0], number * BLOCK_SIZE as u64, false).during(|| "keeping a page for a check".into())?;
+        state.overflowed += 1;
+        Ok(number)
+    }
+
+    /// Reads a page as it was when the reader began.
+    pub(super) fn read(&self, file: &dyn File, key: PageKey) -> Result<Block> {
+        let mut page = Block([0; BLOCK_SIZE]);
+        // The file first: see above.
+        let now = file.read_at(&mut page.0, key.offset());
+        let what = || format!("reading {key} of the datastore's metadata");
+        let state = self.state.lock();
+        if let Some(failure) = &state.failure {
+            return Err(lost(failure));
+        }
+        match state.images.get(&key) {
+            None => now.during(what).map(|()| page),
+            Some(Image::Memory(kept)) => Ok(**kept),
+            Some(Image::Unreadable(error)) => Err(Error::new(ErrorKind::Io, format!("{}: {error}", what()))),
+            Some(Image::Overflow(number)) => {
+                let offset = number * BLOCK_SIZE as u64;
+                let file = state.overflow.clone();
+                drop(state);
+                if let Some(file) = file {
+                    file.read_at(&mut page.0, offset).map_err(|error| {
+                        self.state.lock().failure = Some(error.to_string());
+                        lost(&error.to_string())
+                    })?;
+                }
+                Ok(page)
+            }
+        }
+    }
+}
+
+impl Keeping {
+    /// An error if a page could not be kept or read again: what the reader has seen since then says nothing.
+    pub fn check(&self) -> Result<()> {
+        match &self.0.state.lock().failure {
+            Some(failure) => Err(lost(failure)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Keeping {
+    fn drop(&mut self) {
+        *self.0.state.lock() = State::default();
+    }
+}
+
+fn lost(failure: &str) -> Error {
+    Error::new(
+        ErrorKind::Io,
+        format!(
+            "the check cannot go on beside the writes ({failure}); make room in the file system, or check again when \
+             less is written"
+        ),
+    )
+}

@@ -1,0 +1,185 @@
+//! How pages come into memory: under the lock of the cache, or without it. What must hold is said in the
+//! [cache](super).
+
+use super::{PageFile, PageKey, Pages, Slot, verify};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{BLOCK_SIZE, Block, File};
+use parking_lot::{Condvar, Mutex};
+use std::sync::Arc;
+
+/// With so many hits since the last miss, an operation is not prepared for misses of its own: looking for them would
+/// cost everyone more than one of them, that far apart, costs who waits for it.
+const WARM_HITS: u64 = 1 << 16;
+
+/// A page that is being read without the lock.
+#[derive(Default)]
+pub struct Load {
+    outcome: Mutex<Outcome>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+enum Outcome {
+    #[default]
+    UnderWay,
+    /// The page, if it could be read and was put in.
+    Ended(Option<Arc<Block>>),
+}
+
+impl Load {
+    /// Waits for its end. `None`: who wants the page has to look again.
+    pub fn wait(&self) -> Option<Arc<Block>> {
+        let mut outcome = self.outcome.lock();
+        loop {
+            match &*outcome {
+                Outcome::UnderWay => self.ended.wait(&mut outcome),
+                Outcome::Ended(page) => return page.clone(),
+            }
+        }
+    }
+
+    fn end(&self, page: Option<Arc<Block>>) {
+        *self.outcome.lock() = Outcome::Ended(page);
+        self.ended.notify_all();
+    }
+}
+
+/// Reads neighbouring pages from their file and verifies them.
+pub fn read_home(file: &dyn File, first: PageKey, count: usize) -> Vec<Result<Block>> {
+    let mut pages = vec![Block([0; BLOCK_SIZE]); count];
+    let whole = file.read_at(bytemuck::cast_slice_mut(&mut pages), first.offset()).is_ok();
+    let mut out = Vec::with_capacity(count);
+    for (number, page) in (first.number()..).zip(pages) {
+        let key = PageKey::new(first.file(), number);
+        // One bad sector must not hide its neighbours.
+        out.push(if whole { verified(page, key) } else { read_one(file, key) });
+    }
+    out
+}
+
+/// Reads a page from its file and verifies it.
+pub(super) fn read_one(file: &dyn File, key: PageKey) -> Result<Block> {
+    let mut page = Block([0; BLOCK_SIZE]);
+    file.read_at(&mut page.0, key.offset()).during(|| format!("reading {key} of the datastore's metadata"))?;
+    verified(page, key)
+}
+
+/// A page as it came from its file, ready for use.
+pub(super) fn verified(mut page: Block, key: PageKey) -> Result<Block> {
+    verify(&mut page, key)?;
+    if key.file() == PageFile::DataTable {
+        crate::space::forget_holds(&mut page);
+    }
+    Ok(page)
+}
+
+impl Pages {
+    /// From now on look-ups note what is not in memory and fail, until [`Pages::undefer`].
+    pub fn defer(&mut self) {
+        debug_assert!(self.absent.is_empty());
+        self.deferring = true;
+    }
+
+    /// Look-ups read the medium again. What they missed, in order of the files; empty: all was in memory.
+    pub fn undefer(&mut self) -> Vec<PageKey> {
+        self.deferring = false;
+        self.take_absent()
+    }
+
+    /// True while look-ups fail instead of reading.
+    pub fn is_deferring(&self) -> bool {
+        self.deferring
+    }
+
+    /// What was missed since it was asked for last, in order of the files.
+    pub fn take_absent(&mut self) -> Vec<PageKey> {
+        let mut absent = std::mem::take(&mut self.absent);
+        absent.sort_unstable();
+        absent.dedup();
+        absent
+    }
+
+    /// How much was missed.
+    pub fn absent(&self) -> usize {
+        self.absent.len()
+    }
+
+    /// The page if it is in memory; else it is noted as missed.
+    pub fn peek(&mut self, key: PageKey) -> Option<&Block> {
+        match self.slots.get_mut(&key) {
+            Some(slot) => {
+                slot.referenced = true;
+                Some(&slot.page)
+            }
+            None => {
+                self.absent.push(key);
+                None
+            }
+        }
+    }
+
+    /// True when next to nothing has been missed for a long time.
+    pub fn is_warm(&self) -> bool {
+        self.statistics.hits - self.hits_at_miss > WARM_HITS
+    }
+
+    #[cold]
+    pub(super) fn miss(&mut self, key: PageKey) -> Result<()> {
+        self.hits_at_miss = self.statistics.hits;
+        if self.deferring {
+            self.absent.push(key);
+            return Err(Error::new(ErrorKind::Busy, format!("{key} is not in memory")));
+        }
+        self.statistics.locked += 1;
+        let page = Arc::new(self.read_home(key)?);
+        // Who reads it without the lock comes too late.
+        self.loading.remove(&key);
+        self.insert(key, page);
+        Ok(())
+    }
+
+    fn insert(&mut self, key: PageKey, page: Arc<Block>) {
+        self.make_room();
+        self.statistics.misses += 1;
+        if self.slots.insert(key, Slot { page, referenced: false, dirty: false, unknown: false }).is_none() {
+            self.clock.push_back(key);
+        }
+    }
+
+    /// Registers the caller as the one who reads a page: true; or gives the read that is under way. `None` when the
+    /// page is in memory already.
+    pub fn begin_load(&mut self, key: PageKey) -> Option<(bool, Arc<Load>)> {
+        if self.slots.contains_key(&key) {
+            return None;
+        }
+        self.hits_at_miss = self.statistics.hits;
+        if let Some(load) = self.loading.get(&key) {
+            return Some((false, Arc::clone(load)));
+        }
+        let load = Arc::new(Load::default());
+        self.loading.insert(key, Arc::clone(&load));
+        Some((true, load))
+    }
+
+    /// Ends a read: puts the page in if its registration stands, and wakes who waits for it. The page while it is in
+    /// memory for certain; `None` when it has to be looked for again. An error counts only if the registration stands.
+    pub fn end_load(&mut self, key: PageKey, load: &Arc<Load>, read: Result<Block>) -> Result<Option<Arc<Block>>> {
+        if self.loading.get(&key).is_none_or(|registered| !Arc::ptr_eq(registered, load)) {
+            load.end(None);
+            return Ok(None);
+        }
+        self.loading.remove(&key);
+        match read {
+            Ok(page) => {
+                let page = Arc::new(page);
+                self.insert(key, Arc::clone(&page));
+                load.end(Some(Arc::clone(&page)));
+                Ok(Some(page))
+            }
+            Err(error) => {
+                load.end(None);
+                Err(error)
+            }
+        }
+    }
+}

@@ -1,0 +1,103 @@
+//! Which pages an operation on a space will need: they are looked at if they are in memory, and noted as missed if not.
+//! Nothing is changed.
+
+use super::allocation::GOOD_RUN;
+use super::region::{self, REGION_BLOCKS, REGION_PAGES};
+use super::table::{self, TABLE_ENTRIES};
+use super::{Entry, Run, SUMMARY_ENTRIES, Space};
+use crate::pages::{PageKey, Pages};
+
+/// Regions looked at ahead of a search for free blocks: a search seldom goes further.
+const SEARCH_REGIONS: u64 = 64;
+
+impl Space {
+    /// The entry of a block, if its page is in memory.
+    pub fn peek(&self, pages: &mut Pages, block: u64) -> Option<Entry> {
+        let (key, index) = self.locate(block);
+        pages.peek(key).map(|page| table::read(page, index))
+    }
+
+    /// The entries of a run will be needed.
+    pub fn survey_entries(&self, pages: &mut Pages, run: Run) {
+        let end = run.start.saturating_add(run.blocks).min(self.blocks());
+        if run.start < end {
+            for page in run.start / TABLE_ENTRIES..=(end - 1) / TABLE_ENTRIES {
+                pages.peek(PageKey::new(self.table, page));
+            }
+        }
+    }
+
+    /// References on a run will be dropped.
+    pub fn survey_drop(&self, pages: &mut Pages, run: Run) {
+        self.survey_entries(pages, run);
+        let blocks = run.blocks.min(self.blocks().saturating_sub(run.start));
+        for (number, _, _) in region::parts(Run { blocks, ..run }) {
+            self.survey_region(pages, number);
+        }
+    }
+
+    /// A run will be overwritten where it is referred to once and lasting, and dropped elsewhere. The number of blocks
+    /// of which the first is known.
+    pub fn survey_overwrite(&self, pages: &mut Pages, run: Run) -> u64 {
+        let mut own = 0;
+        let end = run.start.saturating_add(run.blocks).min(self.blocks());
+        let mut block = run.start;
+        while block < end {
+            let (key, first) = self.locate(block);
+            let count = (TABLE_ENTRIES - first as u64).min(end - block) as usize;
+            if let Some(page) = pages.peek(key) {
+                let entries = (first..first + count).map(|index| table::read(page, index));
+                let here = entries.filter(|entry| entry.references == 1 && !entry.held).count();
+                own += here as u64;
+                if here < count {
+                    self.survey_region(pages, block / REGION_BLOCKS);
+                }
+            }
+            block += count as u64;
+        }
+        own
+    }
+
+    /// The bitmaps of a region will be needed.
+    pub(super) fn survey_region(&self, pages: &mut Pages, number: u64) {
+        if self.regions.get(number as usize).is_some_and(|region| region.bitmaps.is_none() && !region.damaged) {
+            for page in 0..REGION_PAGES {
+                pages.peek(PageKey::new(self.table, number * REGION_PAGES + page));
+            }
+        }
+    }
+
+    /// Up to `want` blocks will be allocated next to each other, and get their first reference.
+    pub fn survey_allocation(&self, pages: &mut Pages, want: u64) {
+        let count = self.regions();
+        let least = if self.fragmented { 1 } else { want.min(GOOD_RUN) };
+        let (start, mut from) = (self.cursor / REGION_BLOCKS, self.cursor % REGION_BLOCKS);
+        for step in 0..count.min(SEARCH_REGIONS) {
+            let number = (start + step) % count;
+            let region = &self.regions[number as usize];
+            if region.estimate() >= least {
+                let Some(bitmaps) = &region.bitmaps else { return self.survey_region(pages, number) };
+                if let Some((first, blocks)) = bitmaps.find_free(from, least, want) {
+                    let run = Run { start: number * REGION_BLOCKS + first, blocks };
+                    return self.survey_entries(pages, run);
+                }
+            }
+            from = 0;
+        }
+    }
+
+    /// Free blocks will be taken back from `region` on.
+    pub fn survey_reclaim(&self, pages: &mut Pages, region: u64, least: u64) {
+        let candidate = (region..self.regions()).find(|number| self.regions[*number as usize].estimate() >= least);
+        if let Some(number) = candidate {
+            self.survey_entries(pages, Run { start: number * REGION_BLOCKS, blocks: REGION_BLOCKS });
+        }
+    }
+
+    /// The summaries of changed regions will be written.
+    pub fn survey_summaries(&self, pages: &mut Pages) {
+        for number in &self.dirty_regions {
+            pages.peek(PageKey::new(self.summary, number / SUMMARY_ENTRIES));
+        }
+    }
+}

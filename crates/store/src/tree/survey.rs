@@ -1,0 +1,220 @@
+//! Which pages an operation on a tree will need, as far as the pages in memory tell.
+//!
+//! A survey walks as the operation would and goes round what is not in memory, so that one pass finds all that can be
+//! known by now, and the next pass, once that has been read, what lies below it. It changes nothing, trusts nothing
+//! (what is damaged ends it early: the operation will say so), and may ask for a little too much or too little: what
+//! it misses is read when it is needed.
+
+use super::page::{self, ENTRIES_MAX};
+use super::{LOGICAL_LIMIT, NodeId};
+use backend::Block;
+use std::collections::BTreeSet;
+use std::ops::Range;
+
+/// Leaves with no more entries may be merged with a neighbour when they lose some.
+const MERGED_BELOW: usize = ENTRIES_MAX / 2 + 2;
+/// Leaves with more entries may be split when they gain some.
+const SPLIT_ABOVE: usize = ENTRIES_MAX - 3;
+
+/// What is in memory. What is asked for and is not there is noted.
+pub trait Resident {
+    /// The page of a node.
+    fn node(&mut self, id: NodeId) -> Option<&Block>;
+
+    /// Number of references on a node.
+    fn references(&mut self, id: NodeId) -> Option<u32>;
+
+    /// A reference on a node will be dropped.
+    fn drop_node(&mut self, id: NodeId);
+
+    /// The entries of data blocks will be read or gain a reference.
+    fn data(&mut self, physical: u64, blocks: u64);
+
+    /// References on data blocks will be dropped.
+    fn drop_data(&mut self, physical: u64, blocks: u64);
+
+    /// Data blocks will be overwritten where that is allowed, and dropped elsewhere.
+    fn overwrite_data(&mut self, physical: u64, blocks: u64);
+
+    /// Nodes will be allocated.
+    fn allocate(&mut self);
+
+    /// True when enough is noted for one pass.
+    fn is_enough(&self) -> bool;
+}
+
+/// What is about to be done with a range.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Aim {
+    /// Look it up.
+    Look,
+    /// Look it up, and read what it maps.
+    Read,
+    /// Write it: over its own blocks where that is allowed, to new ones elsewhere.
+    Write,
+    /// Map it to other blocks.
+    Map,
+    /// Unmap it.
+    Unmap,
+}
+
+impl Aim {
+    fn changes(self) -> bool {
+        !matches!(self, Self::Look | Self::Read)
+    }
+}
+
+/// What an operation on a range of a tree will need.
+pub fn survey<S: Resident + ?Sized>(store: &mut S, root: NodeId, range: Range<u64>, aim: Aim) {
+    let range = range.start..range.end.min(LOGICAL_LIMIT);
+    if !range.is_empty() {
+        visit(store, root, None, 0..LOGICAL_LIMIT, &range, aim, false);
+    }
+}
+
+fn visit<S: Resident + ?Sized>(
+    store: &mut S,
+    id: NodeId,
+    above: Option<u8>,
+    bounds: Range<u64>,
+    range: &Range<u64>,
+    aim: Aim,
+    mut shared: bool,
+) {
+    if store.is_enough() {
+        return;
+    }
+    if aim.changes() {
+        shared |= store.references(id).is_some_and(|references| references > 1);
+        if shared {
+            store.drop_node(id);
+            store.allocate();
+        }
+    }
+    let Some(node) = store.node(id) else { return };
+    let (level, count) = (page::level(node), page::count(node));
+    if above.is_some_and(|above| level.checked_add(1) != Some(above)) {
+        return;
+    }
+    if level == 0 {
+        let cut = |mapping: super::Mapping| mapping.clipped(range.start, range.end);
+        let extents: Vec<_> =
+            page::mappings_from(node, range.start).take_while(|m| m.logical < range.end).map(cut).collect();
+        let all = if shared { page::data_runs(node) } else { Vec::new() };
+        for extent in extents {
+            match aim {
+                Aim::Look => {}
+                Aim::Read => store.data(extent.physical, extent.blocks),
+                Aim::Write if !shared => store.overwrite_data(extent.physical, extent.blocks),
+                _ => store.drop_data(extent.physical, extent.blocks),
+            }
+        }
+        all.iter().for_each(|run| store.data(run.physical, run.blocks));
+        if aim.changes() && count > SPLIT_ABOVE {
+            store.allocate();
+        }
+        return;
+    }
+    let Some(first) = page::slot_for(node, range.start) else { return };
+    let slots: Vec<page::Slot> = (first.index..count).map_while(|index| page::slot(node, index)).collect();
+    let neighbours = |index: usize| [index.checked_sub(1), Some(index + 1)].into_iter().flatten();
+    let siblings: Vec<NodeId> = if shared { page::children(node).collect() } else { Vec::new() };
+    for child in siblings {
+        store.references(child);
+    }
+    for slot in slots {
+        let lower = slot.lower.unwrap_or(bounds.start);
+        let upper = slot.upper.unwrap_or(bounds.end);
+        if lower >= range.end {
+            break;
+        }
+        if aim == Aim::Unmap && range.start <= lower && upper <= range.end {
+            give_up(store, slot.child, level - 1);
+            continue;
+        }
+        visit(store, slot.child, Some(level), lower..upper, range, aim, shared);
+        if matches!(aim, Aim::Map | Aim::Unmap) {
+            let small = store.node(slot.child).is_some_and(|child| page::count(child) <= MERGED_BELOW);
+            for index in neighbours(slot.index).filter(|_| small && aim == Aim::Unmap) {
+                let neighbour = store.node(id).and_then(|node| page::slot(node, index));
+                if let Some(neighbour) = neighbour
+                    && store.references(neighbour.child) == Some(1)
+                {
+                    store.node(neighbour.child);
+                    store.drop_node(neighbour.child);
+                }
+            }
+        }
+    }
+}
+
+/// What comparing two trees within a range will need: nodes that are in both are not opened.
+pub fn survey_difference<S: Resident + ?Sized>(store: &mut S, roots: [Option<NodeId>; 2], range: &Range<u64>) {
+    let mut open: [Vec<(u8, NodeId)>; 2] = roots.map(|root| {
+        let known = root.and_then(|root| store.node(root).map(|node| (page::level(node), root)));
+        known.into_iter().collect()
+    });
+    while let Some(level) = open.iter().flatten().map(|(level, _)| *level).max() {
+        let [a, b] = open.each_mut().map(|nodes| {
+            let (here, below): (Vec<_>, Vec<_>) = nodes.drain(..).partition(|(found, _)| *found == level);
+            *nodes = below;
+            here.into_iter().map(|(_, id)| id).collect::<BTreeSet<NodeId>>()
+        });
+        for (nodes, other, side) in [(&a, &b, 0), (&b, &a, 1)] {
+            for id in nodes.difference(other) {
+                if store.is_enough() {
+                    return;
+                }
+                let Some(node) = store.node(*id) else { continue };
+                if level == 0 || page::level(node) != level {
+                    continue;
+                }
+                let Some(first) = page::slot_for(node, range.start) else { continue };
+                let inside = |slot: &page::Slot| slot.lower.is_none_or(|lower| lower < range.end);
+                let below = (first.index..page::count(node)).map_while(|index| page::slot(node, index));
+                open[side].extend(below.take_while(inside).map(|slot| (level - 1, slot.child)));
+            }
+        }
+    }
+}
+
+/// What dropping one reference on a subtree will need.
+fn give_up<S: Resident + ?Sized>(store: &mut S, id: NodeId, level: u8) {
+    let mut all = usize::MAX;
+    drop_part(store, id, Some(level), &mut all);
+}
+
+/// What dropping `steps` leaves and shared subtrees of a tree from its end will need.
+pub fn survey_drop<S: Resident + ?Sized>(store: &mut S, root: NodeId, mut steps: usize) {
+    drop_part(store, root, None, &mut steps);
+}
+
+fn drop_part<S: Resident + ?Sized>(store: &mut S, id: NodeId, level: Option<u8>, steps: &mut usize) {
+    if *steps == 0 || store.is_enough() {
+        return;
+    }
+    store.drop_node(id);
+    if store.references(id) != Some(1) {
+        *steps -= 1;
+        return;
+    }
+    let Some(node) = store.node(id) else {
+        *steps -= 1;
+        return;
+    };
+    let found = page::level(node);
+    if level.is_some_and(|level| level != found) {
+        return;
+    }
+    if found == 0 {
+        for run in page::data_runs(node) {
+            store.drop_data(run.physical, run.blocks);
+        }
+        *steps -= 1;
+        return;
+    }
+    let children: Vec<NodeId> = page::children(node).collect();
+    for child in children.into_iter().rev() {
+        drop_part(store, child, Some(found - 1), steps);
+    }
+}

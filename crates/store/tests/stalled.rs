@@ -1,0 +1,214 @@
+//! A medium that does not answer reads of metadata: who needs none of them must not wait.
+
+#![allow(clippy::unwrap_used)]
+
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, Lock, Queue, QueueKind, Room, SharedSlice};
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+use store::catalog::Provisioning;
+use store::engine::{InitParameters, NewDisk};
+use store::{Engine, EngineOptions};
+
+const BLOCKS: u64 = 2 * 8000;
+
+#[derive(Default)]
+struct Stall {
+    /// Reads of metadata wait.
+    on: bool,
+    waiting: usize,
+}
+
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<Stall>, Condvar)>);
+
+impl Gate {
+    fn set(&self, on: bool) {
+        self.0.0.lock().unwrap().on = on;
+        self.0.1.notify_all();
+    }
+
+    fn pass(&self) {
+        let mut stall = self.0.0.lock().unwrap();
+        stall.waiting += 1;
+        self.0.1.notify_all();
+        while stall.on {
+            stall = self.0.1.wait(stall).unwrap();
+        }
+        stall.waiting -= 1;
+    }
+
+    /// Waits until so many reads wait.
+    fn wait_for(&self, count: usize) {
+        let mut stall = self.0.0.lock().unwrap();
+        while stall.waiting < count {
+            let (next, timeout) = self.0.1.wait_timeout(stall, Duration::from_secs(60)).unwrap();
+            assert!(!timeout.timed_out(), "{} of {count} reads of metadata wait", next.waiting);
+            stall = next;
+        }
+    }
+}
+
+/// Opens the gate whatever happens: a test that fails must end.
+struct Opened<'a>(&'a Gate);
+
+impl Drop for Opened<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
+struct Stalling(Arc<dyn Directory>, Gate);
+struct StallingFile(Arc<dyn File>, Gate);
+
+impl Stalling {
+    fn wrap(&self, name: &str, file: Arc<dyn File>) -> Arc<dyn File> {
+        if name == "map" || name == "data.table" { Arc::new(StallingFile(file, self.1.clone())) } else { file }
+    }
+}
+
+impl Directory for Stalling {
+    fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        Ok(self.wrap(name, self.0.open(name, mode)?))
+    }
+    fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
+        Ok(self.wrap(name, self.0.create(name, mode)?))
+    }
+    fn remove(&self, name: &str) -> io::Result<()> {
+        self.0.remove(name)
+    }
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.0.rename(from, to)
+    }
+    fn list(&self) -> io::Result<Vec<String>> {
+        self.0.list()
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+    fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        self.0.lock(name)
+    }
+    fn room(&self) -> io::Result<Room> {
+        self.0.room()
+    }
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.0.queue(depth)
+    }
+    fn queue_kind(&self) -> QueueKind {
+        self.0.queue_kind()
+    }
+}
+
+impl File for StallingFile {
+    fn len(&self) -> io::Result<u64> {
+        self.0.len()
+    }
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        self.0.set_len(length)
+    }
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.1.pass();
+        self.0.read_at(buffer, offset)
+    }
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
+        self.0.read_cached_at(buffer, offset)
+    }
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
+        self.0.write_at(slices, offset, durable)
+    }
+    fn sync(&self) -> io::Result<()> {
+        self.0.sync()
+    }
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.reserve(offset, length)
+    }
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        self.0.punch(offset, length)
+    }
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        self.0.next_allocated(offset)
+    }
+    fn allocated(&self) -> io::Result<u64> {
+        self.0.allocated()
+    }
+    fn descriptor(&self) -> Option<RawFd> {
+        self.0.descriptor()
+    }
+}
+
+fn write(engine: &Engine, disk: u64, block: u64, value: u8) {
+    let mut buffer = Buffer::zeroed(1);
+    buffer.fill(value);
+    engine.write_blocks(&engine.head(disk), block, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
+}
+
+fn value(engine: &Engine, disk: u64, block: u64) -> u8 {
+    let head = engine.head(disk);
+    engine.read_blocks("disk", block..block + 1, &|range| engine.plan_head(&head, range)).unwrap()[0]
+}
+
+fn make(engine: &Engine, name: &str) -> u64 {
+    let new = NewDisk {
+        name: name.into(),
+        capacity: BLOCKS * BLOCK_SIZE as u64,
+        provisioning: Provisioning::Thin,
+        uuid: [1; 16],
+        incomplete: false,
+    };
+    engine.create_disk(new).unwrap()
+}
+
+#[test]
+fn a_disk_in_memory_is_read_and_written_while_others_wait_for_metadata() {
+    let medium = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+    let gate = Gate::default();
+    let directory: Arc<dyn Directory> = Arc::new(Stalling(medium.directory(), gate.clone()));
+    Engine::init(&directory, InitParameters { uuid: [7; 16], journal_size: 4 << 20 }).unwrap();
+    let options = EngineOptions { write_buffer: 4 << 20, ..EngineOptions::default() };
+    let engine = Engine::open(Arc::clone(&directory), options).unwrap();
+    let (hot, cold) = (make(&engine, "hot"), make(&engine, "cold"));
+    (0..16).for_each(|block| write(&engine, hot, block, 1));
+    engine.settle(&engine.head(hot)).unwrap();
+    (0..BLOCKS).step_by(2).for_each(|block| write(&engine, cold, block, 2));
+    engine.close().unwrap();
+    drop(engine);
+
+    let engine = Engine::open(directory, options).unwrap();
+    let at_opening = engine.page_statistics().locked;
+    assert!((0..16).all(|block| value(&engine, hot, block) == 1));
+    // The root of the other disk; its leaves are not in memory.
+    value(&engine, cold, 0);
+    // What a write over its own block needs.
+    write(&engine, hot, 0, 1);
+    engine.flush().unwrap();
+    gate.set(true);
+    std::thread::scope(|scope| {
+        let opened = Opened(&gate);
+        // Two of different pages, and one of a page that another reads: it waits for that one.
+        let readers: Vec<_> = [BLOCKS / 2, BLOCKS - 2, BLOCKS - 2]
+            .map(|block| {
+                scope.spawn({
+                    let engine = &engine;
+                    move || value(engine, cold, block)
+                })
+            })
+            .into_iter()
+            .collect();
+        gate.wait_for(2);
+        for block in 0..16 {
+            assert_eq!(value(&engine, hot, block), 1);
+            write(&engine, hot, block, 3);
+            assert_eq!(value(&engine, hot, block), 3);
+        }
+        engine.flush().unwrap();
+        drop(opened);
+        assert!(readers.into_iter().all(|reader| reader.join().unwrap() == 2));
+    });
+    assert_eq!(engine.page_statistics().locked, at_opening, "pages were read under the lock");
+    assert!((0..BLOCKS).step_by(2).all(|block| value(&engine, cold, block) == 2));
+    engine.close().unwrap();
+}
