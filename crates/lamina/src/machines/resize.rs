@@ -40,7 +40,7 @@ pub fn affected(datastore: &Path, disk: &str) -> Result<Option<Affected>> {
 pub fn run(datastore: &Path, affected: Affected, request: Request, form: Form) -> std::result::Result<End, End> {
     let Affected { _change, telling, name } = affected;
     let request = match request {
-        Request::Disk(DiskRequest::Resize { name, capacity, shrink, reconnect: Reconnect::Nobody }) => {
+        Request::Disk(DiskRequest::Resize { name, capacity, shrink, reconnect: Reconnect::NoClient }) => {
             let reconnect = Reconnect::Process(telling.pid());
             Request::Disk(DiskRequest::Resize { name, capacity, shrink, reconnect })
         }

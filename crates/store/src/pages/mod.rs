@@ -16,7 +16,7 @@
 //!
 //! The cache lives behind a lock that every request needs, so the medium is not waited for under it. A look-up that
 //! *defers* ([`Pages::defer`]) notes what is not in memory and fails; its caller lets go of the lock, reads the pages,
-//! puts them in and looks again. Reads under way are registered ([`Pages::begin_load`]), so that nobody reads a page
+//! puts them in and looks again. Reads under way are registered ([`Pages::begin_load`]), so that no thread reads a page
 //! that another already reads, and every way in which a page comes into memory or loses its meaning cancels the
 //! registration: [`Pages::create`], [`Pages::forget`] and a load under the lock. What was read is put in only while its
 //! registration stands ([`Pages::end_load`]).

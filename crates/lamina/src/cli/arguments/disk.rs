@@ -317,7 +317,7 @@ impl DiskCommand {
                 name: name.clone(),
                 capacity: *size,
                 shrink: *shrink,
-                reconnect: if *reconnect_clients { Reconnect::All } else { Reconnect::Nobody },
+                reconnect: if *reconnect_clients { Reconnect::All } else { Reconnect::NoClient },
             },
             Self::Rename { name, to, force } => {
                 DiskRequest::Rename { name: name.clone(), to: to.clone(), force: *force }

@@ -74,7 +74,7 @@ fn resize(service: Service<'_>, name: &str, capacity: u64, shrink: bool, reconne
     let before: Vec<_> = connected().map(|client| client.peer).collect();
     let mut disk = service.datastore.resize_disk(name, capacity, shrink)?;
     let whose = match reconnect {
-        Reconnect::Nobody => None,
+        Reconnect::NoClient => None,
         Reconnect::All => Some(Whose::All),
         Reconnect::Process(pid) => Some(Whose::Process(pid)),
     };

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reconnect {
-    /// None.
-    Nobody,
+    /// No client.
+    NoClient,
     /// All.
     All,
     /// One process.

@@ -84,7 +84,7 @@ fn malformed_lines_are_invalid() {
         br#"{"version":3,"message":{"request":"format_disk"}}"#,
         br#"{"version":3,"message":{"request":{"disk":{"show":{}}}}}"#,
         br#"{"version":3,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
-        br#"{"version":3,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false,"reconnect":"nobody"}}}}}"#,
+        br#"{"version":3,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false,"reconnect":"no_client"}}}}}"#,
     ] {
         assert_eq!(decode::<FromClient>(line).unwrap_err().kind(), ErrorKind::Invalid);
     }
