@@ -115,6 +115,19 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
 }
 
 #[test]
+fn a_full_ring_refuses_what_would_reach_its_tail() {
+    let (file, mut journal) = ring();
+    // Three blocks each: the last one that fits leaves two blocks free.
+    let body = vec![0x5a; 3 * 4096 - 64];
+    let mut appended = 0;
+    while journal.append(BatchKind::Operations, &[&body]).is_ok() {
+        appended += 1;
+    }
+    assert_eq!((appended, journal.used()), (170, 510 * 4096));
+    assert_eq!(survey(&file, START).len(), 170, "the first batch is as it was");
+}
+
+#[test]
 fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
     for seed in 0..50 {
         let mut random = Random(seed);
