@@ -10,8 +10,8 @@
 //!    recovery carries out beside replay is in the pages that the checkpoint captures.
 //! 2. Recovery can be cut off anywhere and begin again. Until the checkpoint is committed the superblock describes the
 //!    state that replay starts from, and what is written home is what the next recovery would write again.
-//! 3. Work that has no bound, clearing what lies behind the end of a disk that shrank, comes after the checkpoint and is
-//!    admitted step by step like any other.
+//! 3. Work that has no bound, clearing what lies behind the end of a disk that shrank, comes after the checkpoint and
+//!    is admitted step by step like any other.
 
 use super::admission::Admission;
 use super::checkpoint::{CheckpointRecord, Purpose, write_home};
