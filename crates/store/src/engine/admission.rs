@@ -119,6 +119,11 @@ impl Admission {
         hard - hard / MARGIN_SHARE
     }
 
+    /// Whether an empty budget has room for work of this cost.
+    pub fn holds(&self, cost: Cost) -> bool {
+        cost.bytes <= self.ring_limit() && cost.pages <= self.page_limit()
+    }
+
     /// The most pages that the images file is ever grown for.
     pub fn capacity_max(&self) -> u64 {
         self.cache

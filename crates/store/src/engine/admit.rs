@@ -17,6 +17,8 @@ pub(super) const STEP_PAGES: u64 = 128;
 const PAGES_BESIDE: u64 = 3;
 /// Pages that dropping one leaf dirties: entries of all its extents, counts of its node, the parent.
 const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
+/// Nodes above a leaf, and what every operation may dirty beside.
+const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
 /// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
 /// cut.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
@@ -80,7 +82,7 @@ impl Meta {
             | Operation::Announce { run }
             | Operation::Backed { run, .. } => table_pages(*run) + PAGES_BESIDE,
             Operation::Drop { steps, .. } => {
-                (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_PER_DROPPED_LEAF)
+                (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
             }
             Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
             Operation::Put { .. }
@@ -120,12 +122,13 @@ impl Engine {
         let mut made = 0;
         loop {
             self.check_running()?;
-            self.grow_images();
+            self.grow_images(cost.pages);
             if self.admission.try_admit(cost).is_some() {
                 return Ok(());
             }
             match self.checkpoint.try_lock() {
-                Some(_guard) if made < CHECKPOINTS_MAX => {
+                // What an empty budget holds has its turn: others are slowed down meanwhile.
+                Some(_guard) if made < CHECKPOINTS_MAX || self.admission.holds(cost) => {
                     self.checkpoint_locked(Purpose::GoOn)?;
                     made += 1;
                 }
@@ -149,7 +152,7 @@ impl Engine {
         if self.admission.is_checkpoint_due() {
             self.request(|work| work.checkpoint = true);
             if !self.options.threads {
-                self.grow_images();
+                self.grow_images(0);
                 self.checkpoint_if_needed()?;
             }
         }

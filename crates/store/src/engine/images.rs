@@ -125,6 +125,9 @@ pub struct Images {
     salt: u64,
 }
 
+/// What is called with each part of the images.
+type Part<'a> = dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()> + 'a;
+
 impl Images {
     /// Makes the file with room for `pages` images.
     pub fn create(directory: &dyn Directory, pages: u64) -> Result<()> {
@@ -240,7 +243,7 @@ impl Images {
     }
 
     /// Calls `each` with all images in portions; false when one of them is not whole, which ends it.
-    fn each(&self, head: &Head, each: &mut dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()>) -> Result<bool> {
+    fn each(&self, head: &Head, each: &mut Part<'_>) -> Result<bool> {
         let doing = || format!("reading {IMAGES_FILE}");
         let end = self.file.len().during(doing)?;
         if length(head.count) > end {
@@ -323,10 +326,10 @@ impl Engine {
         Ok(())
     }
 
-    /// Doubles the room for images while it is what bounds the dirty pages. A full file system leaves it as it is:
-    /// checkpoints come earlier then.
-    pub(super) fn grow_images(&self) {
-        if self.admission.is_capacity_short() {
+    /// Doubles the room for images while it is what bounds the dirty pages, or is less than one change of so many pages
+    /// needs. A full file system leaves it as it is: checkpoints come earlier then.
+    pub(super) fn grow_images(&self, pages: u64) {
+        if self.admission.is_capacity_short() || pages > self.admission.page_limit() {
             let wanted = (self.admission.capacity() * 2).min(self.admission.capacity_max());
             if let Err(error) = self.reserve_images(wanted)
                 && error.kind() != ErrorKind::NoSpace

@@ -25,9 +25,9 @@ const LONG_IDLE: Duration = Duration::from_secs(4);
 /// Freed blocks that are worth a commit of their own (64 MiB).
 const FREEING_MAX: u64 = 16_384;
 /// Nodes of a deleted tree dropped under one hold of the lock.
-const DROP_STEPS: u32 = 4;
+const DROP_STEPS: u32 = 1;
 /// Holds between two looks at other work.
-const DROP_ROUNDS: usize = 64;
+const DROP_ROUNDS: usize = 256;
 /// While writes come in, giving space back takes one part in so many of a thread's time, so that they go on at their
 /// rate.
 const BUSY_SHARE: u32 = 8;
