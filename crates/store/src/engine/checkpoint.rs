@@ -45,7 +45,7 @@ pub(super) enum Purpose {
 impl Engine {
     /// Whether so much has changed that a checkpoint is worth while; makes room for larger ones where that helps.
     pub(super) fn is_checkpoint_due(&self) -> bool {
-        self.grow_images();
+        self.grow_images(0);
         self.admission.is_checkpoint_due()
     }
 
