@@ -120,7 +120,13 @@ impl Buffer {
         }
         let mut memory = Memory::of(class);
         if let Memory::Own(own) = &mut memory {
-            // Kept memory keeps its length; only what is new, or was cut off, is zeroed.
+            if own.is_empty() {
+                // The system zeroes it page by page as it is used: a request that announces much takes no memory
+                // before its bytes arrive.
+                *own = bytemuck::allocation::zeroed_vec(1 << class);
+                own.truncate(blocks);
+            }
+            // Kept memory keeps its length; only what was cut off is zeroed.
             own.resize(blocks, bytemuck::Zeroable::zeroed());
         }
         Self { memory, length: blocks }
