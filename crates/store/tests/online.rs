@@ -221,9 +221,9 @@ fn damage_is_found_beside_load() {
         assert!(found[1].ends_with(&format!("disk 'cold' at offset {}", 2000 * BLOCK_SIZE)), "{found:?}");
         assert_eq!(problems(&check(&engine, false)), [expected.as_str()]);
 
-        // A page of the table in which nothing is changed: those of the first blocks of the disk.
-        let (first, _) = place(&engine, cold, 2);
-        let key = PageKey::new(PageFile::DataTable, first / TABLE_ENTRIES);
+        // A page of the table all of whose blocks are the cold disk's: no checkpoint writes it anew.
+        let (inside, _) = place(&engine, cold, 2 * TABLE_ENTRIES + TABLE_ENTRIES);
+        let key = PageKey::new(PageFile::DataTable, inside / TABLE_ENTRIES);
         medium.flip_bit("data.table", key.offset() + 300, 1).unwrap();
         let report = check(&engine, false);
         assert!(problems(&report).iter().any(|found| found.contains("fails its checksum")), "{:?}", problems(&report));
