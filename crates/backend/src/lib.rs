@@ -152,7 +152,11 @@ pub struct Room {
 }
 
 /// Proof of being the one owner; the lock goes when this is dropped or the process ends, however it ends.
-pub trait Lock: Send + Sync {}
+pub trait Lock: Send + Sync {
+    /// Whether the name that was locked still leads to the locked file. Once it does not, another process that locks
+    /// the name is not excluded.
+    fn is_named(&self) -> io::Result<bool>;
+}
 
 /// The folder of a datastore.
 pub trait Directory: Send + Sync {
@@ -197,6 +201,18 @@ pub trait Directory: Send + Sync {
     /// Takes the exclusive lock on file `name` (created when missing): `WouldBlock` when another process, or another
     /// opener in this one, holds it. The name leads to the locked file on return.
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>>;
+
+    /// As [`Directory::lock`], of a file that exists (`NotFound` otherwise).
+    fn lock_existing(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        drop(self.open(name, IoMode::Buffered)?);
+        self.lock(name)
+    }
+
+    /// Takes the exclusive lock on the folder itself, which no file put in another's place gives free: `WouldBlock` when
+    /// another opener holds it, `None` where the file system locks no folders.
+    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
+        Ok(None)
+    }
 
     /// Room in the file system.
     fn room(&self) -> io::Result<Room>;

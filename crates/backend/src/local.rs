@@ -43,7 +43,7 @@ pub enum LocalQueues {
 /// A folder of a local file system.
 pub struct LocalDirectory {
     path: PathBuf,
-    folder: OwnedFd,
+    folder: Arc<OwnedFd>,
     #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only io_uring may be demanded or done without"))]
     queues: LocalQueues,
     uring: AtomicBool,
@@ -68,6 +68,7 @@ impl LocalDirectory {
                 io::Error::new(io::ErrorKind::Unsupported, text)
             })?,
         };
+        let folder = Arc::new(folder);
         Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
@@ -94,7 +95,7 @@ impl LocalDirectory {
         // The steps need no right to list a folder; the folder itself is listed and flushed.
         let folder = rustix::fs::openat(&folder, ".", flags, Mode::empty()).map_err(fail)?;
         let uring = probe_uring().is_ok();
-        let queues = LocalQueues::Auto;
+        let (folder, queues) = (Arc::new(folder), LocalQueues::Auto);
         Ok(Self { path, folder, queues, uring: AtomicBool::new(uring), workers: Workers::new() })
     }
 
@@ -152,12 +153,32 @@ impl LocalDirectory {
 
     /// Whether that file still bears the name.
     fn leads_to(&self, name: &str, file: &std::fs::File) -> io::Result<bool> {
-        let own = rustix::fs::fstat(file)?;
-        match rustix::fs::statat(&self.folder, name, rustix::fs::AtFlags::empty()) {
-            Ok(found) => Ok((found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)),
-            Err(rustix::io::Errno::NOENT) => Ok(false),
-            Err(error) => Err(named(error.into(), "look at", &self.path.join(name))),
+        leads_to(&self.folder, name, file).map_err(|error| named(error, "look at", &self.path.join(name)))
+    }
+
+    fn locked(&self, name: &str, file: std::fs::File) -> Box<dyn Lock> {
+        Box::new(LocalLock { file, place: Some((Arc::clone(&self.folder), name.to_owned())) })
+    }
+
+    fn lock_with(&self, name: &str, flags: OFlags) -> io::Result<Box<dyn Lock>> {
+        loop {
+            let file = self.open_with(name, IoMode::Buffered, flags)?;
+            self.take_lock(name, &file)?;
+            // Its last owner may have removed or renamed it since it was opened here.
+            if self.leads_to(name, &file)? {
+                return Ok(self.locked(name, file));
+            }
         }
+    }
+}
+
+/// Whether the name in a folder leads to an open file.
+fn leads_to(folder: &OwnedFd, name: &str, file: &std::fs::File) -> io::Result<bool> {
+    let own = rustix::fs::fstat(file)?;
+    match rustix::fs::statat(folder, name, rustix::fs::AtFlags::empty()) {
+        Ok(found) => Ok((found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)),
+        Err(rustix::io::Errno::NOENT) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -203,7 +224,7 @@ impl Directory for LocalDirectory {
             }
         });
         match lock {
-            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), Box::new(LocalLock(lock)))),
+            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), self.locked(name, lock))),
             Err(error) => {
                 // Whoever was quicker to lock it decides on it.
                 if error.kind() != io::ErrorKind::WouldBlock {
@@ -253,13 +274,24 @@ impl Directory for LocalDirectory {
     }
 
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
-        loop {
-            let file = self.open_with(name, IoMode::Buffered, OFlags::CREATE)?;
-            self.take_lock(name, &file)?;
-            // Its last owner may have removed or renamed it since it was opened here.
-            if self.leads_to(name, &file)? {
-                return Ok(Box::new(LocalLock(file)));
+        self.lock_with(name, OFlags::CREATE)
+    }
+
+    fn lock_existing(&self, name: &str) -> io::Result<Box<dyn Lock>> {
+        self.lock_with(name, OFlags::empty())
+    }
+
+    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = retry(|| rustix::fs::openat(&self.folder, ".", flags, Mode::empty()))?;
+        match retry(|| rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive)) {
+            Ok(()) => Ok(Some(Box::new(LocalLock { file: folder.into(), place: None }))),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let text = format!("{} is locked by another owner", self.path.display());
+                Err(io::Error::new(io::ErrorKind::WouldBlock, text))
             }
+            // NFS, for one, locks only what is open for writing.
+            Err(_) => Ok(None),
         }
     }
 
@@ -293,15 +325,23 @@ impl Directory for LocalDirectory {
 }
 
 /// Holds the open file description that carries the lock.
-struct LocalLock(std::fs::File);
+struct LocalLock {
+    file: std::fs::File,
+    /// The folder and the name in it; none for the folder itself.
+    place: Option<(Arc<OwnedFd>, String)>,
+}
 
-impl Lock for LocalLock {}
+impl Lock for LocalLock {
+    fn is_named(&self) -> io::Result<bool> {
+        self.place.as_ref().map_or(Ok(true), |(folder, name)| leads_to(folder, name, &self.file))
+    }
+}
 
 impl Drop for LocalLock {
     /// Closing would not do: a process being started shares every open file description until it executes its program,
     /// and the lock would outlast its owner by as long.
     fn drop(&mut self) {
-        let _ = retry(|| rustix::fs::flock(&self.0, FlockOperation::Unlock));
+        let _ = retry(|| rustix::fs::flock(&self.file, FlockOperation::Unlock));
     }
 }
 
@@ -344,8 +384,20 @@ mod tests {
         let file = directory.open_with("lock", IoMode::Buffered, OFlags::CREATE).unwrap();
         directory.take_lock("lock", &file).unwrap();
         let inherited = file.try_clone().unwrap();
-        drop(LocalLock(file));
+        drop(LocalLock { file, place: None });
         drop(directory.lock("lock").unwrap());
         drop(inherited);
+    }
+
+    #[test]
+    fn a_folder_is_locked_once_and_free_afterwards() {
+        let path = tempfile::tempdir().unwrap();
+        let directory = LocalDirectory::open_resolved(path.path()).unwrap();
+        let other = LocalDirectory::open_resolved(path.path()).unwrap();
+        let lock = directory.lock_folder().unwrap().unwrap();
+        assert_eq!(other.lock_folder().err().unwrap().kind(), io::ErrorKind::WouldBlock);
+        assert!(lock.is_named().unwrap());
+        drop(lock);
+        assert!(other.lock_folder().unwrap().is_some());
     }
 }

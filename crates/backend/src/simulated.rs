@@ -170,7 +170,7 @@ impl Directory for SimulatedDirectory {
 
     fn lock(&self, name: &str) -> io::Result<Box<dyn Lock>> {
         let id = self.world.lock().lock(name)?;
-        Ok(Box::new(SimulatedLock { world: Arc::clone(&self.world), id }))
+        Ok(Box::new(SimulatedLock { world: Arc::clone(&self.world), id, name: name.to_owned() }))
     }
 
     fn room(&self) -> io::Result<Room> {
@@ -191,9 +191,14 @@ impl Directory for SimulatedDirectory {
 struct SimulatedLock {
     world: Arc<Mutex<World>>,
     id: FileId,
+    name: String,
 }
 
-impl Lock for SimulatedLock {}
+impl Lock for SimulatedLock {
+    fn is_named(&self) -> io::Result<bool> {
+        self.world.lock().leads_to(&self.name, self.id)
+    }
+}
 
 impl Drop for SimulatedLock {
     fn drop(&mut self) {

@@ -13,17 +13,17 @@ use crate::progress::Progress;
 use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Directory, IoMode, Lock, QueueKind};
+use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use store::engine::{FORMAT_VERSION, InitParameters};
+use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
 use uses::Uses;
 
-/// The file that the owner of a datastore holds locked.
+/// What making a datastore leaves even if it fails.
 const LOCK_FILE: &str = "lock";
 
 /// How a datastore is made.
@@ -77,7 +77,7 @@ pub struct Datastore {
     /// Receptions that somebody uses.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
-    _lock: Box<dyn Lock>,
+    _owner: Arc<Owner>,
 }
 
 /// A name that is about to be given to a disk, of whatever format.
@@ -155,18 +155,9 @@ impl Datastore {
     }
 
     fn open_at(path: Option<&Path>, directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
-        let lock = directory.lock(LOCK_FILE).map_err(|error| {
-            if error.kind() == std::io::ErrorKind::WouldBlock {
-                Error::new(
-                    ErrorKind::Busy,
-                    "the datastore is open in another process; a running 'lamina serve' takes commands on its socket",
-                )
-            } else {
-                Error::io("taking the lock of the datastore", error)
-            }
-        })?;
+        let owner = Arc::new(Owner::take(&*directory)?);
         let mode = options.mode;
-        let engine = Engine::open(directory, options)?;
+        let engine = Engine::open_owned(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // Whether a disk is incomplete is decided by the migration it comes from.
@@ -186,7 +177,7 @@ impl Datastore {
             imports: Imports::default(),
             receptions: Mutex::default(),
             this: Weak::clone(this),
-            _lock: lock,
+            _owner: owner,
         });
         if doubt.folders.is_empty() {
             datastore.sweep_overlays()?;

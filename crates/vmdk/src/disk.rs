@@ -98,7 +98,14 @@ pub struct Disk {
     operation: Mutex<()>,
     head: Mutex<Option<Arc<Line>>>,
     pub(crate) state: Mutex<State>,
-    _lock: Box<dyn Lock>,
+    owner: Owner,
+}
+
+/// What the owner of a folder has locked: the file that every version locks, and the folder itself where the file system
+/// does that, so that a file removed or replaced lets no second owner in.
+struct Owner {
+    file: Box<dyn Lock>,
+    _folder: Option<Box<dyn Lock>>,
 }
 
 /// The right to change the tree.
@@ -148,7 +155,7 @@ impl Disk {
     /// # Errors
     /// `NotFound` when there is none, also when its creation or deletion was interrupted.
     pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
-        let lock = lock(&home)?;
+        let owner = lock(&home)?;
         let directory = &**home.directory();
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
@@ -156,14 +163,14 @@ impl Disk {
             remove(directory, RECORD_NEW)?;
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
-        let disk = Self::assemble(home, loaded?, options, lock);
+        let disk = Self::assemble(home, loaded?, options, owner);
         disk.recover()?;
         Ok(Arc::new(disk))
     }
 
     /// A disk whose record says that it is being made.
     pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
-        let lock = lock(&home)?;
+        let owner = lock(&home)?;
         let directory = &**home.directory();
         match stored::load(directory) {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -179,7 +186,7 @@ impl Disk {
                 return Err(Error::new(ErrorKind::Exists, text));
             }
         }
-        let disk = Self::assemble(home, record.clone(), options, lock);
+        let disk = Self::assemble(home, record.clone(), options, owner);
         disk.commit(record)?;
         Ok(disk)
     }
@@ -196,7 +203,7 @@ impl Disk {
         Err(error)
     }
 
-    fn assemble(home: Folder, record: Record, options: &Options, lock: Box<dyn Lock>) -> Self {
+    fn assemble(home: Folder, record: Record, options: &Options, owner: Owner) -> Self {
         let state =
             State { record, issued: Vec::new(), changing: Vec::new(), closed: false, unsettled: false, failed: false };
         Self {
@@ -205,7 +212,7 @@ impl Disk {
             operation: Mutex::new(()),
             head: Mutex::new(None),
             state: Mutex::new(state),
-            _lock: lock,
+            owner,
         }
     }
 
@@ -278,10 +285,29 @@ impl Disk {
 
     /// Replaces the record. If nobody can say which one the medium has, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
+        self.check_owner()?;
         let bytes = record.encode()?;
         let directory = &**self.home.directory();
         self.with_room(&record, || stored::prepare(directory, &bytes))?;
         self.committed(record, stored::replace(directory))
+    }
+
+    /// Stops the disk once its lock is no longer what others would lock.
+    fn check_owner(&self) -> Result<()> {
+        // A look that fails says nothing: the lock is held all the same.
+        if self.owner.file.is_named().unwrap_or(true) {
+            return Ok(());
+        }
+        self.state.lock().failed = true;
+        if let Some(line) = &*self.head.lock() {
+            let _ = line.chain.close();
+        }
+        let text = format!(
+            "disk '{}': its file '{LOCK_NAME}' was removed or replaced while it was open, and another process may have \
+             opened it since; nothing is written any more until it is opened again",
+            self.name()
+        );
+        Err(Error::new(ErrorKind::Stopped, text))
     }
 
     /// What becomes of the disk after an attempt to replace its record.
@@ -471,8 +497,10 @@ impl Drop for Claim<'_> {
     }
 }
 
-fn lock(home: &Folder) -> Result<Box<dyn Lock>> {
-    home.directory().lock(LOCK_NAME).map_err(|error| match error.kind() {
+fn lock(home: &Folder) -> Result<Owner> {
+    let directory = home.directory();
+    let both = directory.lock(LOCK_NAME).and_then(|file| Ok(Owner { file, _folder: directory.lock_folder()? }));
+    both.map_err(|error| match error.kind() {
         std::io::ErrorKind::WouldBlock => Error::new(ErrorKind::Busy, "the disk of this folder is open elsewhere"),
         _ => Error::io("locking the disk's folder", error),
     })

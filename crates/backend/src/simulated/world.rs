@@ -273,6 +273,12 @@ impl World {
         Ok(id)
     }
 
+    /// Whether a name leads to that file.
+    pub(super) fn leads_to(&self, name: &str, id: FileId) -> io::Result<bool> {
+        self.check_power()?;
+        Ok(self.names.get(name) == Some(&id))
+    }
+
     pub(super) fn unlock(&mut self, id: FileId) {
         if let Some(file) = self.files.get_mut(&id) {
             file.locked = false;

@@ -114,8 +114,19 @@ pub fn locks_exclude(directory: &dyn Directory) {
     assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
     drop(lock);
     drop(directory.lock("lock").unwrap());
-    drop(directory.lock("lock").unwrap());
+    assert_eq!(directory.lock_existing("missing").err().unwrap().kind(), ErrorKind::NotFound);
+    assert!(!directory.list().unwrap().contains(&"missing".to_owned()));
+    let lock = directory.lock_existing("lock").unwrap();
+    assert_eq!(directory.lock("lock").err().unwrap().kind(), ErrorKind::WouldBlock);
+    assert!(lock.is_named().unwrap());
+    directory.rename("lock", "moved").unwrap();
+    assert!(!lock.is_named().unwrap());
+    // Another file of that name is another lock, and the one before knows.
+    let second = directory.lock("lock").unwrap();
+    assert!(!lock.is_named().unwrap() && second.is_named().unwrap());
     directory.remove("lock").unwrap();
+    assert!(!second.is_named().unwrap());
+    directory.remove("moved").unwrap();
 }
 
 pub fn past_the_end_is_zeros(directory: &dyn Directory, mode: IoMode) {

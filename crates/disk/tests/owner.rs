@@ -1,0 +1,67 @@
+//! One owner at a time, whatever happens to the files that say who it is.
+use backend::Buffer;
+use disk::*;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+fn open(path: &Path) -> disk::Result<Arc<Datastore>> {
+    let options = OpenOptions {
+        mode: backend::IoMode::Buffered,
+        queue: QueueChoice::Threads,
+        metadata_cache: 4 << 20,
+        write_buffer: 1 << 20,
+    };
+    Datastore::open(path, options)
+}
+
+fn made() -> (tempfile::TempDir, std::path::PathBuf) {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = folder.path().join("ds");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    (folder, path)
+}
+
+#[test]
+fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
+    let (_folder, path) = made();
+    let owner = open(&path).unwrap();
+    owner.create_disk("a", &NewDisk::native(1 << 20, Provisioning::Thin), &NoProgress).unwrap();
+    let device = owner.device("a", false).unwrap();
+    let mut block = Buffer::with_bytes(4096);
+    block.fill(1);
+    device.write(0, block, 4096, true).unwrap();
+    for name in ["lock", "superblock"] {
+        assert_eq!(open(&path).err().unwrap().kind(), ErrorKind::Busy);
+        let moved = path.join("moved");
+        fs::rename(path.join(name), &moved).unwrap();
+        fs::copy(&moved, path.join(name)).unwrap();
+        assert_eq!(open(&path).err().unwrap().kind(), ErrorKind::Busy, "{name} was replaced");
+    }
+    let mut block = Buffer::with_bytes(4096);
+    block.fill(2);
+    let error = device.write(4096, block, 4096, true).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Stopped, "{error}");
+    assert!(owner.close().is_err());
+    drop((device, owner));
+    let owner = open(&path).unwrap();
+    assert_eq!(owner.device("a", true).unwrap().read(0, 4096).unwrap(), vec![1; 4096]);
+    owner.close().unwrap();
+}
+
+#[test]
+fn the_same_for_a_disk_of_images() {
+    let (_folder, path) = made();
+    let owner = open(&path).unwrap();
+    let new = NewDisk { format: DiskFormat::Vmdk, ..NewDisk::native(1 << 20, Provisioning::Thin) };
+    owner.create_disk("a", &new, &NoProgress).unwrap();
+    let _device = owner.device("a", false).unwrap();
+    let home = fs::read_dir(path.join("images")).unwrap().next().unwrap().unwrap().path();
+    fs::remove_file(home.join("lamina.lock")).unwrap();
+    let directory = backend::local::LocalDirectory::open_resolved(home.canonicalize().unwrap()).unwrap();
+    let second = vmdk::Disk::open(layer::image::Folder::plain(Arc::new(directory)), &vmdk::Options::default());
+    assert_eq!(second.err().unwrap().kind(), ErrorKind::Busy);
+    fs::remove_file(home.join("lamina.lock")).unwrap();
+    let error = owner.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).unwrap_err();
+    assert!(error.kind() == ErrorKind::Stopped && error.to_string().contains("lamina.lock"), "{error}");
+}

@@ -1,0 +1,82 @@
+//! Ownership: one process at a time writes a datastore.
+//!
+//! The owner holds three locks: on the file `lock`, which every version takes; on the superblock, which every opener
+//! needs; and on the folder, where the file system locks folders. Removing or replacing one of the files therefore lets
+//! no second owner in. The owner looks before each append to the journal, and every few seconds, whether the names still
+//! lead to what it has locked, and stops writing once they do not: a process of version 0.1.0 knows only the file `lock`,
+//! and a folder restored under a running server is not the one that was opened.
+
+use super::Engine;
+use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
+use crate::{Error, ErrorKind, Result};
+use backend::{Directory, Lock};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The locks of the owner of a datastore, until dropped.
+pub struct Owner {
+    locks: Vec<(&'static str, Box<dyn Lock>)>,
+    /// A look that failed has been reported.
+    reported: AtomicBool,
+}
+
+impl Owner {
+    /// Becomes the owner of the datastore in a folder: `Busy` when another process, or another opener in this one, is.
+    pub fn take(directory: &dyn Directory) -> Result<Self> {
+        let mut locks = Vec::with_capacity(3);
+        let busy = |what: &str, error: std::io::Error| match error.kind() {
+            std::io::ErrorKind::WouldBlock => Error::new(
+                ErrorKind::Busy,
+                format!(
+                    "the datastore is open in another process, which has locked {what}; a running 'lamina serve' takes \
+                     commands on its socket"
+                ),
+            ),
+            _ => Error::io(format!("locking {what} of the datastore"), error),
+        };
+        let lock = directory.lock(LOCK_FILE).map_err(|error| busy("its file 'lock'", error))?;
+        locks.push((LOCK_FILE, lock));
+        let lock = directory.lock_existing(SUPERBLOCK_FILE).map_err(|error| busy("its superblock", error))?;
+        locks.push((SUPERBLOCK_FILE, lock));
+        if let Some(lock) = directory.lock_folder().map_err(|error| busy("its folder", error))? {
+            locks.push(("", lock));
+        }
+        Ok(Self { locks, reported: AtomicBool::new(false) })
+    }
+
+    /// Fails once a name no longer leads to the file that was locked.
+    fn check(&self) -> Result<()> {
+        for (name, lock) in &self.locks {
+            match lock.is_named() {
+                Ok(true) => {}
+                Ok(false) => {
+                    return Err(Error::new(
+                        ErrorKind::Stopped,
+                        format!(
+                            "ownership of the datastore is lost: its file '{name}' was removed or replaced while it was \
+                             open, and another process may have opened it since"
+                        ),
+                    ));
+                }
+                // The lock is held all the same: a look that fails says nothing about its name.
+                Err(error) => {
+                    if !self.reported.swap(true, Ordering::Relaxed) {
+                        tracing::warn!(%error, file = name, "whether the datastore is still owned cannot be seen");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// Stops the datastore once it has another owner, or may have. Stores opened without an owner have none to lose.
+    pub(super) fn check_owner(&self) -> Result<()> {
+        let Some(owner) = &self.owner else { return Ok(()) };
+        let held = match owner.upgrade() {
+            Some(owner) => owner.check(),
+            None => Err(Error::new(ErrorKind::Stopped, "the datastore was given up without being closed")),
+        };
+        held.map_err(|error| self.stop(error))
+    }
+}
