@@ -108,6 +108,23 @@ pub struct Piece {
     pub entry: Entry,
 }
 
+impl Piece {
+    /// The same in parts of at most `most` blocks.
+    pub fn cut(self, most: u64) -> impl Iterator<Item = Piece> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let Self { logical, entry } = &self;
+            let end = entry.blocks.min(at + most);
+            let part = at..end;
+            at = end;
+            (!part.is_empty()).then(|| {
+                let (blocks, logical) = (part.end - part.start, logical + part.start);
+                Piece { logical, entry: Entry { blocks, content: entry.content.part(part), ..entry.clone() } }
+            })
+        })
+    }
+}
+
 /// Writes between two snapshots.
 #[derive(Default)]
 pub struct Layer {
@@ -188,6 +205,15 @@ impl Layer {
         gone
     }
 
+    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    fn taking(&self) -> (u64, u64) {
+        let (mut claimed, mut others) = (0, 0);
+        for entry in self.entries.values().filter(|entry| !matches!(entry.content, Content::Unmapped)) {
+            *if entry.claimed { &mut claimed } else { &mut others } += entry.blocks;
+        }
+        (claimed, others)
+    }
+
     /// Copies entries from `from` on, up to about `most` blocks of data, to be written home.
     pub fn take(&self, from: u64, most: u64) -> Vec<Piece> {
         let mut pieces = Vec::new();
@@ -227,6 +253,12 @@ impl Layers {
     /// True when no snapshot waits for anything here.
     pub fn is_single(&self) -> bool {
         self.layers.len() == 1
+    }
+
+    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    pub fn taking(&self) -> (u64, u64) {
+        let sums = self.layers.iter().map(Layer::taking);
+        sums.fold((0, 0), |sum, layer| (sum.0 + layer.0, sum.1 + layer.1))
     }
 
     /// All layers, oldest first.

@@ -2,7 +2,7 @@
 
 use super::Engine;
 use super::write::chunks;
-use super::writeback::UNMAP_MAX;
+use super::zeroes::UNMAP_MAX;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::{IoContext, Result};
@@ -15,18 +15,6 @@ use std::sync::atomic::Ordering;
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
-}
-
-/// Blocks that one of several writers is about to take: the others do not count on them.
-struct Claim<'a> {
-    engine: &'a Engine,
-    blocks: u64,
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        self.engine.claims.fetch_sub(self.blocks, Ordering::AcqRel);
-    }
 }
 
 impl<'a> BulkWriter<'a> {
@@ -48,7 +36,7 @@ impl<'a> BulkWriter<'a> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
-            let claim = self.claim(blocks - at)?;
+            let claim = engine.claim_blocks(blocks - at)?;
             let run = {
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
@@ -70,7 +58,7 @@ impl<'a> BulkWriter<'a> {
             let checksums = sums.as_slice()[at as usize..(at + run.blocks) as usize].to_vec();
             let operation = Operation::Map { disk: self.disk, logical: logical + at, run, checksums };
             let mut meta = engine.meta.lock();
-            engine.carry_out(&mut meta, operation, gate)?;
+            engine.carry_out_new(&mut meta, operation, gate)?;
             at += run.blocks;
         }
         self.bound_pending()
@@ -83,11 +71,11 @@ impl<'a> BulkWriter<'a> {
         while at < range.end {
             engine.check_running()?;
             engine.make_journal_room()?;
-            let claim = self.claim((range.end - at).min(RUN_MAX))?;
+            let claim = engine.claim_blocks((range.end - at).min(RUN_MAX))?;
             let mut meta = engine.meta.lock();
             let run = engine.allocate(&mut meta, (range.end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
-            engine.carry_out(&mut meta, operation, 0)?;
+            engine.carry_out_new(&mut meta, operation, 0)?;
             engine.update_headroom(&meta);
             drop(meta);
             drop(claim);
@@ -111,17 +99,6 @@ impl<'a> BulkWriter<'a> {
             self.bound_pending()?;
         }
         Ok(())
-    }
-
-    /// Makes sure that so many blocks are free beside what others are about to take.
-    fn claim(&self, blocks: u64) -> Result<Claim<'a>> {
-        let engine = self.engine;
-        let claims = engine.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
-        let claim = Claim { engine, blocks };
-        if claims > engine.headroom.load(Ordering::Acquire) {
-            engine.extend(claims)?;
-        }
-        Ok(claim)
     }
 
     /// Makes everything durable that was written or let go of before.

@@ -44,6 +44,11 @@ impl Engine {
     pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;
+        self.append_changes(gently)
+    }
+
+    /// The same for what has room in the journal.
+    pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
         self.append_pending(&mut self.commit.lock())?;
         if self.meta.lock().pending.is_empty() {
             return Ok(());
@@ -94,7 +99,7 @@ impl Engine {
     }
 
     /// The most payload one flush journals: bounded by the ring too.
-    fn payload_max(&self) -> u64 {
+    pub(super) fn payload_max(&self) -> u64 {
         PAYLOAD_MAX.min(self.journal_size() / 16)
     }
 
@@ -183,7 +188,7 @@ impl Engine {
         Ok(())
     }
 
-    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
+    pub(super) fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
         let Content::Data(slice, sums) = &piece.entry.content else {
             return self.apply_other(meta, head.id, piece);
         };
@@ -248,7 +253,7 @@ impl Engine {
             let data = vec![part(at, at + run.blocks)];
             let gate = self.synced.load(Ordering::Acquire);
             let operation = Operation::MapData { disk: head.id, logical: at, run, data };
-            self.carry_out(meta, operation, gate)?;
+            self.carry_out_new(meta, operation, gate)?;
             at += run.blocks;
         }
         Ok(())

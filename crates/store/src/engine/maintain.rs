@@ -4,6 +4,7 @@
 use super::Engine;
 use super::checkpoint::LOGGED_ROUND;
 use crate::journal::{Operation, RUN_MAX};
+use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use parking_lot::MutexGuard;
@@ -13,6 +14,8 @@ use std::time::{Duration, Instant};
 
 /// How often maintenance looks round when nobody asks.
 const TICK: Duration = Duration::from_millis(100);
+/// How often an owner that appends nothing to the journal looks whether it still is the owner.
+const OWNER_CHECK: Duration = Duration::from_secs(2);
 /// Without a write for this long the datastore counts as idle: space is given back down to the last run.
 const IDLE: Duration = Duration::from_millis(700);
 /// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
@@ -37,6 +40,8 @@ const PUNCH_SINGLES: u64 = 512;
 const SLACK_SHARE: u64 = 32;
 /// ... within these bounds.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
+/// How long punching rests after a failure: the file system may refuse it for good.
+const PUNCH_RETRY: Duration = Duration::from_secs(10);
 /// What is kept even when idle, in blocks (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
@@ -49,6 +54,8 @@ struct Watch {
     singles_done: bool,
     /// Until when dropping and punching rest for the sake of writers.
     rest: Instant,
+    /// Until when punching rests after a failure.
+    punch_after: Instant,
 }
 
 impl Engine {
@@ -119,8 +126,16 @@ impl Engine {
             region: 0,
             singles_done: false,
             rest: Instant::now(),
+            punch_after: Instant::now(),
         };
+        let mut owner_seen = Instant::now();
         while self.running() {
+            if owner_seen.elapsed() > OWNER_CHECK {
+                owner_seen = Instant::now();
+                if self.check_owner().is_err() {
+                    return;
+                }
+            }
             let extend;
             {
                 let mut work = self.work.lock();
@@ -249,8 +264,15 @@ impl Engine {
             true => PUNCH_BLOCKS,
             false => PUNCH_BLOCKS_BUSY,
         };
+        if Instant::now() < watch.punch_after {
+            return Ok(());
+        }
         let began = Instant::now();
-        let mut given = self.punch_free(&mut watch.region, least, keep, most)?;
+        let punched = self.punch_free(&mut watch.region, least, keep, most);
+        if punched.is_err() {
+            watch.punch_after = Instant::now() + PUNCH_RETRY;
+        }
+        let mut given = punched?;
         let quiet = || self.clock.load(Ordering::Acquire) + self.written.load(Ordering::Acquire) == watch.activity;
         while given > 0 && began.elapsed() < TICK && quiet() && self.running() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
@@ -263,16 +285,14 @@ impl Engine {
 
     /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number
     /// given back.
-    fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
-        let _punching = self.punching.lock();
+    pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
+        let mut failed = self.punching.lock();
+        self.punch_failed(&mut failed)?;
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
-            let spare = meta
-                .data
-                .counts()
-                .free
-                .saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::Acquire));
+            let counts = meta.data.counts();
+            let spare = counts.free.saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::SeqCst));
             if spare < least {
                 *region = 0;
                 return Ok(0);
@@ -282,6 +302,12 @@ impl Engine {
             }
             let runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
             self.update_headroom(meta);
+            if self.claims.load(Ordering::SeqCst) > self.headroom.load(Ordering::SeqCst) {
+                // A writer claimed some of it meanwhile, and found it free.
+                runs.into_iter().for_each(|run| meta.data.release(run));
+                self.update_headroom(meta);
+                return Ok(0);
+            }
             for run in &runs {
                 for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
                     self.carry_out(meta, Operation::Backed { run: part, backed: false }, 0)?;
@@ -296,21 +322,57 @@ impl Engine {
             return Ok(0);
         }
         // The medium must not lose the space while the journal could still call it ours.
-        self.commit_changes()?;
-        let mut given = 0;
-        for run in &runs {
-            let (file, offset) = self.files.locate(*run)?;
-            let length = run.blocks * BLOCK_SIZE as u64;
-            file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
-            self.files.touch(*run);
-            given += run.blocks;
-        }
+        let mut punched = 0;
+        let result = self.commit_changes().and_then(|()| {
+            runs.iter().try_for_each(|run| {
+                self.punch_run(*run)?;
+                punched += 1;
+                Ok(())
+            })
+        });
+        let given = runs[..punched].iter().map(|run| run.blocks).sum();
+        failed.extend(&runs[punched..]);
+        // Not backed, whether punched or not: nothing is written there before room is reserved for it again.
         let mut meta = self.meta.lock();
-        for run in runs {
-            meta.data.release(run);
-        }
+        runs.into_iter().for_each(|run| meta.data.release(run));
         self.update_headroom(&meta);
-        Ok(given)
+        result.map(|()| given)
+    }
+
+    fn punch_run(&self, run: Run) -> Result<()> {
+        let (file, offset) = self.files.locate(run)?;
+        let length = run.blocks * BLOCK_SIZE as u64;
+        file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
+        self.files.touch(run);
+        Ok(())
+    }
+
+    /// Punches what could not be punched before, where it has not been reserved again since.
+    fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
+        if failed.is_empty() {
+            return Ok(());
+        }
+        self.commit_changes()?;
+        // No room is reserved meanwhile: what is not backed stays so, and holds nothing.
+        let _extending = self.extending.lock();
+        while let Some(run) = failed.last().copied() {
+            let mut left: Vec<Run> = Vec::new();
+            {
+                let mut meta = self.meta.lock();
+                for block in run.start..run.start + run.blocks {
+                    if meta.entry(block)?.backed {
+                        continue;
+                    }
+                    match left.last_mut() {
+                        Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                        _ => left.push(Run { start: block, blocks: 1 }),
+                    }
+                }
+            }
+            left.into_iter().try_for_each(|run| self.punch_run(run))?;
+            failed.pop();
+        }
+        Ok(())
     }
 
     /// One round of everything the threads do, in the caller: for stores opened without threads. True while there may

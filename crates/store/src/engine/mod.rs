@@ -35,12 +35,15 @@ mod apply;
 mod bulk;
 mod check;
 mod checkpoint;
+mod claim;
 mod commit;
 mod control;
 mod extend;
 mod files;
+mod heads;
 mod inspect;
 mod maintain;
+mod owner;
 mod payload;
 mod placement;
 mod read;
@@ -51,12 +54,14 @@ mod superblock;
 mod through;
 mod write;
 mod writeback;
+mod zeroes;
 
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
 pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
 pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
+pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use superblock::FORMAT_VERSION;
@@ -75,8 +80,8 @@ use placement::{Holds, InFlight};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use superblock::Superblock;
 
@@ -245,6 +250,8 @@ pub struct Counters {
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
+    /// Gone when the datastore was dropped.
+    owner: Option<Weak<Owner>>,
     uuid: [u8; 16],
     files: DataFiles,
     superblock_file: Arc<dyn File>,
@@ -266,8 +273,8 @@ pub struct Engine {
     /// One [`BulkWriter`] at a time copies into the page cache.
     copying: Mutex<()>,
     checkpoint: Mutex<()>,
-    /// Held from the moment that space is no longer called backed until its hole is punched.
-    punching: Mutex<()>,
+    /// Held from the moment that space is no longer called backed until its hole is punched; runs whose punch failed.
+    punching: Mutex<Vec<Run>>,
     meta: Mutex<Meta>,
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
     /// Writes acknowledged; flush tickets are points of this clock.
@@ -382,7 +389,7 @@ impl Engine {
     /// Tells writers how much they may count on. Called whenever free space changed, before claims are given back.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
-        self.headroom.store(free.saturating_sub(meta.catalog.reserved()), Ordering::Release);
+        self.headroom.store(free.saturating_sub(meta.catalog.reserved()), Ordering::SeqCst);
     }
 
     fn request(&self, ask: impl FnOnce(&mut Work)) {

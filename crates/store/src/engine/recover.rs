@@ -11,7 +11,7 @@ use super::payload::LoggedLane;
 use super::placement::{Holds, InFlight};
 use super::superblock::Superblock;
 use super::writeback::{LANE_DEPTH, Lane};
-use super::{Committer, Counters, Engine, EngineOptions, Meta};
+use super::{Committer, Counters, Engine, EngineOptions, Meta, Owner};
 use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{PageFile, PageKey, Pages, verify};
@@ -115,9 +115,18 @@ impl Engine {
         directory.sync().during(|| "flushing the new datastore".into())
     }
 
-    /// Opens a store: recovers it if it was not closed, and starts its threads if the options say so. The caller
-    /// holds the lock of the datastore.
+    /// Opens a store that no other process can reach: recovers it if it was not closed, and starts its threads if the
+    /// options say so.
     pub fn open(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_owned(directory, options, None)
+    }
+
+    /// As [`Engine::open`]; the store is written while `owner` exists and holds its locks.
+    pub fn open_owned(
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        owner: Option<&Arc<Owner>>,
+    ) -> Result<Arc<Self>> {
         let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
         let mut superblock = Superblock::read(&*superblock_file)?;
@@ -184,6 +193,7 @@ impl Engine {
         let engine = Arc::new(Self {
             directory,
             options,
+            owner: owner.map(Arc::downgrade),
             uuid: superblock.uuid,
             files,
             superblock_file,
@@ -199,7 +209,7 @@ impl Engine {
             sync: Mutex::new(()),
             extending: Mutex::new(()),
             checkpoint: Mutex::new(()),
-            punching: Mutex::new(()),
+            punching: Mutex::default(),
             meta: Mutex::new(meta),
             heads: RwLock::new(FxHashMap::default()),
             clock: AtomicU64::new(0),
@@ -296,7 +306,7 @@ impl Engine {
             while let Some(root) = meta.catalog.get(disk)?.root
                 && let Some(first) = meta.next_mapped(root, end, crate::tree::LOGICAL_LIMIT)?
             {
-                end = crate::tree::LOGICAL_LIMIT.min(first + super::writeback::UNMAP_MAX);
+                end = crate::tree::LOGICAL_LIMIT.min(first + super::zeroes::UNMAP_MAX);
                 let operation = Operation::Unmap { disk, logical: first, blocks: end - first };
                 self.carry_out(meta, operation, 0)?;
             }

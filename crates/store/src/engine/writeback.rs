@@ -4,9 +4,8 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
-use super::placement::{BlockState, Placement, place};
 use super::apply::Effects;
-use super::write::chunks;
+use super::placement::{BlockState, Placement, place};
 use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::{BatchKind, Operation, Writer};
@@ -41,8 +40,6 @@ const HOMES_PER_HOLD: usize = 64;
 pub(super) const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub(super) const LANE_DEPTH: u32 = 64;
-/// Longest range of one unmap operation, in blocks (4 GiB).
-pub(super) const UNMAP_MAX: u64 = 1 << 20;
 
 /// What write-back keeps between batches.
 pub struct Lane {
@@ -127,7 +124,8 @@ impl Engine {
         let mut waited = false;
         let mut meta = loop {
             let mut meta = self.meta.lock();
-            let planned = self.plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others, &mut claimed);
+            let planned =
+                self.plan_homes(&mut meta, head, pieces.clone(), waited, &mut homes, &mut others, &mut claimed);
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
             if planned.is_ok() && !overtakes {
@@ -142,6 +140,13 @@ impl Engine {
             match planned {
                 // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
                 Err(error) if error.kind() == ErrorKind::NoSpace && !waited => waited = true,
+                // What holds it now came since. The journal takes it in order, and needs no place beside its own.
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    self.log_batch(head, pieces)?;
+                    self.sync_all_data()?;
+                    self.append_pending(&mut commit)?;
+                    return Ok(true);
+                }
                 other => other?,
             }
             homes.clear();
@@ -155,11 +160,15 @@ impl Engine {
         }
         drop(meta);
         self.announce(commit, &homes)?;
-        self.write_homes(lane, head, &mut homes)?;
+        let mut short = None;
+        self.write_homes(lane, head, &mut homes, &mut short)?;
         self.announced.store(u64::MAX, Ordering::Release);
         {
             let mut meta = self.meta.lock();
             claimed.into_iter().for_each(|run| meta.in_flight.release(run));
+        }
+        if let Some(error) = short {
+            return Err(error);
         }
         self.finish_others(head, others)?;
         let mut buffer = head.buffer.lock();
@@ -176,13 +185,14 @@ impl Engine {
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
         pieces: Vec<Piece>,
+        waited: bool,
         homes: &mut Vec<Home>,
         others: &mut Vec<Piece>,
         claimed: &mut Vec<Run>,
     ) -> Result<()> {
         let root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
-        let mut new_blocks = 0;
+        let (mut new_blocks, mut not_claimed) = (0, 0);
         let mut data = Vec::new();
         for piece in pieces {
             match &piece.entry.content {
@@ -200,14 +210,24 @@ impl Engine {
             placements.clear();
             let range = piece.logical..piece.logical + piece.entry.blocks;
             meta.placements(root, range, &mut placements)?;
-            new_blocks +=
-                placements.iter().filter(|(_, placement, _)| *placement == Placement::New).map(|(r, _, _)| r.end - r.start).sum::<u64>();
+            let new = placements.iter().filter(|(_, placement, _)| *placement == Placement::New);
+            let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();
+            new_blocks += new;
+            not_claimed += if piece.entry.claimed { 0 } else { new };
             for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
                 let run = Run { start: *start, blocks: range.end - range.start };
                 meta.in_flight.claim(run);
                 claimed.push(run);
             }
             plans.push(placements.clone());
+        }
+        if not_claimed > 0 {
+            // What is set aside for the disk is for blocks that are shared: what is only held takes none of it unless
+            // waiting for the journal has not helped.
+            let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
+            if not_claimed > self.unclaimed() + aside {
+                return Err(Error::new(ErrorKind::NoSpace, "no free blocks beside what other writes count on"));
+            }
         }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), plan) in data.into_iter().zip(plans) {
@@ -272,6 +292,7 @@ impl Engine {
 
     /// Appends a batch; a failure stops the datastore.
     pub(super) fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        self.check_owner()?;
         commit.journal.append(kind, parts).map_err(|error| self.stop(error))?;
         commit.batches += u64::from(matches!(kind, BatchKind::Operations | BatchKind::Urgent));
         self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
@@ -279,7 +300,9 @@ impl Engine {
         Ok(())
     }
 
-    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut [Home]) -> Result<()> {
+    /// Writes a batch and brings it into the map. What the map has no room for stays buffered, and `short` says so: all
+    /// that was announced has been written then.
+    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut [Home], short: &mut Option<Error>) -> Result<()> {
         // Physical order: the medium likes it, and neighbours become one write.
         homes.sort_unstable_by_key(|home| home.run.start);
         let mut groups: Vec<Range<usize>> = Vec::new();
@@ -302,12 +325,18 @@ impl Engine {
             blocks += home.run.blocks;
         }
         match self.options.mode {
-            IoMode::Buffered => self.write_into_cache(head, homes, &groups),
-            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups),
+            IoMode::Buffered => self.write_into_cache(head, homes, &groups, short),
+            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups, short),
         }
     }
 
-    fn write_into_cache(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn write_into_cache(
+        &self,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let mut done = 0;
         let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
         for (i, group) in groups.iter().enumerate() {
@@ -323,7 +352,7 @@ impl Engine {
                 file.write_out(offset, length, false);
             }
             if long || i + 1 - done >= GROUPS_PER_FINISH {
-                self.finish_homes(head, homes, &groups[done..=i])?;
+                self.finish_homes(head, homes, &groups[done..=i], short)?;
                 done = i + 1;
             }
             // Not more than two at a time: see WRITE_OUT_MIN.
@@ -331,10 +360,17 @@ impl Engine {
                 file.write_out(offset, length, true);
             }
         }
-        self.finish_homes(head, homes, &groups[done..])
+        self.finish_homes(head, homes, &groups[done..], short)
     }
 
-    fn write_past_cache(&self, lane: &mut Lane, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn write_past_cache(
+        &self,
+        lane: &mut Lane,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let mut completions: Vec<Completion> = Vec::new();
         let mut next = 0;
         while next < groups.len() || lane.queue.in_flight() > 0 {
@@ -354,13 +390,19 @@ impl Engine {
                 completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
                 finished.push(groups[completion.token as usize].clone());
             }
-            self.finish_homes(head, homes, &finished)?;
+            self.finish_homes(head, homes, &finished, short)?;
         }
         Ok(())
     }
 
     /// Lets the map name what has been written, and the buffer forget it.
-    fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn finish_homes(
+        &self,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let done: Vec<&Home> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
         // After the writes and before the clock says so: a flush in between may have cleared the mark.
         done.iter().for_each(|home| self.files.touch(home.run));
@@ -370,8 +412,11 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut gone = (0, 0);
             for home in part {
-                let (claimed, data) = self.finish_home(&mut meta, &mut buffer, head.id, home, gate)?;
-                gone = (gone.0 + claimed, gone.1 + data);
+                match self.finish_home(&mut meta, &mut buffer, head.id, home, gate) {
+                    Ok((claimed, data)) => gone = (gone.0 + claimed, gone.1 + data),
+                    Err(error) if error.kind() == ErrorKind::NoSpace => *short = Some(error),
+                    Err(error) => return Err(error),
+                }
             }
             self.update_headroom(&meta);
             let commit_wanted = meta.pending_bytes > self.pending_limit();
@@ -404,11 +449,28 @@ impl Engine {
             Placement::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
         };
         if let Some(operation) = operation {
-            self.carry_out(meta, operation, gate)?;
+            self.carry_out_new(meta, operation, gate)?;
         }
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
         Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
+    }
+
+    /// As [`Engine::carry_out`]; if there is no room for it in the map, the run that it would have taken is free again.
+    pub(super) fn carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
+        let new = match &operation {
+            Operation::Map { run, .. } | Operation::MapData { run, .. } => Some(*run),
+            Operation::Unwritten { run, fresh: true, .. } => Some(*run),
+            _ => None,
+        };
+        let done = self.carry_out(meta, operation, gate);
+        if let (Err(_), Some(run)) = (&done, new)
+            && !self.stopped.load(Ordering::Acquire)
+        {
+            meta.data.release(run);
+            self.update_headroom(meta);
+        }
+        done
     }
 
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
@@ -418,73 +480,6 @@ impl Engine {
             self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
         }
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))
-    }
-
-    /// Discards and zeroes of a batch: no data, only the map.
-    fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<()> {
-        for piece in pieces {
-            let mut buffer = head.buffer.lock();
-            let mut meta = self.meta.lock();
-            self.apply_other(&mut meta, head.id, &piece)?;
-            self.update_headroom(&meta);
-            let (layer, _) = buffer.layers.oldest();
-            let gone = layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
-            drop(meta);
-            drop(buffer);
-            self.give_back(gone);
-        }
-        Ok(())
-    }
-
-    /// Brings a discard or zero entry into the map.
-    pub(super) fn apply_other(&self, meta: &mut Meta, disk: u64, piece: &Piece) -> Result<()> {
-        let range = piece.logical..piece.logical + piece.entry.blocks;
-        if matches!(piece.entry.content, Content::Unmapped) {
-            for part in chunks(range, UNMAP_MAX) {
-                let operation = Operation::Unmap { disk, logical: part.start, blocks: part.blocks };
-                self.carry_out(meta, operation, 0)?;
-            }
-            return Ok(());
-        }
-        let root = meta.catalog.get(disk)?.root;
-        let mut placements = Vec::new();
-        meta.placements(root, range, &mut placements)?;
-        for (range, placement, physical) in placements {
-            match placement {
-                Placement::Fill => {}
-                Placement::InPlace => {
-                    for part in chunks(physical..physical + (range.end - range.start), crate::journal::RUN_MAX) {
-                        let logical = range.start + (part.start - physical);
-                        let operation = Operation::Unwritten { disk, logical, run: part, fresh: false };
-                        // Until the journal says so, recovery expects the old content: nothing may be written there.
-                        self.carry_out(meta, operation, 0)?;
-                    }
-                }
-                Placement::New => {
-                    let mut at = range.start;
-                    while at < range.end {
-                        let run = self.allocate(meta, (range.end - at).min(crate::journal::RUN_MAX))?;
-                        let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
-                        self.carry_out(meta, operation, 0)?;
-                        at += run.blocks;
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
-    pub(super) fn seal_oldest(&self, buffer: &mut super::Buffer) -> Result<()> {
-        let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
-        buffer.cursor = 0;
-        let mut meta = self.meta.lock();
-        self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
-        drop(meta);
-        self.unsealed.fetch_sub(1, Ordering::AcqRel);
-        let _guard = self.sealed.lock();
-        self.sealed_ready.notify_all();
-        Ok(())
     }
 }
 

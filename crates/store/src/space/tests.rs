@@ -402,7 +402,8 @@ fn a_table_page_that_was_lost_is_no_free_space() {
         space.adopt(&mut world.pages, run).unwrap();
     }
     assert_eq!((space.counts().free, space.counts().used), (0, REGION_BLOCKS + 30));
-    let refused = space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
+    let refused =
+        space.drop_references(&mut world.pages, Run { start: 10, blocks: 1 }, &mut Vec::new(), &mut Vec::new());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
     assert!(space.plan_extension(&mut world.pages, 300).unwrap().start >= 2 * REGION_BLOCKS);
     // What check counted in the trees is put back, and what it implies.

@@ -187,7 +187,7 @@ fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
     let head = engine.head(1);
     let pieces = head.buffer.lock().layers.oldest().0.take(0, 100);
     let mut meta = engine.meta.lock();
-    engine.plan_homes(&mut meta, &head, pieces, &mut homes, &mut others, &mut claimed).unwrap();
+    engine.plan_homes(&mut meta, &head, pieces, false, &mut homes, &mut others, &mut claimed).unwrap();
     drop(meta);
     assert_eq!(engine.write_logged(100).unwrap(), 2, "blocks 2 and 3");
     let mut meta = engine.meta.lock();
@@ -368,9 +368,7 @@ fn random_sharing(seed: u64) {
                 expected.written.swap_remove(at);
                 engine.delete_disk(gone, &[]).unwrap();
             }
-            92..96 => {
-                while engine.drop_all_trash().unwrap() {}
-            }
+            92..96 => while engine.drop_all_trash().unwrap() {},
             96..98 => {
                 drop(engine);
                 engine = open(&disk).unwrap();
