@@ -54,6 +54,13 @@ impl Lane {
     }
 }
 
+/// What is to be planned.
+pub(super) struct Batch {
+    pub pieces: Vec<Piece>,
+    /// The journal has been waited for, and held blocks are no longer held.
+    pub waited: bool,
+}
+
 /// A run of one piece with its place.
 pub(super) struct Home {
     placement: Placement,
@@ -124,8 +131,14 @@ impl Engine {
         let mut waited = false;
         let mut meta = loop {
             let mut meta = self.meta.lock();
-            let planned =
-                self.plan_homes(&mut meta, head, pieces.clone(), waited, &mut homes, &mut others, &mut claimed);
+            let planned = self.plan_homes(
+                &mut meta,
+                head,
+                Batch { pieces: pieces.clone(), waited },
+                &mut homes,
+                &mut others,
+                &mut claimed,
+            );
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
             if planned.is_ok() && !overtakes {
@@ -184,8 +197,7 @@ impl Engine {
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
-        pieces: Vec<Piece>,
-        waited: bool,
+        Batch { pieces, waited }: Batch,
         homes: &mut Vec<Home>,
         others: &mut Vec<Piece>,
         claimed: &mut Vec<Run>,
