@@ -101,8 +101,8 @@ pub struct Disk {
     owner: Owner,
 }
 
-/// What the owner of a folder has locked: the file that every version locks, and the folder itself where the file system
-/// does that, so that a file removed or replaced lets no second owner in.
+/// What the owner of a folder has locked: the file that every version locks, and the folder itself where the file
+/// system does that, so that a file removed or replaced lets no second owner in.
 struct Owner {
     file: Box<dyn Lock>,
     _folder: Option<Box<dyn Lock>>,
