@@ -208,7 +208,8 @@ pub trait Directory: Send + Sync {
         self.lock(name)
     }
 
-    /// Takes the exclusive lock on the folder itself, which no file put in another's place gives free: `WouldBlock` when
+    /// Takes the exclusive lock on the folder itself, which no file put in another's place gives free: `WouldBlock`
+    /// when
     /// another opener holds it, `None` where the file system locks no folders.
     fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
         Ok(None)

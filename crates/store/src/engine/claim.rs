@@ -1,7 +1,9 @@
 //! Claims: free blocks that what is under way counts on, so that no other counts on them too.
 //!
-//! 1. The blocks claimed are never more than the headroom: free blocks less what is set aside for thick disks. A claim is
-//!    added first and compared with the headroom afterwards; what lowers the headroom stores the new one first and looks
+//! 1. The blocks claimed are never more than the headroom: free blocks less what is set aside for thick disks. A
+//!    claim is
+//!    added first and compared with the headroom afterwards; what lowers the headroom stores the new one first and
+//!    looks
 //!    at the claims afterwards, or holds a claim of that size. So no two count on the same block.
 //! 2. A buffered block that may need a new place is claimed from before the acknowledgment until it is in the map. One
 //!    without a claim overwrites a block of its disk, or takes what is set aside for the disk. A hold or a write in
@@ -76,7 +78,8 @@ impl Engine {
     }
 }
 
-/// What a thick disk has to have set aside when all that it maps becomes shared: its whole size, and what is buffered and
+/// What a thick disk has to have set aside when all that it maps becomes shared: its whole size, and what is buffered
+/// and
 /// takes from it before that.
 pub(super) struct Aside {
     /// Blocks to be set aside.

@@ -7,7 +7,8 @@
 //! Two kinds of operations are appended ahead of what is pending, because they commute with it:
 //!
 //! * announcements of overwrites: they name only blocks whose mapping is durable (others are held and
-//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being freed, which makes them irrelevant;
+//!   never overwritten in place, see [`super::placement`]), so nothing pending can concern them but their being
+//!   freed, which makes them irrelevant;
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 

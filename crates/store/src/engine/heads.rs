@@ -1,6 +1,7 @@
 //! Changes of the catalog at which heads are cut: snapshots, and changes that end a head as it is.
 //!
-//! 1. What can fail comes before anything is changed: room in the journal, for metadata, and for what thick disks have to
+//! 1. What can fail comes before anything is changed: room in the journal, for metadata, and for what thick disks
+//!    have to
 //!    have set aside. It is measured again under the locks under which the change is made, and claimed until then.
 //! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as it was, with all that
 //!    was acknowledged, and its clients go on.
@@ -129,7 +130,8 @@ impl Engine {
         Ok(Cut::Taken(ids))
     }
 
-    /// Carries out a change after which the heads of these disks are no longer what they were, and makes it durable: what
+    /// Carries out a change after which the heads of these disks are no longer what they were, and makes it durable:
+    /// what
     /// is buffered for them is forgotten, and devices that have them open fail from then on. `lacks` says how many
     /// blocks the change sets aside beside what is. Under control.
     pub(super) fn change_heads<T>(

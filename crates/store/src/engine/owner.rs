@@ -2,8 +2,10 @@
 //!
 //! The owner holds three locks: on the file `lock`, which every version takes; on the superblock, which every opener
 //! needs; and on the folder, where the file system locks folders. Removing or replacing one of the files therefore lets
-//! no second owner in. The owner looks before each append to the journal, and every few seconds, whether the names still
-//! lead to what it has locked, and stops writing once they do not: a process of version 0.1.0 knows only the file `lock`,
+//! no second owner in. The owner looks before each append to the journal, and every few seconds, whether the names
+//! still
+//! lead to what it has locked, and stops writing once they do not: a process of version 0.1.0 knows only the file
+//! `lock`,
 //! and a folder restored under a running server is not the one that was opened.
 
 use super::Engine;

@@ -20,7 +20,8 @@ pub struct Extent {
     pub blocks: u64,
     /// Space is allocated, but reads as zeros.
     pub unwritten: bool,
-    /// Some node on the way to this extent is shared ([`NodeStore::is_shared`]), so another tree sees it too whatever the
+    /// Some node on the way to this extent is shared ([`NodeStore::is_shared`]), so another tree sees it too whatever
+    /// the
     /// count of the data block says. Only [`lookup_exclusive`] finds this out; false from [`lookup`].
     pub shared_path: bool,
 }
