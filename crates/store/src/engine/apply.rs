@@ -140,8 +140,10 @@ impl Meta {
         Ok(())
     }
 
-    /// A thick disk that takes a new place takes it from what was set aside for it.
-    fn consume_reserve(&mut self, disk: u64, blocks: u64) -> Result<()> {
+    /// A thick disk that takes new places takes them from what was set aside for it, but for as many as it made free
+    /// for them: these were not shared.
+    fn consume_reserve(&mut self, disk: u64, blocks: u64, freed: &[Run]) -> Result<()> {
+        let blocks = blocks.saturating_sub(freed.iter().map(|run| run.blocks).sum());
         if self.catalog.get(disk)?.reserved > 0 {
             self.catalog.update(disk, |object| object.reserved = object.reserved.saturating_sub(blocks))?;
         }
@@ -173,14 +175,14 @@ impl Meta {
                 self.data.adopt(&mut self.pages, *run)?;
                 self.note_written(*run, checksums)?;
                 self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
-                self.consume_reserve(*disk, run.blocks)?;
+                self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
             }
             Operation::MapData { disk, logical, run, data } => {
                 self.data.adopt(&mut self.pages, *run)?;
                 let sums = self.log(*run, data);
                 self.note_written(*run, &sums)?;
                 self.replace(*disk, *logical, run.blocks, Some((run.start, false)), effects)?;
-                self.consume_reserve(*disk, run.blocks)?;
+                self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
             }
             Operation::Overwrite { run, checksums } => {
                 self.note_written(*run, checksums)?;
@@ -202,13 +204,15 @@ impl Meta {
             Operation::Unwritten { disk, logical, run, fresh: new } => {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
-                    self.consume_reserve(*disk, run.blocks)?;
                 } else {
                     // The range's own blocks: hold them while the range lets go of them.
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
                 self.replace(*disk, *logical, run.blocks, Some((run.start, true)), effects)?;
+                if *new {
+                    self.consume_reserve(*disk, run.blocks, &effects.freed[first..])?;
+                }
             }
             Operation::Written { disk, logical, run, checksums } => {
                 self.data.add_references(&mut self.pages, *run)?;
