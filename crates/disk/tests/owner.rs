@@ -1,4 +1,6 @@
 //! One owner at a time, whatever happens to the files that say who it is.
+#![allow(clippy::unwrap_used)]
+
 use backend::Buffer;
 use disk::*;
 use std::fs;

@@ -185,8 +185,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// As [`Engine::try_carry_out`]; the new run that the operation would have taken is free again unless it was carried
-    /// out.
+    /// As [`Engine::try_carry_out`]; the new run that the operation would have taken is free again unless it was
+    /// carried out.
     pub(super) fn try_carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
         let new = new_run(&operation);
         let done = self.try_carry_out(meta, operation, gate);

@@ -1,8 +1,8 @@
 //! Claims: free blocks that what is under way counts on, so that no other counts on them too.
 //!
-//! 1. The blocks claimed are never more than the headroom: free blocks less what is set aside for thick disks. A claim is
-//!    added first and compared with the headroom afterwards; what lowers the headroom stores the new one first and looks
-//!    at the claims afterwards, or holds a claim of that size. So no two count on the same block.
+//! 1. The blocks claimed are never more than the headroom: free blocks less what is set aside for thick disks. A claim
+//!    is added first and compared with the headroom afterwards; what lowers the headroom stores the new one first and
+//!    looks at the claims afterwards, or holds a claim of that size. So no two count on the same block.
 //! 2. A buffered block that may need a new place is claimed from before the acknowledgment until it is in the map. One
 //!    without a claim overwrites a block of its disk, or takes what is set aside for the disk. A hold or a write in
 //!    flight, which ends by itself, does not make it take what others claimed: write-back waits for the journal first,
@@ -52,8 +52,8 @@ impl Engine {
         self.headroom.load(Ordering::SeqCst).saturating_sub(self.claims.load(Ordering::SeqCst))
     }
 
-    /// Takes a batch of the oldest layer into the map with its payload in the journal, as far as one flush would: blocks
-    /// of the disk alone keep their places whatever holds them. For what no new place is left for. Returns the cost of
+    /// Takes a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
+    /// blocks of the disk alone keep their places whatever holds them. For what no new place is left for. Returns the cost of
     /// what there was no room for in the journal; that stays buffered. Under gate and commit.
     pub(super) fn log_batch(&self, head: &Head, pieces: &[Piece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);

@@ -77,6 +77,9 @@ pub struct Head {
     pub record: CheckpointRecord,
 }
 
+/// Takes images in portions.
+type Portions<'a> = dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()> + 'a;
+
 impl Head {
     fn encode(&self) -> Buffer {
         let mut out = Buffer::zeroed(1);
@@ -240,7 +243,7 @@ impl Images {
     }
 
     /// Calls `each` with all images in portions; false when one of them is not whole, which ends it.
-    fn each(&self, head: &Head, each: &mut dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()>) -> Result<bool> {
+    fn each(&self, head: &Head, each: &mut Portions<'_>) -> Result<bool> {
         let doing = || format!("reading {IMAGES_FILE}");
         let end = self.file.len().during(doing)?;
         if length(head.count) > end {

@@ -168,8 +168,8 @@ impl Engine {
 }
 
 impl Meta {
-    /// Cuts a range by what zeroing it means. Nothing is written, and the journal keeps the order: what matters is which
-    /// trees share the blocks now, not what holds them.
+    /// Cuts a range by what zeroing it means. Nothing is written, and the journal keeps the order: what matters is
+    /// which trees share the blocks now, not what holds them.
     fn zeroed(&mut self, disk: u64, range: Range<u64>) -> Result<Vec<(Range<u64>, Zeroed)>> {
         let mut extents = Vec::new();
         if let Some(root) = self.catalog.get(disk)?.root {

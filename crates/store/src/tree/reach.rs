@@ -77,14 +77,14 @@ fn step<S: NodeStore + ?Sized>(
     let mut leaf = Leaf { upper: LOGICAL_LIMIT, nodes: 0, tables: 0 };
     let mut id = root;
     let (mut lower, mut shared, mut level_above) = (0, false, None);
-    for depth in 0..LEVELS_MAX {
+    for (depth, seen) in seen.iter_mut().enumerate() {
         shared = shared || store.references(id)? > 1;
         let node = store.node(id)?;
         let level = page::level(node);
         if level_above.is_some_and(|above: u8| level != above - 1) {
             return Err(corrupt(id, format_args!("level {level} under a node of another")));
         }
-        let new = seen[depth].replace(id) != Some(id);
+        let new = seen.replace(id) != Some(id);
         if new {
             leaf.nodes += NODES_PER_LEVEL;
             leaf.tables += COUNTS_PER_LEVEL;

@@ -320,8 +320,8 @@ struct Expected {
     written: Vec<Vec<Vec<u32>>>,
 }
 
-/// Disks that share blocks and have no snapshot, killed at any point of random work: every block holds what its own disk
-/// wrote.
+/// Disks that share blocks and have no snapshot, killed at any point of random work: every block holds what its own
+/// disk wrote.
 #[test]
 fn disks_that_share_blocks_never_meet_each_others_writes() {
     for seed in 0..400 {
