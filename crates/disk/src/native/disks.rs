@@ -194,14 +194,14 @@ impl Native {
             if disk.provisioning != Stored::Thin && new > old {
                 // What is set aside for writes to shared blocks is not for this: it takes what it needs on top.
                 if disk.reserved > 0 {
-                    self.engine.set_aside(id, disk.reserved + (new - old))?;
+                    self.engine.set_more_aside(id, new - old)?;
                 }
                 let filled = self.fill(id, old..new, shown(disk.provisioning), &crate::NoProgress);
                 if let Err(error) = filled {
                     self.engine.discard_blocks(&self.engine.head(id), old..new)?;
                     self.engine.flush()?;
                     if disk.reserved > 0 {
-                        self.engine.set_aside(id, disk.reserved)?;
+                        self.engine.set_aside_at_most(id, disk.reserved)?;
                     }
                     return Err(error.context(format!("disk '{}' was not resized", disk.name)));
                 }

@@ -202,6 +202,15 @@ impl Layer {
         gone
     }
 
+    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    fn taking(&self) -> (u64, u64) {
+        let (mut claimed, mut others) = (0, 0);
+        for entry in self.entries.values().filter(|entry| !matches!(entry.content, Content::Unmapped)) {
+            *if entry.claimed { &mut claimed } else { &mut others } += entry.blocks;
+        }
+        (claimed, others)
+    }
+
     /// Copies entries from `from` on, up to `most` blocks of data, to be written home; the last one may be a part.
     pub fn take(&self, from: u64, most: u64) -> Vec<Piece> {
         let mut pieces = Vec::new();
@@ -245,6 +254,12 @@ impl Layers {
     /// True when no snapshot waits for anything here.
     pub fn is_single(&self) -> bool {
         self.layers.len() == 1
+    }
+
+    /// Blocks that may take space on their way into the map: (claimed, not claimed).
+    pub fn taking(&self) -> (u64, u64) {
+        let sums = self.layers.iter().map(Layer::taking);
+        sums.fold((0, 0), |sum, layer| (sum.0 + layer.0, sum.1 + layer.1))
     }
 
     /// All layers, oldest first.

@@ -9,6 +9,7 @@ use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Pages that one step of a long change dirties, about: a step holds the metadata lock, and others wait that long.
@@ -26,6 +27,15 @@ pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Checkpoints that one thread makes for one piece of work: two bring any journal down to nothing.
 const CHECKPOINTS_MAX: u32 = 64;
+
+/// The free blocks that an operation takes into the map.
+fn new_run(operation: &Operation) -> Option<Run> {
+    match operation {
+        Operation::Map { run, .. } | Operation::MapData { run, .. } => Some(*run),
+        Operation::Unwritten { run, fresh: true, .. } => Some(*run),
+        _ => None,
+    }
+}
 
 /// Pages of the data table that describe a run.
 pub(super) fn table_pages(run: Run) -> u64 {
@@ -176,6 +186,48 @@ impl Engine {
         let Some(_grant) = self.admission.try_admit(cost) else { return Ok(Some(cost)) };
         self.carry_out(meta, operation, gate)?;
         Ok(None)
+    }
+
+    /// As [`Engine::try_carry_out`]; the new run that the operation would have taken is free again unless it was
+    /// carried out.
+    pub(super) fn try_carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<Option<Cost>> {
+        let new = new_run(&operation);
+        let done = self.try_carry_out(meta, operation, gate);
+        if !matches!(done, Ok(None)) {
+            self.release_new(meta, new);
+        }
+        done
+    }
+
+    /// As [`Engine::carry_out`]; if there is no room for it in the map, the run that it would have taken is free again.
+    pub(super) fn carry_out_new(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
+        let new = new_run(&operation);
+        let done = self.carry_out(meta, operation, gate);
+        if done.is_err() {
+            self.release_new(meta, new);
+        }
+        done
+    }
+
+    /// After a failure in the middle of a change memory is not looked at any more.
+    pub(super) fn release_new(&self, meta: &mut Meta, new: Option<Run>) {
+        if let Some(run) = new
+            && !self.stopped.load(Ordering::Acquire)
+        {
+            meta.data.release(run);
+            self.update_headroom(meta);
+        }
+    }
+
+    /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
+    /// journal would no longer agree. Under a grant, or for what the reserves of admission are for.
+    pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
+        if operation.changes_map() {
+            self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        }
+        meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
+        self.count_changes(meta);
+        Ok(())
     }
 
     /// Carries out an operation once there is room for it. Under no lock that a checkpoint takes.

@@ -18,18 +18,6 @@ pub struct BulkWriter<'a> {
     disk: u64,
 }
 
-/// Blocks that one of several writers is about to take: the others do not count on them.
-struct Claim<'a> {
-    engine: &'a Engine,
-    blocks: u64,
-}
-
-impl Drop for Claim<'_> {
-    fn drop(&mut self) {
-        self.engine.claims.fetch_sub(self.blocks, Ordering::AcqRel);
-    }
-}
-
 impl<'a> BulkWriter<'a> {
     /// For a disk marked incomplete: whatever happens before [`Engine::complete_disk`] leaves no disk behind.
     pub fn new(engine: &'a Engine, disk: u64) -> Self {
@@ -49,7 +37,7 @@ impl<'a> BulkWriter<'a> {
         let blocks = (data.len() / BLOCK_SIZE) as u64;
         let mut at = 0;
         while at < blocks {
-            let claim = self.claim(blocks - at)?;
+            let claim = engine.claim_blocks(blocks - at)?;
             let run = {
                 let _fetch = engine.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
@@ -69,23 +57,28 @@ impl<'a> BulkWriter<'a> {
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
             let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
-            self.map(logical + at, run, &sums.as_slice()[at as usize..(at + run.blocks) as usize], gate)?;
+            let sums = &sums.as_slice()[at as usize..(at + run.blocks) as usize];
+            let mut mapped = 0;
+            self.map(logical + at, run, sums, gate, &mut mapped).inspect_err(|_| {
+                let left = Run { start: run.start + mapped, blocks: run.blocks - mapped };
+                engine.release_new(&mut engine.meta.lock(), Some(left));
+            })?;
             at += run.blocks;
         }
         engine.bound_pending()
     }
 
-    /// Maps what was written: in steps, where the range is mapped in many pieces already.
-    fn map(&self, logical: u64, run: Run, sums: &[u32], gate: u64) -> Result<()> {
-        let mut at = 0;
-        while at < run.blocks {
-            let range = logical + at..logical + run.blocks;
+    /// Maps what was written: in steps, where the range is mapped in many pieces already. `at` says how many blocks
+    /// are mapped, also after an error.
+    fn map(&self, logical: u64, run: Run, sums: &[u32], gate: u64, at: &mut u64) -> Result<()> {
+        while *at < run.blocks {
+            let range = logical + *at..logical + run.blocks;
             let (end, _) = self.engine.meta.lock().reach(self.disk, range, false, STEP_PAGES)?;
-            let part = Run { start: run.start + at, blocks: end - (logical + at) };
-            let checksums = sums[at as usize..(at + part.blocks) as usize].to_vec();
-            let operation = Operation::Map { disk: self.disk, logical: logical + at, run: part, checksums };
+            let part = Run { start: run.start + *at, blocks: end - (logical + *at) };
+            let checksums = sums[*at as usize..(*at + part.blocks) as usize].to_vec();
+            let operation = Operation::Map { disk: self.disk, logical: logical + *at, run: part, checksums };
             self.engine.carry_out_waiting(operation, gate)?;
-            at += part.blocks;
+            *at += part.blocks;
         }
         Ok(())
     }
@@ -97,7 +90,7 @@ impl<'a> BulkWriter<'a> {
         while at < range.end {
             engine.check_running()?;
             engine.pace()?;
-            let claim = self.claim((range.end - at).min(RUN_MAX))?;
+            let claim = engine.claim_blocks((range.end - at).min(RUN_MAX))?;
             let _fetch = engine.bring_in(|meta| {
                 let blocks = (range.end - at).min(RUN_MAX);
                 meta.survey_allocation(blocks);
@@ -107,10 +100,7 @@ impl<'a> BulkWriter<'a> {
             let (end, _) = meta.reach(self.disk, at..range.end, false, STEP_PAGES)?;
             let run = engine.allocate(&mut meta, (end - at).min(RUN_MAX))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
-            let refused = engine.try_carry_out(&mut meta, operation, 0)?;
-            if refused.is_some() {
-                meta.data.release(run);
-            }
+            let refused = engine.try_carry_out_new(&mut meta, operation, 0)?;
             engine.update_headroom(&meta);
             drop(meta);
             drop(claim);
@@ -126,17 +116,6 @@ impl<'a> BulkWriter<'a> {
     /// Lets go of a range: it reads as zeros. For disks that begin as a clone; nothing of it may be buffered.
     pub fn discard(&self, range: Range<u64>) -> Result<()> {
         self.engine.unmap_waiting(self.disk, range)
-    }
-
-    /// Makes sure that so many blocks are free beside what others are about to take.
-    fn claim(&self, blocks: u64) -> Result<Claim<'a>> {
-        let engine = self.engine;
-        let claims = engine.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
-        let claim = Claim { engine, blocks };
-        if claims > engine.headroom.load(Ordering::Acquire) {
-            engine.extend(claims)?;
-        }
-        Ok(claim)
     }
 
     /// Makes everything durable that was written or let go of before.

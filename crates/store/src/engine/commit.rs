@@ -51,6 +51,11 @@ impl Engine {
         self.check_running()?;
         self.make_journal_room()?;
         let _appends = self.admit_append()?;
+        self.append_changes(gently)
+    }
+
+    /// The same for what has room in the journal already: under a grant, and without waiting for a checkpoint.
+    pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
         self.append_pending(&mut self.commit.lock())?;
         if self.meta.lock().pending.is_empty() {
             return Ok(());
@@ -109,7 +114,7 @@ impl Engine {
     }
 
     /// The most payload one flush journals: bounded by the ring too.
-    fn payload_max(&self) -> u64 {
+    pub(super) fn payload_max(&self) -> u64 {
         PAYLOAD_MAX.min(self.journal_size() / 16)
     }
 
@@ -212,7 +217,7 @@ impl Engine {
     }
 
     /// One entry of the oldest layer, in steps; what there was room for leaves the buffer.
-    fn log_entry(
+    pub(super) fn log_entry(
         &self,
         buffer: &mut super::Buffer,
         head: &Head,
@@ -321,7 +326,7 @@ impl Engine {
             let data = vec![part(at, at + run.blocks)];
             let gate = self.synced.load(Ordering::Acquire);
             let operation = Operation::MapData { disk: head.id, logical: at, run, data };
-            self.carry_out(meta, operation, gate)?;
+            self.carry_out_new(meta, operation, gate)?;
             at += run.blocks;
         }
         Ok(())

@@ -1,22 +1,19 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
+use super::Engine;
 use super::admission::Cost;
 use super::admit::APPEND_BYTES;
-use super::apply::Effects;
-use super::{Engine, Head};
-use crate::catalog::{NAME_MAX, Object, Provisioning, State};
+use crate::catalog::{Catalog, NAME_MAX, Object, Provisioning, State};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// The most bytes of the journal that one change of the catalog takes (8 MiB): it goes into one batch.
 const CHANGE_BYTES_MAX: u64 = 8 << 20;
 /// Pages that a changed record dirties: its own, and the count of its root.
-const PAGES_PER_RECORD: u64 = 2;
+pub(super) const PAGES_PER_RECORD: u64 = 2;
 /// The longest record.
-const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
+pub(super) const RECORD_MAX: u64 = crate::catalog::SLOT_SIZE as u64;
 
 /// What a new disk is to be.
 #[derive(Clone, Debug)]
@@ -85,7 +82,7 @@ impl Engine {
     }
 
     /// What a change of the catalog may cost: as much as every datastore has room for at once.
-    fn change_cost(&self) -> Cost {
+    pub(super) fn change_cost(&self) -> Cost {
         Cost { bytes: (self.journal_size() / 4).min(CHANGE_BYTES_MAX), pages: self.admission.page_limit() / 2 }
     }
 
@@ -112,25 +109,33 @@ impl Engine {
         self.make_journal_room()?;
         let limit = self.change_cost();
         let grant = self.admit(limit)?;
-        let outcome = {
-            let mut meta = self.meta.lock();
-            let (operations, outcome) = plan(&mut meta.catalog)?;
-            // Room first: what is carried out in memory cannot be taken back.
-            let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
-            self.reserve_metadata(&meta, records as u64)?;
-            self.refuse_too_many(&operations, limit)?;
-            let last = operations.len().saturating_sub(1);
-            for (i, operation) in operations.into_iter().enumerate() {
-                self.carry_out(&mut meta, operation, 0)?;
-                if i < last {
-                    meta.join_last();
-                }
-            }
-            self.update_headroom(&meta);
-            outcome
-        };
+        let outcome = self.enqueue_change(limit, plan)?;
         drop(grant);
         self.commit_changes()?;
+        Ok(outcome)
+    }
+
+    /// As [`Engine::change`], but for making it durable: after an error nothing has changed, unless the datastore has
+    /// stopped. Under a grant of `limit`.
+    pub(super) fn enqueue_change<T>(
+        &self,
+        limit: Cost,
+        plan: impl FnOnce(&mut crate::catalog::Catalog) -> Result<(Vec<Operation>, T)>,
+    ) -> Result<T> {
+        let mut meta = self.meta.lock();
+        let (operations, outcome) = plan(&mut meta.catalog)?;
+        // Room first: what is carried out in memory cannot be taken back.
+        let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
+        self.reserve_metadata(&meta, records as u64)?;
+        self.refuse_too_many(&operations, limit)?;
+        let last = operations.len().saturating_sub(1);
+        for (i, operation) in operations.into_iter().enumerate() {
+            self.carry_out(&mut meta, operation, 0)?;
+            if i < last {
+                meta.join_last();
+            }
+        }
+        self.update_headroom(&meta);
         Ok(outcome)
     }
 
@@ -221,119 +226,24 @@ impl Engine {
         })
     }
 
-    /// Changes how many blocks are set aside for a thick disk.
-    pub fn set_aside(&self, id: u64, reserved: u64) -> Result<()> {
+    /// Sets more blocks aside for a thick disk, if there is room for them.
+    pub fn set_more_aside(&self, id: u64, more: u64) -> Result<()> {
         let _control = self.control.lock();
+        let _room = self.claim_blocks(more)?;
         self.change(|catalog| {
-            let object = Object { reserved, ..catalog.get(id)?.clone() };
+            let object = catalog.get(id)?.clone();
+            let object = Object { reserved: object.reserved + more, ..object };
             Ok((vec![Operation::Put { record: object.encode() }], ()))
         })
     }
 
-    /// Takes snapshots of several disks at one point: every write acknowledged before this call is in them, none that
-    /// comes after it is. Durable when this returns, in one small append; the data itself is as durable as it was.
-    pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
+    /// Sets no more than so many blocks aside for a thick disk from now on. Writes that go on may have taken some.
+    pub fn set_aside_at_most(&self, id: u64, most: u64) -> Result<()> {
         let _control = self.control.lock();
-        self.check_running()?;
-        self.make_journal_room()?;
-        self.extend_for_snapshots(wanted)?;
-        // Two records each, and what completes the snapshot.
-        let _grant = self.admit(Cost {
-            bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
-            pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
-        })?;
-        let mut ids = Vec::new();
-        let mut objects = Vec::new();
-        {
-            let mut guard = self.meta.lock();
-            let meta = &mut *guard;
-            for (i, new) in wanted.iter().enumerate() {
-                check_name(&new.name)?;
-                let disk = meta.catalog.get(new.disk)?.clone();
-                let again = wanted[..i].iter().any(|other| other.disk == new.disk);
-                if again || meta.catalog.snapshot(new.disk, &new.name).is_some() {
-                    return Err(Error::new(
-                        ErrorKind::Exists,
-                        format!("disk '{}' has a snapshot '{}' already, or is named twice", disk.name, new.name),
-                    ));
-                }
-                let mut reserved = disk.reserved;
-                if disk.provisioning != Provisioning::Thin {
-                    // From now on every write of the thick disk needs a new place: that is set aside.
-                    reserved = disk.capacity.div_ceil(backend::BLOCK_SIZE as u64);
-                }
-                let id = meta.catalog.allocate_id();
-                ids.push(id);
-                objects.push(Object {
-                    id,
-                    state: State::Unsealed,
-                    incomplete: new.incomplete,
-                    root: None,
-                    disk: disk.id,
-                    origin: 0,
-                    created: backend::clock::seconds(),
-                    reserved: 0,
-                    uuid: new.uuid,
-                    name: new.name.clone(),
-                    ..disk.clone()
-                });
-                objects.push(Object { parent: id, reserved, ..disk });
-            }
-            self.reserve_metadata(meta, objects.len() as u64)?;
-        }
-        let operations: Vec<Operation> =
-            objects.iter().map(|object| Operation::Put { record: object.encode() }).collect();
-        let mut heads: Vec<(Arc<Head>, u64)> =
-            wanted.iter().zip(&ids).map(|(new, id)| (self.head(new.disk), *id)).collect();
-        heads.sort_unstable_by_key(|(head, _)| head.id);
-
-        let disks: Vec<u64> = heads.iter().map(|(head, _)| head.id).collect();
-        let _fetch = self.bring_in(|meta| meta.survey_roots(&disks));
-        let mut commit = self.commit.lock();
-        let through = self.through.write();
-        {
-            // All buffers at once: this is the point in time.
-            let mut buffers: Vec<_> = heads.iter().map(|(head, _)| head.buffer.lock()).collect();
-            let mut meta = self.meta.lock();
-            for operation in &operations {
-                meta.apply(operation, &mut Effects::default()).map_err(|error| self.stop(error))?;
-            }
-            for ((_, snapshot), buffer) in heads.iter().zip(&mut buffers) {
-                if buffer.layers.close(*snapshot) {
-                    self.unsealed.fetch_add(1, Ordering::AcqRel);
-                } else {
-                    self.carry_out(&mut meta, Operation::Seal { snapshot: *snapshot }, 0)?;
-                }
-            }
-            self.update_headroom(&meta);
-        }
-        drop(through);
-        self.append_urgent(&mut commit, &operations)?;
-        self.request(|work| work.write_back = true);
-        Ok(ids)
-    }
-
-    /// Reserves what snapshots of thick disks need, or refuses.
-    fn extend_for_snapshots(&self, wanted: &[NewSnapshot]) -> Result<()> {
-        let mut more = 0;
-        let mut names = Vec::new();
-        self.with_catalog(|catalog| {
-            for disk in wanted.iter().filter_map(|new| catalog.find(new.disk)) {
-                if disk.provisioning != Provisioning::Thin {
-                    more += disk.capacity.div_ceil(backend::BLOCK_SIZE as u64).saturating_sub(disk.reserved);
-                    names.push(disk.name.clone());
-                }
-            }
-        });
-        if more == 0 {
-            return Ok(());
-        }
-        self.extend(self.claims.load(Ordering::Acquire) + more).map_err(|error| {
-            error.context(format!(
-                "disk {} is thick and a snapshot of it needs its whole size again: {} bytes",
-                names.join(", "),
-                more * backend::BLOCK_SIZE as u64
-            ))
+        self.change(|catalog| {
+            let object = catalog.get(id)?.clone();
+            let object = Object { reserved: object.reserved.min(most), ..object };
+            Ok((vec![Operation::Put { record: object.encode() }], ()))
         })
     }
 
@@ -382,21 +292,6 @@ impl Engine {
         })
     }
 
-    /// Forgets what is buffered for a disk and tells whoever has it open that it is gone. Under control.
-    fn abandon(&self, disk: u64) -> Result<()> {
-        let head = self.head(disk);
-        self.settle(&head)?;
-        let _gate = self.gate.lock();
-        let _through = self.through.write();
-        let mut buffer = head.buffer.lock();
-        let gone = buffer.layers.clear();
-        buffer.gone = true;
-        drop(buffer);
-        self.give_back(gone);
-        self.heads.write().remove(&disk);
-        Ok(())
-    }
-
     /// Deletes a snapshot: its name at once, its blocks in the background.
     pub fn delete_snapshot(&self, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
@@ -411,8 +306,7 @@ impl Engine {
         for object in heirs.iter().filter(|object| object.is_snapshot()) {
             self.wait_sealed(object.id)?;
         }
-        self.abandon(disk)?;
-        self.change(|catalog| {
+        self.change_heads(&[disk], &|_| Ok(0), |catalog| {
             let mut operations = Vec::with_capacity(heirs.len() + 1);
             for object in heirs {
                 check_name(&object.name)?;
@@ -430,23 +324,14 @@ impl Engine {
     pub fn revert(&self, disk: u64, snapshot: u64) -> Result<()> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
-        let (thick, set_aside, size) = self.with_catalog(|catalog| {
-            let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
-            let size = snapshot.capacity.div_ceil(backend::BLOCK_SIZE as u64);
-            Ok((object.provisioning != Provisioning::Thin, object.reserved, size))
-        })?;
-        if thick {
-            // All that the head gets is shared with the snapshot: every write will need a new place again.
-            self.extend_for(size.saturating_sub(set_aside)).map_err(|error| {
-                error.context("the disk is thick, and going back to a snapshot needs its whole size again")
-            })?;
-        }
-        self.abandon(disk)?;
+        let lacks = |catalog: &Catalog| lacks(catalog, disk, snapshot);
         let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
-        self.change(|catalog| {
+        self.change_heads(&[disk], &lacks, |catalog| {
             let mut operations = Vec::new();
-            if thick {
-                let object = Object { reserved: size, ..catalog.get(disk)?.clone() };
+            let object = catalog.get(disk)?.clone();
+            if object.provisioning != Provisioning::Thin {
+                // All that the head gets is shared with the snapshot: every write will need a new place again.
+                let object = Object { reserved: size_in_blocks(catalog.get(snapshot)?), ..object };
                 operations.push(Operation::Put { record: object.encode() });
             }
             let trash = catalog.allocate_id();
@@ -458,25 +343,20 @@ impl Engine {
     /// Disks that were made out of sight take their places: all of them, or none.
     pub fn arrive(&self, arrivals: &[Arrival]) -> Result<()> {
         let _control = self.control.lock();
+        let mut heads = Vec::new();
         for arrival in arrivals {
             if let Arrival::Update { id, snapshot, disk } = arrival {
                 self.wait_sealed(*snapshot)?;
-                let missing = self.with_catalog(|catalog| {
-                    let (object, snapshot) = (catalog.get(*disk)?, catalog.get(*snapshot)?);
-                    let size = snapshot.capacity.div_ceil(backend::BLOCK_SIZE as u64);
-                    let thick = object.provisioning != Provisioning::Thin;
-                    Ok(if thick { size.saturating_sub(object.reserved) } else { 0 })
-                })?;
-                if missing > 0 {
-                    self.extend_for(missing).map_err(|error| {
-                        error.context("the disk is thick, and what shares its blocks needs its whole size again")
-                    })?;
-                }
-                self.abandon(*id)?;
-                self.abandon(*disk)?;
+                heads.extend([*id, *disk]);
             }
         }
-        self.change(|catalog| {
+        let lacks = |catalog: &Catalog| {
+            arrivals.iter().try_fold(0, |sum, arrival| match arrival {
+                Arrival::Update { snapshot, disk, .. } => Ok(sum + lacks(catalog, *disk, *snapshot)?),
+                Arrival::Disk { .. } => Ok(sum),
+            })
+        };
+        self.change_heads(&heads, &lacks, |catalog| {
             let mut operations = Vec::new();
             for arrival in arrivals {
                 match arrival {
@@ -497,7 +377,7 @@ impl Engine {
                             let text = format!("disk '{}' has a snapshot '{}' already", target.name, object.name);
                             return Err(Error::new(ErrorKind::Exists, text));
                         }
-                        let size = object.capacity.div_ceil(backend::BLOCK_SIZE as u64);
+                        let size = size_in_blocks(&object);
                         let moved = Object { disk: *disk, parent: target.parent, ..object };
                         operations.push(Operation::Put { record: moved.encode() });
                         if target.provisioning != Provisioning::Thin {
@@ -525,7 +405,18 @@ impl Engine {
     }
 }
 
-fn check_name(name: &str) -> Result<()> {
+fn size_in_blocks(object: &Object) -> u64 {
+    object.capacity.div_ceil(backend::BLOCK_SIZE as u64)
+}
+
+/// Blocks to be set aside beside what is, for a disk that becomes what a snapshot holds.
+fn lacks(catalog: &Catalog, disk: u64, snapshot: u64) -> Result<u64> {
+    let (object, snapshot) = (catalog.get(disk)?, catalog.get(snapshot)?);
+    let thick = object.provisioning != Provisioning::Thin;
+    Ok(if thick { size_in_blocks(snapshot).saturating_sub(object.reserved) } else { 0 })
+}
+
+pub(super) fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name.len() > NAME_MAX {
         return Err(Error::new(ErrorKind::Invalid, format!("a name must have 1 to {NAME_MAX} bytes")));
     }

@@ -87,12 +87,6 @@ impl Engine {
         }
     }
 
-    /// Makes sure that `blocks` can be taken beside what buffered writes may need.
-    pub(super) fn extend_for(&self, blocks: u64) -> Result<()> {
-        let needed = self.claims.load(Ordering::Acquire) + blocks;
-        if needed <= self.headroom.load(Ordering::Acquire) { Ok(()) } else { self.extend(needed) }
-    }
-
     /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and
     /// finds less than it set aside.
     pub(super) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {

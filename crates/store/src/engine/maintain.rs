@@ -42,6 +42,8 @@ const PUNCH_SINGLES: u64 = 512;
 const SLACK_SHARE: u64 = 32;
 /// ... within these bounds.
 const SLACK: std::ops::RangeInclusive<u64> = 256..=8192;
+/// How long punching rests after a failure: the file system may refuse it for good.
+const PUNCH_RETRY: Duration = Duration::from_secs(10);
 /// What is kept even when idle, in blocks (256 KiB).
 const SLACK_IDLE: u64 = 64;
 
@@ -54,6 +56,8 @@ struct Watch {
     singles_done: bool,
     /// Until when dropping and punching rest for the sake of writers.
     rest: Instant,
+    /// Until when punching rests after a failure.
+    punch_after: Instant,
 }
 
 impl Engine {
@@ -124,6 +128,7 @@ impl Engine {
             region: 0,
             singles_done: false,
             rest: Instant::now(),
+            punch_after: Instant::now(),
         };
         let mut owner_seen = Instant::now();
         while self.running() {
@@ -271,8 +276,15 @@ impl Engine {
             true => PUNCH_BLOCKS,
             false => PUNCH_BLOCKS_BUSY,
         };
+        if Instant::now() < watch.punch_after {
+            return Ok(());
+        }
         let began = Instant::now();
-        let mut given = self.punch_free(&mut watch.region, least, keep, most)?;
+        let punched = self.punch_free(&mut watch.region, least, keep, most);
+        if punched.is_err() {
+            watch.punch_after = Instant::now() + PUNCH_RETRY;
+        }
+        let mut given = punched?;
         let quiet = || self.clock.load(Ordering::Acquire) + self.written.load(Ordering::Acquire) == watch.activity;
         while given > 0 && began.elapsed() < TICK && quiet() && self.running() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
@@ -285,18 +297,16 @@ impl Engine {
 
     /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number
     /// given back.
-    fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
-        let _punching = self.punching.lock();
+    pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
+        let mut failed = self.punching.lock();
+        self.punch_failed(&mut failed)?;
         let mut refused = false;
         let _fetch = self.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
-            let spare = meta
-                .data
-                .counts()
-                .free
-                .saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::Acquire));
+            let counts = meta.data.counts();
+            let spare = counts.free.saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::SeqCst));
             if spare < least {
                 *region = 0;
                 return Ok(0);
@@ -305,6 +315,13 @@ impl Engine {
                 *region = 0;
             }
             let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
+            self.update_headroom(meta);
+            if self.claims.load(Ordering::SeqCst) > self.headroom.load(Ordering::SeqCst) {
+                // A writer claimed some of it meanwhile, and found it free.
+                runs.into_iter().for_each(|run| meta.data.release(run));
+                self.update_headroom(meta);
+                return Ok(0);
+            }
             let mut told = 0;
             for run in &runs {
                 let parts: Vec<Run> = chunks(run.start..run.start + run.blocks, RUN_MAX).collect();
@@ -329,29 +346,63 @@ impl Engine {
             }
             runs
         };
+        let mut room = Ok(());
         if refused {
             *region = 0;
-            self.make_journal_room()?;
+            room = self.make_journal_room();
         }
         if runs.is_empty() {
-            return Ok(0);
+            return room.map(|()| 0);
         }
         // The medium must not lose the space while the journal could still call it ours.
-        self.commit_changes()?;
-        let mut given = 0;
-        for run in &runs {
-            let (file, offset) = self.files.locate(*run)?;
-            let length = run.blocks * BLOCK_SIZE as u64;
-            file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
-            self.files.touch(*run);
-            given += run.blocks;
-        }
+        let mut punched = 0;
+        let result = room.and_then(|()| self.commit_changes()).and_then(|()| {
+            runs.iter().try_for_each(|run| {
+                self.punch_run(*run)?;
+                punched += 1;
+                Ok(())
+            })
+        });
+        let given = runs[..punched].iter().map(|run| run.blocks).sum();
+        failed.extend(&runs[punched..]);
+        // Not backed, whether punched or not: nothing is written there before room is reserved for it again.
         let mut meta = self.meta.lock();
-        for run in runs {
-            meta.data.release(run);
-        }
+        runs.into_iter().for_each(|run| meta.data.release(run));
         self.update_headroom(&meta);
-        Ok(given)
+        result.map(|()| given)
+    }
+
+    fn punch_run(&self, run: Run) -> Result<()> {
+        let (file, offset) = self.files.locate(run)?;
+        let length = run.blocks * BLOCK_SIZE as u64;
+        file.punch(offset, length).during(|| format!("giving {length} bytes back to the file system"))?;
+        self.files.touch(run);
+        Ok(())
+    }
+
+    /// Punches what could not be punched before, where it has not been reserved again since.
+    fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
+        if failed.is_empty() {
+            return Ok(());
+        }
+        self.commit_changes()?;
+        // No room is reserved meanwhile: what is not backed stays so, and holds nothing.
+        let _extending = self.extending.lock();
+        while let Some(run) = failed.last().copied() {
+            let mut left: Vec<Run> = Vec::new();
+            for block in run.start..run.start + run.blocks {
+                if self.look(|meta| Ok(meta.entry(block)?.backed))? {
+                    continue;
+                }
+                match left.last_mut() {
+                    Some(last) if last.start + last.blocks == block => last.blocks += 1,
+                    _ => left.push(Run { start: block, blocks: 1 }),
+                }
+            }
+            left.into_iter().try_for_each(|run| self.punch_run(run))?;
+            failed.pop();
+        }
+        Ok(())
     }
 
     /// One round of everything the threads do, in the caller: for stores opened without threads. True while there may

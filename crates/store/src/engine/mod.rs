@@ -44,12 +44,14 @@ mod apply;
 mod bulk;
 mod check;
 mod checkpoint;
+mod claim;
 mod commit;
 mod control;
 mod doubt;
 mod extend;
 mod fetch;
 mod files;
+mod heads;
 mod images;
 mod inspect;
 mod maintain;
@@ -299,8 +301,8 @@ pub struct Engine {
     /// One [`BulkWriter`] at a time copies into the page cache.
     copying: Mutex<()>,
     checkpoint: Mutex<()>,
-    /// Held from the moment that space is no longer called backed until its hole is punched.
-    punching: Mutex<()>,
+    /// Held from the moment that space is no longer called backed until its hole is punched; runs whose punch failed.
+    punching: Mutex<Vec<Run>>,
     meta: Mutex<Meta>,
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
     /// Writes acknowledged; flush tickets are points of this clock.
@@ -417,7 +419,7 @@ impl Engine {
     /// Tells writers how much they may count on. Called whenever free space changed, before claims are given back.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
-        self.headroom.store(free.saturating_sub(meta.catalog.reserved()), Ordering::Release);
+        self.headroom.store(free.saturating_sub(meta.catalog.reserved()), Ordering::SeqCst);
     }
 
     fn request(&self, ask: impl FnOnce(&mut Work)) {

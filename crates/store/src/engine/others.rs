@@ -8,8 +8,7 @@
 use super::admission::Cost;
 use super::admit::STEP_PAGES;
 use super::apply::Effects;
-use super::placement::Placement;
-use super::writeback::UNMAP_MAX;
+use super::placement::Holds;
 use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, Piece};
@@ -18,10 +17,22 @@ use crate::tree;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+/// Longest range of one unmap operation, in blocks (4 GiB).
+const UNMAP_MAX: u64 = 1 << 20;
 /// Blocks that are zeroed in one step (16 MiB).
 const ZERO_STEP: u64 = 4096;
 /// Steps of one batch of write-back, and of one turn of a flush: others may go between.
 pub(super) const STEPS_MAX: usize = 16;
+
+/// What zeroing a range means for the map.
+enum Zeroed {
+    /// It has space that was never written.
+    Already,
+    /// It keeps its blocks, from this one on.
+    Kept(u64),
+    /// It needs blocks of its own.
+    New,
+}
 
 /// What became of a step.
 pub(super) struct Step {
@@ -70,13 +81,10 @@ impl Engine {
             return self.unmap_step(meta, disk, range);
         }
         let end = range.end.min(range.start + ZERO_STEP);
-        let root = meta.catalog.get(disk)?.root;
-        let mut placements = Vec::new();
-        meta.placements(root, range.start..end, &mut placements)?;
-        for (range, placement, physical) in placements {
-            match placement {
-                Placement::Fill => {}
-                Placement::InPlace => {
+        for (range, zeroed) in meta.zeroed(disk, range.start..end)? {
+            match zeroed {
+                Zeroed::Already => {}
+                Zeroed::Kept(physical) => {
                     let run = crate::space::Run { start: physical, blocks: range.end - range.start };
                     let operation = Operation::Unwritten { disk, logical: range.start, run, fresh: false };
                     // Until the journal says so, recovery expects the old content: nothing may be written there.
@@ -84,13 +92,12 @@ impl Engine {
                         return Ok(Step { end: range.start, refused: Some(cost) });
                     }
                 }
-                Placement::New => {
+                Zeroed::New => {
                     let mut at = range.start;
                     while at < range.end {
                         let run = self.allocate(meta, range.end - at)?;
                         let operation = Operation::Unwritten { disk, logical: at, run, fresh: true };
-                        if let Some(cost) = self.try_carry_out(meta, operation, 0)? {
-                            meta.data.release(run);
+                        if let Some(cost) = self.try_carry_out_new(meta, operation, 0)? {
                             return Ok(Step { end: at, refused: Some(cost) });
                         }
                         at += run.blocks;
@@ -142,11 +149,68 @@ impl Engine {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
         let mut meta = self.meta.lock();
+        let disk = meta.catalog.get(snapshot)?.disk;
         self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
+        if buffer.layers.is_single()
+            && let Some(object) = meta.surplus_aside(disk)?
+        {
+            // It was for what this layer held. Without room for this in the journal it stays set aside until the next
+            // snapshot of the disk is complete.
+            self.try_carry_out(&mut meta, Operation::Put { record: object.encode() }, 0)?;
+            self.update_headroom(&meta);
+        }
         drop(meta);
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();
         self.sealed_ready.notify_all();
         Ok(())
+    }
+}
+
+impl Meta {
+    /// Cuts a range by what zeroing it means. Nothing is written, and the journal keeps the order: what matters is
+    /// which trees share the blocks now, not what holds them.
+    fn zeroed(&mut self, disk: u64, range: Range<u64>) -> Result<Vec<(Range<u64>, Zeroed)>> {
+        let mut extents = Vec::new();
+        if let Some(root) = self.catalog.get(disk)?.root {
+            let (none, mut effects) = (Holds::default(), Effects::default());
+            tree::lookup_exclusive(&mut self.current_nodes(&none, &mut effects), root, range.clone(), &mut extents)?;
+        }
+        let mut out: Vec<(Range<u64>, Zeroed)> = Vec::new();
+        let mut push = |range: Range<u64>, zeroed: Zeroed| {
+            if let Some((last, known)) = out.last_mut()
+                && last.end == range.start
+            {
+                let joins = match (&*known, &zeroed) {
+                    (Zeroed::Already, Zeroed::Already) | (Zeroed::New, Zeroed::New) => true,
+                    (Zeroed::Kept(start), Zeroed::Kept(next)) => start + (last.end - last.start) == *next,
+                    _ => false,
+                };
+                if joins {
+                    last.end = range.end;
+                    return;
+                }
+            }
+            if !range.is_empty() {
+                out.push((range, zeroed));
+            }
+        };
+        let mut at = range.start;
+        for extent in extents {
+            push(at..extent.logical.max(at), Zeroed::New);
+            at = extent.logical + extent.blocks;
+            for i in 0..extent.blocks {
+                let zeroed = if extent.shared_path || self.entry(extent.physical + i)?.references != 1 {
+                    Zeroed::New
+                } else if extent.unwritten {
+                    Zeroed::Already
+                } else {
+                    Zeroed::Kept(extent.physical + i)
+                };
+                push(extent.logical + i..extent.logical + i + 1, zeroed);
+            }
+        }
+        push(at..range.end.max(at), Zeroed::New);
+        Ok(out)
     }
 }

@@ -247,7 +247,7 @@ impl Engine {
             sync: Mutex::new(()),
             extending: Mutex::new(()),
             checkpoint: Mutex::new(()),
-            punching: Mutex::new(()),
+            punching: Mutex::default(),
             meta: Mutex::new(meta),
             heads: RwLock::new(FxHashMap::default()),
             clock: AtomicU64::new(0),

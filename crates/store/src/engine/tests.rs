@@ -219,3 +219,4 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
 }
 
 mod ownership;
+mod room;

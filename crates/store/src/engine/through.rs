@@ -21,7 +21,7 @@ use crate::buffer::Checksums;
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::Run;
 use crate::tree::Aim;
-use crate::{IoContext, Result};
+use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -148,9 +148,8 @@ impl Engine {
             let root = meta.catalog.get(head.id)?.root;
             let own = meta.places(root, range.clone())?;
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
-            if new > 0 && self.claims.load(Ordering::Acquire) + new > self.headroom.load(Ordering::Acquire) {
-                return Ok(Outcome::Buffer);
-            }
+            // Until the blocks are taken, and the headroom says so.
+            let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
             let permits = self.permits.lock();
             let lacking = own.iter().any(|(range, place)| {
                 place.is_some_and(|start| !permits.covers(Run { start, blocks: range.end - range.start }))
@@ -219,6 +218,7 @@ impl Engine {
                 }
             }
         });
+        let mut short = None;
         let mut meta = self.meta.lock();
         for part in parts {
             let from = (part.logical - range.start) as usize;
@@ -227,7 +227,12 @@ impl Engine {
             if part.new {
                 let (disk, logical, run) = (head.id, part.logical, part.run);
                 let operation = Operation::Map { disk, logical, run, checksums: sums };
-                self.carry_out(&mut meta, operation, gate)?;
+                match self.carry_out_new(&mut meta, operation, gate) {
+                    Ok(()) => {}
+                    // What was overwritten in place is to be told to the map all the same.
+                    Err(error) if error.kind() == ErrorKind::NoSpace => short = Some(error),
+                    Err(error) => return Err(error),
+                }
             } else {
                 meta.in_flight.release(part.run);
                 let operation = Operation::Checksums { run: part.run, checksums: sums };
@@ -241,7 +246,7 @@ impl Engine {
         if full {
             self.request(|work| work.commit = true);
         }
-        Ok(Outcome::Done)
+        short.map_or(Ok(Outcome::Done), Err)
     }
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.

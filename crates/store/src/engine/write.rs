@@ -81,17 +81,28 @@ impl Engine {
     /// Puts an entry into the buffer. With `partial`, only if that block was not written since it was announced:
     /// `Ok(false)` otherwise.
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: Content, partial: Option<u64>) -> Result<bool> {
-        let prepared = self.prepare(head, logical, blocks, &content);
-        let (claimed, data) = match prepared {
-            Ok(prepared) => prepared,
-            Err(error) => {
-                if let Some(block) = partial {
-                    head.buffer.lock().layers.end_partial(block);
-                }
-                return Err(error);
+        let fail = |error: Error| {
+            if let Some(block) = partial {
+                head.buffer.lock().layers.end_partial(block);
             }
+            error
         };
-        let mut buffer = head.lock_settled(&(logical..logical + blocks));
+        let range = logical..logical + blocks;
+        let (mut buffer, claimed, data) = loop {
+            let (claimed, data) = self.prepare(head, logical, blocks, &content).map_err(fail)?;
+            let buffer = head.lock_settled(&range);
+            if claimed > 0 || buffer.gone || matches!(content, Content::Unmapped) {
+                break (buffer, claimed, data);
+            }
+            // A snapshot may have been taken since it was found to fit without a claim.
+            let fits = self.fits_in_own(head, buffer.layers.is_single(), range.clone());
+            if let Ok(true) = fits {
+                break (buffer, claimed, data);
+            }
+            drop(buffer);
+            self.give_back((claimed, data));
+            fits.map_err(fail)?;
+        };
         let refused = if buffer.gone {
             Some(Err(gone()))
         } else if partial.is_some_and(|block| !buffer.layers.end_partial(block)) {
@@ -185,8 +196,8 @@ impl Engine {
 
     /// Sets aside free blocks for a write of `blocks`; 0 when all of it fits where it is mapped.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
-        let claims = self.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
-        let headroom = self.headroom.load(Ordering::Acquire);
+        let claims = self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks;
+        let headroom = self.headroom.load(Ordering::SeqCst);
         if claims <= headroom {
             if claims + CLAIMS_AHEAD > headroom && claims / 64 != (claims - blocks) / 64 {
                 self.request(|work| work.extend = true);
@@ -203,7 +214,7 @@ impl Engine {
         }
         // The file system is full. What only overwrites its own blocks still fits.
         self.claims.fetch_sub(blocks, Ordering::AcqRel);
-        if self.fits_in_own(head, logical..logical + blocks)? {
+        if self.fits_without_claim(head, logical..logical + blocks)? {
             return Ok(0);
         }
         // Blocks freed, and own blocks written, a moment ago help once that is durable.
@@ -213,7 +224,7 @@ impl Engine {
                 return Ok(blocks);
             }
             self.claims.fetch_sub(blocks, Ordering::AcqRel);
-            if self.fits_in_own(head, logical..logical + blocks)? {
+            if self.fits_without_claim(head, logical..logical + blocks)? {
                 return Ok(0);
             }
         }
@@ -228,11 +239,14 @@ impl Engine {
         ))
     }
 
-    /// True when a range can be written without taking space: over the disk's own blocks, or out of what is set aside
-    /// for it.
-    fn fits_in_own(&self, head: &Head, range: Range<u64>) -> Result<bool> {
-        // What waits below is a snapshot's: the map will share it once that has arrived.
+    fn fits_without_claim(&self, head: &Head, range: Range<u64>) -> Result<bool> {
         let sealed = head.buffer.lock().layers.is_single();
+        self.fits_in_own(head, sealed, range)
+    }
+
+    /// True when a range can be written without taking space: over the disk's own blocks, or out of what is set aside
+    /// for it. Not `sealed`: what waits below belongs to a snapshot, and the map will share it once that has arrived.
+    fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.look(|meta| {
             let own = if sealed { meta.own_blocks(head.id, range.clone())? } else { 0 };

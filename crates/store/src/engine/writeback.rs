@@ -43,8 +43,6 @@ const HOMES_PER_HOLD: usize = 64;
 pub(super) const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub(super) const LANE_DEPTH: u32 = 64;
-/// Longest range of one unmap operation, in blocks (4 GiB).
-pub(super) const UNMAP_MAX: u64 = 1 << 20;
 
 /// Pages that a block written somewhere dirties, about ...
 const PAGES_PER_BLOCK: u64 = 16;
@@ -82,6 +80,13 @@ impl Home {
             meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
         }
     }
+}
+
+/// What is to be planned.
+pub(super) struct Attempt {
+    pub pieces: Vec<Piece>,
+    /// The journal has been waited for, and blocks that were held then no longer are.
+    pub waited: bool,
 }
 
 /// A run of one piece with its place.
@@ -187,8 +192,9 @@ impl Engine {
         let mut waited = false;
         let (mut meta, grant) = loop {
             let mut meta = self.meta.lock();
+            let attempt = Attempt { pieces: pieces.clone(), waited };
             let planned = self
-                .plan_homes(&mut meta, head, pieces.clone(), &mut homes, &mut others, &mut claimed)
+                .plan_homes(&mut meta, head, attempt, &mut homes, &mut others, &mut claimed)
                 .and_then(|()| meta.cost_of_homes(head.id, &homes));
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(&homes);
@@ -204,8 +210,15 @@ impl Engine {
             claimed.drain(..).for_each(|run| meta.in_flight.release(run));
             self.update_headroom(&meta);
             drop(meta);
+            let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace);
+            if lacks && waited {
+                // What holds it now came since. The journal takes it in order, and needs no place beside its own.
+                let refused = self.log_batch(head, &pieces)?;
+                self.sync_all_data()?;
+                self.append_pending(&mut commit)?;
+                return Ok(refused.map_or(Batch::Done, Batch::Refused));
+            }
             // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
-            let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace) && !waited;
             waited |= lacks;
             let cost = if lacks { Cost::default() } else { planned? };
             homes.clear();
@@ -223,7 +236,8 @@ impl Engine {
         }
         drop(meta);
         self.announce(commit, &homes)?;
-        self.write_homes(lane, head, &mut homes)?;
+        let mut short = None;
+        self.write_homes(lane, head, &mut homes, &mut short)?;
         self.announced.store(u64::MAX, Ordering::Release);
         {
             let mut meta = self.meta.lock();
@@ -231,6 +245,9 @@ impl Engine {
         }
         // What data needed is counted where it is now.
         drop(grant);
+        if let Some(error) = short {
+            return Err(error);
+        }
         let refused = self.finish_others(head, others)?;
         let mut buffer = head.buffer.lock();
         buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
@@ -246,14 +263,14 @@ impl Engine {
         &self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
-        pieces: Vec<Piece>,
+        Attempt { pieces, waited }: Attempt,
         homes: &mut Vec<Home>,
         others: &mut Vec<Piece>,
         claimed: &mut Vec<Run>,
     ) -> Result<()> {
         let root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
-        let mut new_blocks = 0;
+        let (mut new_blocks, mut not_claimed) = (0, 0);
         let mut data = Vec::new();
         for piece in pieces {
             match &piece.entry.content {
@@ -271,17 +288,24 @@ impl Engine {
             placements.clear();
             let range = piece.logical..piece.logical + piece.entry.blocks;
             meta.placements(root, range, &mut placements)?;
-            new_blocks += placements
-                .iter()
-                .filter(|(_, placement, _)| *placement == Placement::New)
-                .map(|(r, _, _)| r.end - r.start)
-                .sum::<u64>();
+            let new = placements.iter().filter(|(_, placement, _)| *placement == Placement::New);
+            let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();
+            new_blocks += new;
+            not_claimed += if piece.entry.claimed { 0 } else { new };
             for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
                 let run = Run { start: *start, blocks: range.end - range.start };
                 meta.in_flight.claim(run);
                 claimed.push(run);
             }
             plans.push(placements.clone());
+        }
+        if not_claimed > 0 {
+            // What is set aside for the disk is for blocks that are shared: what is only held takes none of it unless
+            // waiting for the journal has not helped.
+            let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
+            if not_claimed > self.unclaimed() + aside {
+                return Err(Error::new(ErrorKind::NoSpace, "no free blocks beside what other writes count on"));
+            }
         }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), plan) in data.into_iter().zip(plans) {
@@ -355,7 +379,9 @@ impl Engine {
         Ok(())
     }
 
-    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut [Home]) -> Result<()> {
+    /// Writes a batch and brings it into the map. What the map has no room for stays buffered, and `short` says so: all
+    /// that was announced has been written then.
+    fn write_homes(&self, lane: &mut Lane, head: &Head, homes: &mut [Home], short: &mut Option<Error>) -> Result<()> {
         // Physical order: the medium likes it, and neighbours become one write.
         homes.sort_unstable_by_key(|home| home.run.start);
         let mut groups: Vec<Range<usize>> = Vec::new();
@@ -378,12 +404,18 @@ impl Engine {
             blocks += home.run.blocks;
         }
         match self.options.mode {
-            IoMode::Buffered => self.write_into_cache(head, homes, &groups),
-            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups),
+            IoMode::Buffered => self.write_into_cache(head, homes, &groups, short),
+            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups, short),
         }
     }
 
-    fn write_into_cache(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn write_into_cache(
+        &self,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let mut done = 0;
         let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
         for (i, group) in groups.iter().enumerate() {
@@ -399,7 +431,7 @@ impl Engine {
                 file.write_out(offset, length, false);
             }
             if long || i + 1 - done >= GROUPS_PER_FINISH {
-                self.finish_homes(head, homes, &groups[done..=i])?;
+                self.finish_homes(head, homes, &groups[done..=i], short)?;
                 done = i + 1;
             }
             // Not more than two at a time: see WRITE_OUT_MIN.
@@ -407,10 +439,17 @@ impl Engine {
                 file.write_out(offset, length, true);
             }
         }
-        self.finish_homes(head, homes, &groups[done..])
+        self.finish_homes(head, homes, &groups[done..], short)
     }
 
-    fn write_past_cache(&self, lane: &mut Lane, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn write_past_cache(
+        &self,
+        lane: &mut Lane,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let mut completions: Vec<Completion> = Vec::new();
         let mut next = 0;
         while next < groups.len() || lane.queue.in_flight() > 0 {
@@ -430,13 +469,19 @@ impl Engine {
                 completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
                 finished.push(groups[completion.token as usize].clone());
             }
-            self.finish_homes(head, homes, &finished)?;
+            self.finish_homes(head, homes, &finished, short)?;
         }
         Ok(())
     }
 
     /// Lets the map name what has been written, and the buffer forget it.
-    fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<()> {
+    fn finish_homes(
+        &self,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+        short: &mut Option<Error>,
+    ) -> Result<()> {
         let done: Vec<&Home> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
         // After the writes and before the clock says so: a flush in between may have cleared the mark.
         done.iter().for_each(|home| self.files.touch(home.run));
@@ -447,8 +492,11 @@ impl Engine {
             let mut meta = self.meta.lock();
             let mut gone = (0, 0);
             for home in part {
-                let (claimed, data) = self.finish_home(&mut meta, &mut buffer, head.id, home, gate)?;
-                gone = (gone.0 + claimed, gone.1 + data);
+                match self.finish_home(&mut meta, &mut buffer, head.id, home, gate) {
+                    Ok((claimed, data)) => gone = (gone.0 + claimed, gone.1 + data),
+                    Err(error) if error.kind() == ErrorKind::NoSpace => *short = Some(error),
+                    Err(error) => return Err(error),
+                }
             }
             self.update_headroom(&meta);
             self.count_changes(&meta);
@@ -482,22 +530,11 @@ impl Engine {
             Placement::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
         };
         if let Some(operation) = operation {
-            self.carry_out(meta, operation, gate)?;
+            self.carry_out_new(meta, operation, gate)?;
         }
         self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
         let (layer, _) = buffer.layers.oldest();
         Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
-    }
-
-    /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
-    /// journal would no longer agree.
-    pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
-        if operation.changes_map() {
-            self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
-        }
-        meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
-        self.count_changes(meta);
-        Ok(())
     }
 }
 

@@ -102,7 +102,14 @@ impl Space {
         while *region < self.regions() && taken + least <= most {
             let number = *region;
             let candidate = &self.regions[number as usize];
-            if candidate.estimate() < least || !self.load_whole(pages, number)? {
+            let loaded = candidate.estimate() >= least
+                && match self.load_whole(pages, number) {
+                    Ok(loaded) => loaded,
+                    // What was taken before is enough for now; the error comes again if the region is asked for first.
+                    Err(_) if !runs.is_empty() => break,
+                    Err(error) => return Err(error),
+                };
+            if !loaded {
                 *region += 1;
                 continue;
             }

@@ -187,7 +187,16 @@ fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
     let head = engine.head(1);
     let pieces = head.buffer.lock().layers.oldest().0.take(0, 100);
     let mut meta = engine.meta.lock();
-    engine.plan_homes(&mut meta, &head, pieces, &mut homes, &mut others, &mut claimed).unwrap();
+    engine
+        .plan_homes(
+            &mut meta,
+            &head,
+            crate::engine::writeback::Attempt { pieces, waited: false },
+            &mut homes,
+            &mut others,
+            &mut claimed,
+        )
+        .unwrap();
     drop(meta);
     assert_eq!(engine.write_logged(100).unwrap(), 2, "blocks 2 and 3");
     let mut meta = engine.meta.lock();

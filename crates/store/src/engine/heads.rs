@@ -1,0 +1,203 @@
+//! Changes of the catalog at which heads are cut: snapshots, and changes that end a head as it is.
+//!
+//! 1. What can fail comes before anything is changed: room in the journal, for metadata, and for what thick disks have
+//!    to have set aside. It is measured again under the locks under which the change is made, and claimed until then.
+//! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as it was, with all that
+//!    was acknowledged, and its clients go on.
+
+use super::admission::Cost;
+use super::admit::APPEND_BYTES;
+use super::apply::Effects;
+use super::claim::aside;
+use super::control::{PAGES_PER_RECORD, RECORD_MAX, check_name};
+use super::{Engine, Head, NewSnapshot};
+use crate::catalog::{Catalog, Object, State};
+use crate::journal::Operation;
+use crate::{Error, ErrorKind, Result};
+use backend::BLOCK_SIZE;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Blocks claimed beyond what was measured for snapshots of thick disks that are being written (16 MiB): a second
+/// measurement under the locks then finds them enough.
+const ASIDE_SLACK: u64 = 4096;
+
+/// What came of trying to take snapshots.
+enum Cut {
+    Taken(Vec<u64>),
+    /// So many blocks have to be claimed first.
+    Lacks(u64),
+}
+
+impl Engine {
+    /// Takes snapshots of several disks at one point: every write acknowledged before this call is in them, none that
+    /// comes after it is. Durable when this returns, in one small append; the data itself is as durable as it was.
+    pub fn snapshot(&self, wanted: &[NewSnapshot]) -> Result<Vec<u64>> {
+        let _control = self.control.lock();
+        self.check_running()?;
+        let mut room = self.claim_blocks(0)?;
+        loop {
+            self.make_journal_room()?;
+            // Two records each, and what completes the snapshot.
+            let grant = self.admit(Cost {
+                bytes: APPEND_BYTES + wanted.len() as u64 * (2 * (RECORD_MAX + 16) + 32),
+                pages: wanted.len() as u64 * 3 * PAGES_PER_RECORD,
+            })?;
+            let cut = self.cut(wanted, room.blocks)?;
+            drop(grant);
+            let lacks = match cut {
+                Cut::Taken(ids) => return Ok(ids),
+                Cut::Lacks(blocks) => blocks,
+            };
+            drop(room);
+            room = match self.claim_blocks(lacks + ASIDE_SLACK) {
+                Err(error) if error.kind() == ErrorKind::NoSpace => self.claim_blocks(lacks).map_err(|error| {
+                    let names = self.with_catalog(|catalog| {
+                        let thick = wanted.iter().filter_map(|new| catalog.find(new.disk));
+                        let thick = thick.filter(|disk| disk.provisioning != crate::catalog::Provisioning::Thin);
+                        thick.map(|disk| disk.name.clone()).collect::<Vec<_>>().join(", ")
+                    });
+                    error.context(format!(
+                        "disk {names} is thick and a snapshot of it needs its whole size again: {} bytes",
+                        lacks * BLOCK_SIZE as u64
+                    ))
+                })?,
+                other => other?,
+            };
+        }
+    }
+
+    /// Takes the snapshots, if `room` claimed blocks are enough. Under control and a grant for them.
+    fn cut(&self, wanted: &[NewSnapshot], room: u64) -> Result<Cut> {
+        let mut heads: Vec<Arc<Head>> = Vec::with_capacity(wanted.len());
+        self.with_catalog(|catalog| check_wanted(catalog, wanted))?;
+        heads.extend(wanted.iter().map(|new| self.head(new.disk)));
+        // In the order in which buffers are locked.
+        let mut order: Vec<usize> = (0..wanted.len()).collect();
+        order.sort_unstable_by_key(|i| heads[*i].id);
+
+        let disks: Vec<u64> = heads.iter().map(|head| head.id).collect();
+        let _fetch = self.bring_in(|meta| meta.survey_roots(&disks));
+        let mut commit = self.commit.lock();
+        let through = self.through.write();
+        let mut ids = vec![0; wanted.len()];
+        let mut operations = Vec::with_capacity(2 * wanted.len());
+        {
+            // All buffers at once: this is the point in time.
+            let mut buffers: Vec<_> = order.iter().map(|i| (*i, heads[*i].buffer.lock())).collect();
+            let mut meta = self.meta.lock();
+            let mut reserved = vec![None; wanted.len()];
+            let mut lacks = 0;
+            for (i, buffer) in &buffers {
+                let disk = wanted[*i].disk;
+                // From now on every write of a thick disk needs a new place: that is set aside.
+                let size = meta.catalog.get(disk)?.capacity.div_ceil(BLOCK_SIZE as u64);
+                if let Some(aside) = aside(&meta.catalog, disk, size, &buffer.layers)? {
+                    reserved[*i] = Some(aside.reserved);
+                    lacks += aside.lacks;
+                }
+            }
+            if lacks > room {
+                return Ok(Cut::Lacks(lacks));
+            }
+            self.reserve_metadata(&meta, 2 * wanted.len() as u64)?;
+            for (i, new) in wanted.iter().enumerate() {
+                let disk = meta.catalog.get(new.disk)?.clone();
+                let id = meta.catalog.allocate_id();
+                ids[i] = id;
+                let snapshot = Object {
+                    id,
+                    state: State::Unsealed,
+                    incomplete: new.incomplete,
+                    root: None,
+                    disk: disk.id,
+                    origin: 0,
+                    created: backend::clock::seconds(),
+                    reserved: 0,
+                    uuid: new.uuid,
+                    name: new.name.clone(),
+                    ..disk.clone()
+                };
+                let disk = Object { parent: id, reserved: reserved[i].unwrap_or(disk.reserved), ..disk };
+                operations.extend([snapshot, disk].map(|object| Operation::Put { record: object.encode() }));
+            }
+            for operation in &operations {
+                meta.apply(operation, &mut Effects::default()).map_err(|error| self.stop(error))?;
+            }
+            for (i, buffer) in &mut buffers {
+                let snapshot = ids[*i];
+                if buffer.layers.close(snapshot) {
+                    self.unsealed.fetch_add(1, Ordering::AcqRel);
+                } else {
+                    self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
+                }
+            }
+            self.update_headroom(&meta);
+            self.count_changes(&meta);
+        }
+        drop(through);
+        self.append_urgent(&mut commit, &operations)?;
+        self.request(|work| work.write_back = true);
+        Ok(Cut::Taken(ids))
+    }
+
+    /// Carries out a change after which the heads of these disks are no longer what they were, and makes it durable:
+    /// what is buffered for them is forgotten, and devices that have them open fail from then on. `lacks` says how many
+    /// blocks the change sets aside beside what is. Under control.
+    pub(super) fn change_heads<T>(
+        &self,
+        disks: &[u64],
+        lacks: &dyn Fn(&Catalog) -> Result<u64>,
+        plan: impl FnOnce(&mut Catalog) -> Result<(Vec<Operation>, T)>,
+    ) -> Result<T> {
+        let mut heads: Vec<Arc<Head>> = disks.iter().map(|disk| self.head(*disk)).collect();
+        heads.sort_unstable_by_key(|head| head.id);
+        heads.dedup_by_key(|head| head.id);
+        let (outcome, _grant) = loop {
+            self.check_running()?;
+            // What closed layers hold belongs to snapshots.
+            heads.iter().try_for_each(|head| self.settle(head))?;
+            self.make_journal_room()?;
+            let lacking = self.with_catalog(lacks)?;
+            let room = self.claim_blocks(lacking).map_err(|error| {
+                error.context("the disk is thick, and what shares its blocks needs its whole size again")
+            })?;
+            // Held until the change is in the journal: nothing from here on waits for a checkpoint.
+            let limit = self.change_cost();
+            let grant = self.admit(limit)?;
+            let _gate = self.gate.lock();
+            let _through = self.through.write();
+            let mut buffers: Vec<_> = heads.iter().map(|head| head.buffer.lock()).collect();
+            if buffers.iter().any(|buffer| !buffer.layers.is_single()) || self.with_catalog(lacks)? > room.blocks {
+                continue;
+            }
+            let outcome = self.enqueue_change(limit, plan)?;
+            for buffer in &mut buffers {
+                let gone = buffer.layers.clear();
+                buffer.gone = true;
+                self.give_back(gone);
+            }
+            drop(buffers);
+            let mut all = self.heads.write();
+            heads.iter().for_each(|head| drop(all.remove(&head.id)));
+            break (outcome, grant);
+        };
+        self.append_changes(false)?;
+        Ok(outcome)
+    }
+}
+
+fn check_wanted(catalog: &Catalog, wanted: &[NewSnapshot]) -> Result<()> {
+    for (i, new) in wanted.iter().enumerate() {
+        check_name(&new.name)?;
+        let disk = catalog.get(new.disk)?;
+        let again = wanted[..i].iter().any(|other| other.disk == new.disk);
+        if again || catalog.snapshot(new.disk, &new.name).is_some() {
+            return Err(Error::new(
+                ErrorKind::Exists,
+                format!("disk '{}' has a snapshot '{}' already, or is named twice", disk.name, new.name),
+            ));
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,303 @@
+//! Room: what was acknowledged always has some, failures lose none, and thick disks keep what is set aside for them.
+
+use super::*;
+use backend::{File, IoMode};
+
+const SIZE: u64 = 256;
+
+fn slice(value: u8, blocks: usize) -> SharedSlice {
+    let mut buffer = Buffer::zeroed(blocks);
+    buffer.fill(value);
+    SharedSlice::new(Arc::new(buffer), 0..blocks * BLOCK_SIZE)
+}
+
+fn write_to(engine: &Engine, disk: u64, logical: u64, value: u8) -> Result<()> {
+    engine.write_blocks(&engine.head(disk), logical, slice(value, 1))
+}
+
+fn value_of(engine: &Engine, disk: u64, logical: u64) -> u8 {
+    let head = engine.head(disk);
+    engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range)).unwrap()[0]
+}
+
+fn add_disk(engine: &Engine, name: &str, blocks: u64, provisioning: Provisioning) -> u64 {
+    let capacity = blocks * BLOCK_SIZE as u64;
+    let new = NewDisk { name: name.into(), capacity, provisioning, uuid: [1; 16], incomplete: false };
+    let id = engine.create_disk(new).unwrap();
+    if provisioning != Provisioning::Thin {
+        BulkWriter::new(engine, id).reserve(0..blocks).unwrap();
+    }
+    id
+}
+
+fn take(engine: &Engine, disk: u64, name: &str) -> u64 {
+    engine.snapshot(&[NewSnapshot { disk, name: name.into(), uuid: [2; 16], incomplete: false }]).unwrap()[0]
+}
+
+/// Lets nothing more be taken from the file system.
+fn fill_up(disk: &SimulatedDisk) {
+    let room = disk.directory().room().unwrap();
+    disk.set_capacity(room.total - room.available);
+}
+
+/// Writes new blocks of a disk until there is no room for them.
+fn write_until_full(engine: &Engine, disk: u64) -> u64 {
+    for block in 0.. {
+        match write_to(engine, disk, block, 200) {
+            Ok(()) => {}
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
+                return block;
+            }
+        }
+    }
+    unreachable!("the file system was full")
+}
+
+fn allocated(disk: &SimulatedDisk) -> u64 {
+    let directory = disk.directory();
+    let data: Arc<dyn File> = directory.open("data.0000", IoMode::Buffered).unwrap();
+    data.allocated().unwrap() / BLOCK_SIZE as u64
+}
+
+/// A store whose disk 1 has let go of many blocks, durably.
+fn discarded() -> (SimulatedDisk, Arc<Engine>) {
+    let (disk, engine) = made();
+    (0..1000).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    engine.discard_blocks(&engine.head(1), 0..1000).unwrap();
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.meta.lock().release_limbo();
+    (disk, engine)
+}
+
+#[test]
+fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
+    let (disk, engine) = discarded();
+    let before = disk.operations();
+    let given = engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
+    let (last, after) = (disk.operations() - 1, allocated(&disk));
+    assert!(given >= 1000);
+    for number in [before, last] {
+        // The same store, up to an operation that fails: the append to the journal stops it, the punch does not.
+        let (disk, engine) = discarded();
+        disk.fail_operation(number);
+        assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
+        if number == before {
+            assert_eq!(engine.check_running().unwrap_err().kind(), ErrorKind::Stopped);
+            continue;
+        }
+        let counts = engine.counts().data;
+        assert_eq!((counts.used, counts.free), (0, counts.backed));
+        // Room is reserved in the same places again, without anything new of the file system.
+        let taken = allocated(&disk);
+        assert!(taken > after);
+        (0..500).for_each(|block| write(&engine, block, 7));
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap();
+        assert!((0..500).all(|block| value(&engine, block).unwrap() == 7));
+        let counts = engine.counts().data;
+        assert_eq!(allocated(&disk), counts.backed, "{counts:?}");
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flight() {
+    let (disk, engine) = made();
+    (0..64).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
+    fill_up(&disk);
+    write_until_full(&engine, other);
+    engine.flush().unwrap();
+    write(&engine, 5, 2);
+    let run = {
+        let mut meta = engine.meta.lock();
+        let root = meta.catalog.get(1).unwrap().root;
+        let start = meta.places(root, 5..6).unwrap()[0].1.unwrap();
+        Run { start, blocks: 1 }
+    };
+    // Payload of the block is on its way home.
+    engine.meta.lock().in_flight.claim(run);
+    while engine.write_back_once().unwrap() {}
+    engine.meta.lock().in_flight.release(run);
+    engine.flush().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!(value(&engine, 5).unwrap(), 2);
+    is_whole(&engine);
+}
+
+#[test]
+fn zeroes_acknowledged_on_a_full_file_system_go_home_over_blocks_that_are_held() {
+    let (disk, engine) = made();
+    (0..64).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
+    fill_up(&disk);
+    write_until_full(&engine, other);
+    engine.flush().unwrap();
+    engine.zero_blocks(&engine.head(1), 0..32).unwrap();
+    let run = {
+        let mut meta = engine.meta.lock();
+        let root = meta.catalog.get(1).unwrap().root;
+        let start = meta.places(root, 5..6).unwrap()[0].1.unwrap();
+        Run { start, blocks: 1 }
+    };
+    engine.meta.lock().in_flight.claim(run);
+    engine.flush().unwrap();
+    engine.meta.lock().in_flight.release(run);
+    assert_eq!((value(&engine, 5).unwrap(), value(&engine, 40).unwrap()), (0, 1));
+    write(&engine, 5, 3);
+    engine.flush().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!((value(&engine, 5).unwrap(), value(&engine, 6).unwrap()), (3, 0));
+    is_whole(&engine);
+}
+
+#[test]
+fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_set_aside_for_it() {
+    let (disk, engine) = made();
+    let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
+    take(&engine, thick, "one");
+    (0..100).for_each(|block| write_to(&engine, thick, block, 1).unwrap());
+    let two = take(&engine, thick, "two");
+    engine.settle(&engine.head(thick)).unwrap();
+    engine.wait_sealed(two).unwrap();
+    assert_eq!(engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved), SIZE);
+    engine.flush().unwrap();
+    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
+    fill_up(&disk);
+    write_until_full(&engine, other);
+    for round in 2..5 {
+        // Again and again, buffered and at home: each block takes a new place once.
+        (0..SIZE).for_each(|block| write_to(&engine, thick, block, round).unwrap());
+        engine.flush().unwrap();
+    }
+    assert!((0..SIZE).all(|block| value_of(&engine, thick, block) == 4));
+    is_whole(&engine);
+}
+
+#[test]
+fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
+    let (disk, engine) = made();
+    let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
+    take(&engine, thick, "one");
+    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
+    fill_up(&disk);
+    write_until_full(&engine, other);
+    engine.flush().unwrap();
+    // Buffered without a claim: out of what is set aside.
+    (0..100).for_each(|block| write_to(&engine, thick, block, 1).unwrap());
+    let refused = engine.snapshot(&[NewSnapshot { disk: thick, name: "two".into(), uuid: [2; 16], incomplete: false }]);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoSpace);
+    // Room for what the snapshot needs, and no more.
+    let room = disk.directory().room().unwrap();
+    disk.set_capacity(room.total - room.available + 100 * BLOCK_SIZE as u64 + (64 << 10));
+    take(&engine, thick, "two");
+    (0..SIZE).for_each(|block| write_to(&engine, thick, block, 2).unwrap());
+    engine.flush().unwrap();
+    assert!((0..SIZE).all(|block| value_of(&engine, thick, block) == 2));
+    is_whole(&engine);
+}
+
+/// A store with a snapshot of disk 1 and a write to it that is only buffered, which overwrites a block in place.
+fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
+    let (disk, engine) = made();
+    (0..8).for_each(|block| write(&engine, block, 1));
+    let snapshot = take(&engine, 1, "s");
+    (0..8).for_each(|block| write(&engine, block, 2));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    write(&engine, 3, 3);
+    engine.metadata_reserved[PageFile::Catalog as usize].store(0, Ordering::Release);
+    (disk, engine, snapshot)
+}
+
+#[test]
+fn a_revert_that_fails_leaves_the_head_and_its_clients_as_they_were() {
+    let (disk, engine, snapshot) = before_revert();
+    engine.revert(1, snapshot).unwrap();
+    // The last two are the reservation for the catalog and the append to the journal.
+    let number = disk.operations() - 2;
+    assert_eq!(value(&engine, 3).unwrap(), 1);
+    let (disk, engine, snapshot) = before_revert();
+    let client = engine.head(1);
+    disk.fail_operation(number);
+    let error = engine.revert(1, snapshot).unwrap_err();
+    assert!(error.kind() == ErrorKind::Io && error.to_string().contains("reserving"), "{error}");
+    assert_eq!(value(&engine, 3).unwrap(), 3);
+    engine.write_blocks(&client, 4, slice(4, 1)).unwrap();
+    engine.flush().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    assert_eq!([2, 3, 4].map(|block| value(&engine, block).unwrap()), [2, 3, 4]);
+    engine.revert(1, snapshot).unwrap();
+    assert_eq!(value(&engine, 3).unwrap(), 1);
+    is_whole(&engine);
+}
+
+#[test]
+fn an_arrival_that_is_refused_leaves_the_disk_it_was_for_and_its_clients_as_they_were() {
+    let (_disk, engine) = made();
+    write(&engine, 0, 1);
+    take(&engine, 1, "same");
+    write(&engine, 0, 2);
+    let hidden = add_disk(&engine, ".hidden", BLOCKS, Provisioning::Thin);
+    write_to(&engine, hidden, 0, 9).unwrap();
+    let snapshot = take(&engine, hidden, "same");
+    let client = engine.head(1);
+    let error = engine.arrive(&[Arrival::Update { id: hidden, snapshot, disk: 1 }]).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Exists);
+    engine.write_blocks(&client, 1, slice(3, 1)).unwrap();
+    engine.flush().unwrap();
+    assert_eq!([0, 1].map(|block| value(&engine, block).unwrap()), [2, 3]);
+    assert_eq!(value_of(&engine, hidden, 0), 9);
+    is_whole(&engine);
+}
+
+#[test]
+fn a_store_whose_lock_is_replaced_stops_writing() {
+    for name in ["lock", "superblock"] {
+        let (disk, engine) = made();
+        engine.close().unwrap();
+        drop(engine);
+        let directory = disk.directory();
+        let owner = Arc::new(Owner::take(&*directory).unwrap());
+        assert_eq!(Owner::take(&*directory).err().unwrap().kind(), ErrorKind::Busy);
+        let engine = Engine::open_owned(disk.directory(), options(), Some(&owner)).unwrap();
+        write(&engine, 0, 1);
+        engine.flush().unwrap();
+        write(&engine, 1, 1);
+        directory.rename(name, "elsewhere").unwrap();
+        let error = engine.flush().unwrap_err();
+        assert!(error.kind() == ErrorKind::Stopped && error.to_string().contains(name), "{error}");
+        let head = engine.head(1);
+        assert_eq!(engine.write_blocks(&head, 2, slice(1, 1)).unwrap_err().kind(), ErrorKind::Stopped);
+        directory.rename("elsewhere", name).unwrap();
+        drop((engine, owner));
+        let engine = open(&disk).unwrap();
+        assert_eq!([0, 1].map(|block| value(&engine, block).unwrap()), [1, 0]);
+    }
+}
+
+#[test]
+fn a_store_that_was_given_up_stops_writing() {
+    let (disk, engine) = made();
+    drop(engine);
+    let owner = Arc::new(Owner::take(&*disk.directory()).unwrap());
+    let engine = Engine::open_owned(disk.directory(), options(), Some(&owner)).unwrap();
+    drop(owner);
+    write(&engine, 0, 1);
+    assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Stopped);
+}
