@@ -60,7 +60,7 @@ impl Kept {
     pub fn begin(self: &Arc<Self>) -> Keeping {
         let mut state = self.state.lock();
         debug_assert_eq!(state.readers, 0);
-        state.readers = 1;
+        *state = State { readers: 1, ..State::default() };
         Keeping(Arc::clone(self))
     }
 
@@ -79,6 +79,10 @@ impl Kept {
             let mut page = Box::new(Block([0; BLOCK_SIZE]));
             let read = file.read_at(&mut page.0, key.offset());
             let mut state = self.state.lock();
+            if state.readers == 0 {
+                // The reader has ended meanwhile: what is put here now the next one would take for its own.
+                return;
+            }
             let image = match read {
                 Err(error) => Image::Unreadable(error.to_string()),
                 Ok(()) if state.in_memory < MEMORY_MAX => {
