@@ -96,12 +96,3 @@ pub(super) fn aside(catalog: &Catalog, disk: u64, blocks: u64, buffered: &Layers
     let lacks = (blocks + others).saturating_sub(object.reserved);
     Ok(Some(Aside { reserved: blocks + claimed + others, lacks }))
 }
-
-impl Meta {
-    /// Takes back what was set aside for a thick disk beyond its size: nothing that waits takes from it any more.
-    pub(super) fn surplus_aside(&self, disk: u64) -> Result<Option<crate::catalog::Object>> {
-        let object = self.catalog.get(disk)?;
-        let size = object.capacity.div_ceil(BLOCK_SIZE as u64);
-        Ok((object.reserved > size).then(|| crate::catalog::Object { reserved: size, ..object.clone() }))
-    }
-}

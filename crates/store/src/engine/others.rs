@@ -149,16 +149,7 @@ impl Engine {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
         let mut meta = self.meta.lock();
-        let disk = meta.catalog.get(snapshot)?.disk;
         self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
-        if buffer.layers.is_single()
-            && let Some(object) = meta.surplus_aside(disk)?
-        {
-            // It was for what this layer held. Without room for this in the journal it stays set aside until the next
-            // snapshot of the disk is complete.
-            self.try_carry_out(&mut meta, Operation::Put { record: object.encode() }, 0)?;
-            self.update_headroom(&meta);
-        }
         drop(meta);
         self.unsealed.fetch_sub(1, Ordering::AcqRel);
         let _guard = self.sealed.lock();

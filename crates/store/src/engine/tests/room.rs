@@ -173,7 +173,8 @@ fn what_is_buffered_when_a_thick_disk_gets_a_snapshot_takes_nothing_of_what_is_s
     let two = take(&engine, thick, "two");
     engine.settle(&engine.head(thick)).unwrap();
     engine.wait_sealed(two).unwrap();
-    assert_eq!(engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved), SIZE);
+    // A surplus stays: a record that takes it back would overtake, or be overtaken by, that of the next snapshot.
+    assert!(engine.with_catalog(|catalog| catalog.get(thick).unwrap().reserved) >= SIZE);
     engine.flush().unwrap();
     let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
     fill_up(&disk);
