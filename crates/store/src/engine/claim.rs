@@ -10,7 +10,7 @@
 
 use super::admission::Cost;
 use super::others::STEPS_MAX;
-use super::{Engine, Head, Meta};
+use super::{Engine, Head};
 use crate::Result;
 use crate::buffer::{Content, Layers, Piece};
 use crate::catalog::Catalog;
