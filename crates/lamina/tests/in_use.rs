@@ -89,8 +89,9 @@ fn a_killed_client_keeps_its_disk_for_the_grace_time() {
         store.run("snapshot delete vm1@b").ok();
         store.run("snapshot revert vm1@a --force").ok();
         store.run("disk rename vm1 vm2 --force").ok();
-        assert!(self::users(&store, "vm2").is_empty(), "the client looks for another name");
-        store.run("disk delete vm2").ok();
+        assert_eq!(self::users(&store, "vm2").len(), 1, "the client counts under the new name");
+        store.run("disk delete vm2").fails(4, "may come back");
+        store.run("disk delete vm2 --force").ok();
         assert_eq!(server.stop("TERM"), Some(0));
         assert!(!store.path().join("clients").exists(), "{format}: all clients are done");
         store.is_clean();
@@ -214,4 +215,47 @@ fn a_disk_of_a_machine_is_the_machines() {
         store.run("vm create web --memory 32M --network none --disk data").ok();
         store.run("disk delete data --force").ok();
     }
+}
+
+#[test]
+fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
+    let store = Store::new();
+    store.run("disk create g 16M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "g").unwrap();
+    store.run("disk rename g g2 --force").ok();
+    store.run("disk create g 16M").ok();
+    let done = store.run("disk resize g 32M --reconnect-clients --json").json();
+    assert_eq!(done["reconnected"], 0, "{done}");
+    client.write(0, &[7; 512]).unwrap();
+    store.run("disk delete g2").fails(4, &format!("process {} of user ", std::process::id()));
+    assert!(Client::connect(&store.socket(), "g").is_err());
+    let done = store.run("disk resize g2 32M --reconnect-clients --json").json();
+    assert_eq!(done["reconnected"], 1, "{done}");
+    assert!(Client::connect(&store.socket(), "g").is_err(), "it would write into another disk");
+    assert!(users(&store, "g").is_empty());
+    assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
+    store.run("disk delete g2").fails(4, "may come back");
+    // The next server knows it as well.
+    assert_eq!(server.stop("TERM"), Some(0));
+    let _server = store.serve("");
+    assert!(Client::connect(&store.socket(), "g").is_err());
+    store.run("disk delete g").ok();
+    store.run("disk rename g2 g --force").ok();
+    let mut client = Client::connect(&store.socket(), "g").unwrap();
+    assert_eq!(client.read(0, 512).unwrap(), [7; 512]);
+}
+
+#[test]
+fn a_server_that_cannot_start_leaves_the_record_of_clients() {
+    let store = Store::new();
+    store.run("disk create vm1 16M").ok();
+    let mut server = store.serve("");
+    let _client = Client::connect(&store.socket(), "vm1").unwrap();
+    until_recorded(&store, "vm1");
+    assert_eq!(server.stop("KILL"), None);
+    let record = std::fs::read(store.path().join("clients")).unwrap();
+    let failed = store.run("serve --socket /nowhere/nbd.sock");
+    assert!(failed.code == 3 && failed.stderr.contains("/nowhere/nbd.sock"), "{failed:?}");
+    assert!(std::fs::read(store.path().join("clients")).unwrap() == record);
 }

@@ -14,10 +14,14 @@
 //! 3. What is listed survives the end of the process in a [record](record). The record is written by a thread of its
 //!    own, after the event: no session waits for it, and a failure to write it is a warning.
 //! 4. Grace is measured on the monotonic clock while the process lives. The time of day counts only between processes.
+//! 5. A client of a disk that is renamed is listed under the new name, with the name it asked for. While it is listed,
+//!    that name opens no other disk ([renames]).
 
 pub mod record;
+mod renames;
+mod waiting;
 
-use super::limits::{CLIENT_GRACE_DEFAULT, CLIENTS_GONE_MAX, RECORD_GATHER, RECORD_RETRY};
+use super::limits::{CLIENT_GRACE_DEFAULT, CLIENT_GRACE_MAX, RECORD_GATHER, RECORD_RETRY, RETIRED_LOOK};
 use backend::{Directory, clock};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use record::{Gone, Record};
@@ -30,6 +34,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use store::{Error, ErrorKind, IoContext, Result};
+use waiting::{Waiting, grace_left};
 
 /// The other end of a connection.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -51,9 +56,10 @@ pub enum Peer {
 
 impl Peer {
     /// Whether a connection from `other` can be the same client again: the same process, or the same host, whose port
-    /// is another one each time.
+    /// is another one each time. Two clients of which nothing is known are two clients.
     fn may_be(&self, other: &Self) -> bool {
         match (self, other) {
+            (Self::Unknown, _) | (_, Self::Unknown) => false,
             (Self::Address(one), Self::Address(two)) => one.ip().to_canonical() == two.ip().to_canonical(),
             _ => self == other,
         }
@@ -132,6 +138,8 @@ struct State {
     next: u64,
     sessions: BTreeMap<u64, Session>,
     gone: Vec<Waiting>,
+    /// Disks that are being renamed.
+    moving: Vec<String>,
     /// The list has changed since it was last written.
     changed: bool,
     closing: bool,
@@ -140,20 +148,19 @@ struct State {
 /// A connection.
 struct Session {
     peer: Peer,
-    /// What it has open, or is about to open.
+    /// What it has open, or is about to open, by its present name.
     export: Option<String>,
+    /// The name the client asked for.
+    asked: Option<String>,
     /// The handshake is over.
     agreed: bool,
     since: u64,
     stop: Arc<AtomicBool>,
     /// Told to end, so that the client reconnects.
     retiring: bool,
-}
-
-/// A client that may come back.
-struct Waiting {
-    gone: Gone,
-    until: Instant,
+    /// An unknown client in grace that this one may be. It is in grace again if this one says farewell: the two may be
+    /// different clients.
+    taken: Option<Waiting>,
 }
 
 /// A connection's place in the list, given back when dropped.
@@ -182,29 +189,37 @@ impl Clients {
         Self::with(grace, None, State::default())
     }
 
-    /// The clients of a server that begins: those of the one before have the whole grace time to come back.
-    ///
-    /// # Errors
-    /// `Io` when there is no thread for the record.
-    pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Result<Self> {
-        let now = clock::seconds();
+    /// The clients of a server that begins: those of the one before have the whole grace time to come back. The record
+    /// stays as it is until [`Clients::keep_record`].
+    pub fn of_server(directory: Arc<dyn Directory>, grace: Duration) -> Self {
+        let (grace, now) = (grace.min(CLIENT_GRACE_MAX), clock::seconds());
         let mut state = State { changed: true, ..State::default() };
         for mut gone in record::read(&*directory).map(|record| record.clients).unwrap_or_default() {
             if gone.with_server || gone.ended.is_none() {
                 gone.with_server = true;
                 gone.ended = Some(now);
             }
+            gone.ended = gone.ended.map(|ended| ended.min(now));
             if let Some(left) = grace_left(&gone, grace, now) {
                 state.waits(gone, left);
             }
         }
-        let clients = Self::with(grace, Some(directory), state);
-        let shared = Arc::clone(&clients.shared);
-        let thread = std::thread::Builder::new().name("nbd-clients".to_owned());
-        let thread =
-            thread.spawn(move || shared.keep()).during(|| "starting the thread that records clients".into())?;
-        *clients.writer.lock() = Some(thread);
-        Ok(clients)
+        Self::with(grace, Some(directory), state)
+    }
+
+    /// Begins to keep the record. A server calls this when it listens: one that cannot start changes nothing.
+    ///
+    /// # Errors
+    /// `Io` when there is no thread for the record.
+    pub fn keep_record(&self) -> Result<()> {
+        let mut writer = self.writer.lock();
+        if writer.is_none() {
+            let shared = Arc::clone(&self.shared);
+            let thread = std::thread::Builder::new().name("nbd-clients".to_owned());
+            let thread = thread.spawn(move || shared.keep());
+            *writer = Some(thread.during(|| "starting the thread that records clients".into())?);
+        }
+        Ok(())
     }
 
     /// The clients of a datastore that is not served, by the record that the last server left. Where that was killed,
@@ -213,11 +228,14 @@ impl Clients {
         let Some(Record { grace, clients }) = record::read(&*directory) else {
             return Self::in_memory(CLIENT_GRACE_DEFAULT);
         };
-        let (grace, now) = (Duration::from_secs(grace), clock::seconds());
+        let (grace, now) = (Duration::from_secs(grace).min(CLIENT_GRACE_MAX), clock::seconds());
         let mut state = State::default();
         for mut gone in clients {
             if gone.ended.is_none() {
                 gone.with_server = true;
+            }
+            // A time to come, from a clock that was wrong, would begin the grace anew at each look.
+            if gone.ended.is_none_or(|ended| ended > now) {
                 gone.ended = Some(now);
                 state.changed = true;
             }
@@ -236,6 +254,7 @@ impl Clients {
     }
 
     fn with(grace: Duration, directory: Option<Arc<dyn Directory>>, state: State) -> Self {
+        let grace = grace.min(CLIENT_GRACE_MAX);
         let shared = Shared { grace, state: Mutex::new(state), left: Condvar::new(), due: Condvar::new(), directory };
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
     }
@@ -249,10 +268,12 @@ impl Clients {
         let session = Session {
             peer,
             export: None,
+            asked: None,
             agreed: false,
             since: clock::seconds(),
             stop: Arc::clone(&stop),
             retiring: false,
+            taken: None,
         };
         state.sessions.insert(number, session);
         Visit { shared: Arc::clone(&self.shared), number, stop, departure: Departure::Lost }
@@ -270,6 +291,8 @@ impl Clients {
                 numbers.push(*number);
             }
         }
+        drop(state);
+        self.shared.left.notify_all();
         numbers
     }
 
@@ -303,7 +326,7 @@ impl Clients {
         all
     }
 
-    /// Nothing that is gone and whose export `matches` comes back any more: its disk is deleted, or has another name.
+    /// Nothing that is gone and whose export `matches` comes back any more: its disk is deleted.
     pub fn forget(&self, matches: impl Fn(&str) -> bool) {
         let mut state = self.shared.state.lock();
         let before = state.gone.len();
@@ -311,7 +334,12 @@ impl Clients {
         let forgotten = state.gone.len() < before;
         self.shared.touch(&mut state, forgotten);
         drop(state);
-        if forgotten && self.writer.lock().is_none() {
+        self.record_unless_kept(forgotten);
+    }
+
+    /// Writes the record after a change in a process that serves nothing.
+    fn record_unless_kept(&self, changed: bool) {
+        if changed && self.writer.lock().is_none() {
             self.shared.write_now();
         }
     }
@@ -334,26 +362,12 @@ impl Drop for Clients {
     }
 }
 
-/// What is left of a grace; `None` when it is over. A clock that was set back makes no grace longer.
-fn grace_left(gone: &Gone, grace: Duration, now: u64) -> Option<Duration> {
-    let passed = Duration::from_secs(gone.ended.map_or(0, |ended| now.saturating_sub(ended)));
-    grace.checked_sub(passed).filter(|left| !left.is_zero())
-}
-
 impl State {
-    /// Takes a client among those that may come back, for as long as is left of its grace.
-    fn waits(&mut self, gone: Gone, left: Duration) {
-        self.gone.retain(|other| other.gone.export != gone.export || !other.gone.peer.may_be(&gone.peer));
-        if self.gone.len() == CLIENTS_GONE_MAX {
-            self.gone.remove(0);
-        }
-        self.gone.push(Waiting { gone, until: Instant::now() + left });
-    }
-
     fn record(&self, grace: Duration) -> Record {
         let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
             Some(Gone {
                 export: session.export.clone()?,
+                asked: session.asked_other(),
                 peer: session.peer.clone(),
                 connected: session.since,
                 ended: None,
@@ -452,23 +466,31 @@ impl Visit {
     /// The client is about to open an export. Waits for sessions of it that are told to end.
     ///
     /// # Errors
-    /// `Busy` when they do not within `patience`.
+    /// `Busy` when they do not within `patience`, when this session is told to end, and when a client of a disk that
+    /// had the name before still looks for it under that name.
     pub fn chooses(&self, export: &str, patience: Duration) -> Result<()> {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
         let own = self.number;
+        // A session in its handshake has no requests to wait for.
         let in_the_way = |state: &State| {
-            let ends = |session: &Session| session.retiring && session.export.as_deref() == Some(export);
+            let ends =
+                |session: &Session| session.agreed && session.retiring && session.export.as_deref() == Some(export);
             state.sessions.iter().any(|(number, session)| *number != own && ends(session))
         };
         while in_the_way(&state) {
-            if self.shared.left.wait_until(&mut state, deadline).timed_out() {
+            let now = Instant::now();
+            if now >= deadline || self.stop.load(Ordering::SeqCst) {
                 let text = format!("requests of an earlier connection to '{export}' are still under way: try again");
                 return Err(Error::new(ErrorKind::Busy, text));
             }
+            // A server that stops sets the flag only.
+            self.shared.left.wait_until(&mut state, deadline.min(now + RETIRED_LOOK));
         }
+        state.refuse_former_name(export)?;
         if let Some(session) = state.sessions.get_mut(&own) {
             session.export = Some(export.to_owned());
+            session.asked = Some(export.to_owned());
         }
         Ok(())
     }
@@ -477,11 +499,17 @@ impl Visit {
     pub fn agreed(&self, export: &str) {
         let mut state = self.shared.state.lock();
         let Some(session) = state.sessions.get_mut(&self.number) else { return };
-        session.export = Some(export.to_owned());
+        // What was opened under that name may have another name by now.
+        if session.asked.as_deref() != Some(export) {
+            session.export = Some(export.to_owned());
+            session.asked = Some(export.to_owned());
+        }
         session.agreed = true;
         let peer = session.peer.clone();
-        // It is back.
-        state.gone.retain(|waiting| waiting.gone.export != export || !waiting.gone.peer.may_be(&peer));
+        let taken = state.comes_back(export, &peer);
+        if let Some(session) = state.sessions.get_mut(&self.number) {
+            session.taken = taken;
+        }
         self.shared.touch(&mut state, true);
     }
 
@@ -501,16 +529,18 @@ impl Visit {
 impl Drop for Visit {
     fn drop(&mut self) {
         let mut state = self.shared.state.lock();
-        if let Some(Session { peer, export: Some(export), agreed: true, since, .. }) =
-            state.sessions.remove(&self.number)
-        {
-            if self.departure != Departure::Farewell {
-                let now = clock::seconds();
-                let with_server = self.departure == Departure::ServerStops;
-                let gone = Gone { export, peer, connected: since, ended: Some(now), with_server };
-                if !self.shared.grace.is_zero() {
+        if let Some(session) = state.sessions.remove(&self.number).filter(|session| session.agreed) {
+            let asked = session.asked_other();
+            let Session { peer, export, since, taken, .. } = session;
+            match (export, self.departure) {
+                (_, Departure::Farewell) => state.gone.extend(taken),
+                (Some(export), departure) if !self.shared.grace.is_zero() => {
+                    let with_server = departure == Departure::ServerStops;
+                    let ended = Some(clock::seconds());
+                    let gone = Gone { export, asked, peer, connected: since, ended, with_server };
                     state.waits(gone, self.shared.grace);
                 }
+                _ => {}
             }
             self.shared.touch(&mut state, true);
         }

@@ -99,8 +99,14 @@ pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// at least every 16 seconds).
 pub const CLIENT_GRACE_DEFAULT: Duration = Duration::from_secs(120);
 
-/// Clients in grace at a time; of more, the oldest are forgotten.
+/// Longest such time, also of a record that says more.
+pub const CLIENT_GRACE_MAX: Duration = Duration::from_secs(86_400);
+
+/// Clients in grace at a time. Of more, the oldest of the export that has the most are forgotten.
 pub const CLIENTS_GONE_MAX: usize = 1024;
+
+/// How often a connection that waits for another one to end looks whether it is told to end itself.
+pub const RETIRED_LOOK: Duration = Duration::from_millis(100);
 
 /// How long changes of the set of clients are gathered before they are recorded.
 pub const RECORD_GATHER: Duration = Duration::from_millis(50);

@@ -121,7 +121,9 @@ impl Exports for Admission<'_> {
 
     fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>> {
         self.visit.chooses(name, limits::RETIRED_PATIENCE)?;
-        self.exports.open(name, read_only)
+        let device = self.exports.open(name, read_only)?;
+        self.visit.opened(name)?;
+        Ok(device)
     }
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {

@@ -76,7 +76,7 @@ fn serve(
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let grace = Duration::from_secs(arguments.client_grace);
-    let clients = Arc::new(nbd::Clients::of_server(Arc::clone(datastore.directory()), grace)?);
+    let clients = Arc::new(nbd::Clients::of_server(Arc::clone(datastore.directory()), grace));
     let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(path, arguments)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
@@ -86,6 +86,8 @@ fn serve(
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // Should this fail, the servers stop as they are dropped.
     let control = start_control(path, datastore, &serving, &clients, &nbd)?;
+    // Not before everything listens: a server that cannot start leaves the record as it is.
+    clients.keep_record()?;
     tracing::info!(
         datastore = %path.display(), engine = status.engine, io_mode = status.io_mode, disks = status.disks,
         snapshots = status.snapshots, read_only = serving.read_only, "serving"

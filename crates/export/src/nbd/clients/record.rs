@@ -28,8 +28,11 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Gone {
-    /// What it had open: `disk` or `disk@snapshot`.
+    /// What it had open: `disk` or `disk@snapshot`, by its present name.
     pub export: String,
+    /// The name it asked for, where the disk has been renamed since.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub asked: Option<String>,
     /// Who it is.
     pub peer: Peer,
     /// When it connected, in seconds since 1970.

@@ -1,6 +1,7 @@
 //! Clients come, leave, vanish and come back; and what of it outlives the process.
 #![allow(clippy::unwrap_used)]
 
+use super::super::limits::CLIENTS_GONE_MAX;
 use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
@@ -10,6 +11,12 @@ const TWO: Peer = Peer::Process { pid: 2, user: 0 };
 
 fn directory() -> Arc<dyn Directory> {
     SimulatedDisk::new(1, SimulatedOptions::default()).directory()
+}
+
+fn serve(directory: &Arc<dyn Directory>) -> Clients {
+    let clients = Clients::of_server(Arc::clone(directory), LONG);
+    clients.keep_record().unwrap();
+    clients
 }
 
 fn connect(clients: &Clients, peer: Peer, export: &str) -> Visit {
@@ -118,7 +125,7 @@ fn recorded(directory: &Arc<dyn Directory>) -> Vec<(String, Peer, bool, bool)> {
 #[test]
 fn the_record_follows_the_clients_and_goes_with_the_last() {
     let directory = directory();
-    let clients = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "a@s"));
     until(|| recorded(&directory).len() == 2);
     drop(two);
@@ -134,7 +141,7 @@ fn the_record_follows_the_clients_and_goes_with_the_last() {
 #[test]
 fn clients_of_a_server_that_ended_are_waited_for() {
     let directory = directory();
-    let clients = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let clients = serve(&directory);
     let (mut one, two) = (connect(&clients, ONE, "a"), connect(&clients, TWO, "b"));
     until(|| recorded(&directory).len() == 2);
     let killed = directory.open(record::FILE, backend::IoMode::Buffered).unwrap();
@@ -152,7 +159,7 @@ fn clients_of_a_server_that_ended_are_waited_for() {
     assert_eq!(listed(&looked), [("a".into(), ONE, false), ("b".into(), TWO, false)]);
     assert!(recorded(&directory).iter().all(|(.., ended, with_server)| *ended && *with_server), "the grace has begun");
     drop(looked);
-    let next = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let next = serve(&directory);
     assert_eq!(listed(&next).len(), 2);
     drop(connect(&next, ONE, "a"));
     drop(next);
@@ -171,6 +178,7 @@ fn a_grace_that_ran_out_while_nothing_served_begins_again_with_the_next_server()
     let directory = directory();
     let gone = |export: &str, with_server| Gone {
         export: export.into(),
+        asked: None,
         peer: ONE,
         connected: 1,
         ended: Some(2),
@@ -183,7 +191,7 @@ fn a_grace_that_ran_out_while_nothing_served_begins_again_with_the_next_server()
     looked.forget(|export| export == "other");
     drop(looked);
     assert_eq!(recorded(&directory), [("a".into(), ONE, true, true)]);
-    let served = Clients::of_server(Arc::clone(&directory), LONG).unwrap();
+    let served = serve(&directory);
     assert_eq!(listed(&served), [("a".into(), ONE, false)]);
 }
 
@@ -198,7 +206,7 @@ fn any_bytes_are_a_record_or_none() {
         let directory = directory();
         sealed_put(&directory, bad.as_bytes());
         assert_eq!(listed(&Clients::of_record(Arc::clone(&directory))), []);
-        assert_eq!(listed(&Clients::of_server(directory, LONG).unwrap()), []);
+        assert_eq!(listed(&serve(&directory)), []);
     }
 }
 
@@ -207,9 +215,17 @@ fn the_page_about_the_record_shows_what_is_written() {
     let record = Record {
         grace: 120,
         clients: vec![
-            Gone { export: "größe".into(), peer: ONE, connected: 1_795_000_000, ended: None, with_server: false },
+            Gone {
+                export: "größe".into(),
+                asked: None,
+                peer: ONE,
+                connected: 1_795_000_000,
+                ended: None,
+                with_server: false,
+            },
             Gone {
                 export: "vm1@monday".into(),
+                asked: Some("web@monday".into()),
                 peer: Peer::Address("192.0.2.7:50112".parse().unwrap()),
                 connected: 1_795_000_000,
                 ended: Some(1_795_000_300),
@@ -220,4 +236,157 @@ fn the_page_about_the_record_shows_what_is_written() {
     let written = String::from_utf8(record::encode(&record).unwrap()).unwrap();
     let page = include_str!("../../../../../docs/format/clients.md");
     assert!(page.contains(&written), "the page is to show:\n{written}");
+}
+
+#[test]
+fn a_renamed_disk_keeps_its_clients_and_its_old_name_leads_to_no_other_disk() {
+    let directory = directory();
+    let clients = serve(&directory);
+    let (one, two) = (connect(&clients, ONE, "g"), connect(&clients, TWO, "g@s"));
+    drop(connect(&clients, Peer::Unknown, "g"));
+    connect(&clients, ONE, "gg").says_farewell();
+    assert!(clients.rename("g", "x", || Err::<(), _>(Error::new(ErrorKind::Io, "no"))).is_err());
+    assert!(listed(&clients).iter().all(|(export, ..)| export.starts_with('g')));
+    clients
+        .rename("g", "g2", || {
+            // A client that comes at that moment finds neither the old disk nor one that takes its name.
+            assert_eq!(clients.arrive(TWO).chooses("g", LONG).unwrap_err().kind(), ErrorKind::Busy);
+            assert_eq!(one.opened("g").unwrap_err().kind(), ErrorKind::Busy);
+            Ok(())
+        })
+        .unwrap();
+    let now = [("g2".into(), ONE, true), ("g2".into(), Peer::Unknown, false), ("g2@s".into(), TWO, true)];
+    assert_eq!(listed(&clients), now);
+    one.opened("g").unwrap_err();
+    // The disk that has the name now has no clients, and those of the other one cannot become its.
+    assert!(clients.retire("g", Whose::All).is_empty());
+    assert_eq!(clients.retire("g2", Whose::Process(1)), [one.number()]);
+    drop(one);
+    let back = clients.arrive(ONE);
+    for (name, to) in [("g", "'g2'"), ("g@s", "'g2@s'")] {
+        let refused = back.chooses(name, LONG).unwrap_err();
+        assert!(refused.kind() == ErrorKind::Busy && refused.to_string().contains(to), "{refused}");
+    }
+    // A client that uses the new name is another one, as far as it can be known.
+    connect(&clients, ONE, "g2").says_farewell();
+    assert_eq!(listed(&clients).len(), 3);
+    // The next server knows it as well, and a second name is no other client.
+    drop((two, back));
+    clients.close();
+    let clients = Clients::of_record(Arc::clone(&directory));
+    clients.rename("g2", "g3", || Ok(())).unwrap();
+    drop(clients);
+    let clients = serve(&directory);
+    assert_eq!(listed(&clients).iter().filter(|(export, ..)| export == "g3").count(), 2);
+    assert!(clients.arrive(TWO).chooses("g", LONG).unwrap_err().to_string().contains("'g3'"));
+    clients.arrive(TWO).chooses("g2", LONG).unwrap();
+    clients.rename("g3", "g", || Ok(())).unwrap();
+    drop(connect(&clients, ONE, "g"));
+    assert_eq!(listed(&clients).len(), 3, "it has its own name again");
+}
+
+#[test]
+fn a_client_that_agrees_after_a_rename_is_listed_under_the_new_name() {
+    let clients = Clients::in_memory(LONG);
+    let visit = clients.arrive(ONE);
+    visit.chooses("g", LONG).unwrap();
+    visit.opened("g").unwrap();
+    clients.rename("g", "g2", || Ok(())).unwrap();
+    visit.agreed("g");
+    assert_eq!(listed(&clients), [("g2".into(), ONE, true)]);
+}
+
+#[test]
+fn unknown_clients_are_never_the_same() {
+    let clients = Clients::in_memory(LONG);
+    let lost: Vec<_> = (0..2).map(|_| connect(&clients, Peer::Unknown, "a")).collect();
+    drop(lost);
+    let (waits, here) = (("a".to_owned(), Peer::Unknown, false), ("a".to_owned(), Peer::Unknown, true));
+    assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
+    let mut back = connect(&clients, Peer::Unknown, "a");
+    assert_eq!(listed(&clients), [here.clone(), waits.clone()]);
+    // It may be neither of them.
+    back.says_farewell();
+    drop(back);
+    assert_eq!(listed(&clients), [waits.clone(), waits.clone()]);
+    // A client that comes and is lost again and again is one.
+    for _ in 0..3 {
+        drop(connect(&clients, Peer::Unknown, "a"));
+    }
+    assert_eq!(listed(&clients), [waits.clone(), waits]);
+}
+
+#[test]
+fn lost_clients_of_one_disk_take_no_other_its_grace() {
+    let clients = Clients::in_memory(LONG);
+    drop(connect(&clients, ONE, "b"));
+    for pid in 0..CLIENTS_GONE_MAX as i32 + 10 {
+        drop(connect(&clients, Peer::Process { pid, user: 0 }, "a"));
+    }
+    assert_eq!(clients.all().len(), CLIENTS_GONE_MAX);
+    assert!(listed(&clients).contains(&("b".into(), ONE, false)));
+}
+
+#[test]
+fn times_that_cannot_be_are_bounded() {
+    let directory = directory();
+    let gone = |export: &str, ended| Gone {
+        export: export.into(),
+        asked: None,
+        peer: ONE,
+        connected: u64::MAX,
+        ended,
+        with_server: false,
+    };
+    let clients = vec![gone("a", Some(u64::MAX)), gone("b", None), gone("c", Some(1))];
+    let record = Record { grace: u64::MAX, clients };
+    record::write(&*directory, &record).unwrap();
+    let bytes = record::encode(&record).unwrap();
+    let bounded = |clients: &Clients| {
+        let all = clients.all();
+        assert_eq!(all.len(), 2, "{all:?}");
+        assert!(all.iter().all(|client| client.grace.is_some_and(|left| left <= CLIENT_GRACE_MAX)), "{all:?}");
+    };
+    bounded(&Clients::of_record(Arc::clone(&directory)));
+    let read = record::read(&*directory).unwrap();
+    assert!(
+        read.grace <= 86_400 && read.clients.iter().all(|one| one.ended.unwrap() < u64::MAX),
+        "the grace has begun"
+    );
+    sealed_put(&directory, &bytes);
+    bounded(&Clients::of_server(Arc::clone(&directory), Duration::MAX));
+    let clients = Clients::in_memory(Duration::MAX);
+    drop((connect(&clients, ONE, "a"), connect(&clients, TWO, "a")));
+    bounded(&clients);
+}
+
+#[test]
+fn a_server_that_does_not_start_leaves_the_record() {
+    let directory = directory();
+    let gone = Gone { export: "a".into(), asked: None, peer: ONE, connected: 1, ended: None, with_server: false };
+    let record = Record { grace: 60, clients: vec![gone] };
+    record::write(&*directory, &record).unwrap();
+    drop(Clients::of_server(Arc::clone(&directory), LONG));
+    assert_eq!(record::read(&*directory).unwrap(), record);
+}
+
+#[test]
+fn sessions_in_their_handshake_keep_no_other_waiting() {
+    let clients = Clients::in_memory(LONG);
+    let (one, two) = (clients.arrive(ONE), clients.arrive(TWO));
+    one.chooses("a", LONG).unwrap();
+    two.chooses("a", LONG).unwrap();
+    assert_eq!(clients.retire("a", Whose::All).len(), 2);
+    one.chooses("a", LONG).unwrap();
+    two.chooses("a", LONG).unwrap();
+    one.agreed("a");
+    // It is told to end itself, so that it does not wait for the other one.
+    assert_eq!(two.chooses("a", LONG).unwrap_err().kind(), ErrorKind::Busy);
+    let new = clients.arrive(ONE);
+    let stop = new.stop();
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| new.chooses("a", LONG));
+        stop.store(true, Ordering::SeqCst);
+        assert_eq!(waits.join().unwrap().unwrap_err().kind(), ErrorKind::Busy);
+    });
 }

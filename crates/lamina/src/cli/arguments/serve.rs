@@ -107,7 +107,8 @@ pub struct ServeArguments {
     pub write_buffer: usize,
     /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within
     /// that time the client may come back, as it does when the server is restarted.
-    #[arg(long, value_name = "SECONDS", default_value_t = 120, value_parser = clap::value_parser!(u64).range(..=86_400))]
+    #[arg(long, value_name = "SECONDS", default_value_t = 120, allow_hyphen_values = true,
+          value_parser = clap::value_parser!(u64).range(..=export::nbd::limits::CLIENT_GRACE_MAX.as_secs()))]
     pub client_grace: u64,
     /// Refuse writes of NBD clients. Verbs of this command line still work.
     #[arg(long)]

@@ -43,13 +43,13 @@ impl Deed<'_> {
         }
     }
 
-    fn verb(self) -> &'static str {
+    fn what(self) -> String {
         match self {
-            Self::Delete => "delete",
-            Self::Rename => "rename",
-            Self::Revert => "revert",
-            Self::DeleteSnapshot(_) => "delete the snapshot of",
-            Self::Replace => "replace",
+            Self::Delete => "delete the disk".into(),
+            Self::Rename => "rename the disk".into(),
+            Self::Revert => "revert the disk".into(),
+            Self::DeleteSnapshot(name) => format!("delete the snapshot '{name}'"),
+            Self::Replace => "replace the disk".into(),
         }
     }
 }
@@ -79,7 +79,7 @@ pub fn refuse(service: Service<'_>, disk: &str, deed: Deed<'_>, force: bool) -> 
     let mut text = reasons.join("; ");
     // The datastore deletes and reverts nothing that is open, whatever is forced.
     if !connected || deed == Deed::Rename {
-        text.push_str(&format!("; use --force to {} the disk all the same", deed.verb()));
+        text.push_str(&format!("; use --force to {} all the same", deed.what()));
     }
     Err(Error::new(ErrorKind::Busy, text))
 }

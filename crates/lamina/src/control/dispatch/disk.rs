@@ -28,9 +28,7 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
         }
         DiskRequest::Rename { name, to, force } => {
             claims::refuse(service, &name, Deed::Rename, force)?;
-            let disk = datastore.rename_disk(&name, &to)?;
-            claims::forget(service.clients, &name, Deed::Rename);
-            Reply::Disk(disk)
+            Reply::Disk(service.clients.rename(&name, &to, || datastore.rename_disk(&name, &to))?)
         }
         DiskRequest::Delete { name, promote, force } => {
             claims::refuse(service, &name, Deed::Delete, force)?;

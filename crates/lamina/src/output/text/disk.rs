@@ -54,8 +54,8 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
     if !unaware.is_empty() {
         writeln!(
             out,
-            "{} connected before, and see the old size until they reconnect: {}; with --reconnect-clients their \
-             connections are ended for that, and clients that do not reconnect by themselves get I/O errors",
+            "{} connected before: the old size stays visible there until a reconnection: {}; --reconnect-clients ends \
+             connections for that, and clients that do not reconnect by themselves get I/O errors",
             count(unaware.len() as u64, "client"),
             unaware.join(", ")
         )?;

@@ -1,0 +1,132 @@
+//! Clients of disks that are renamed.
+//!
+//! A client knows its disk by the name it asked for, and asks for that name again when it reconnects. If another disk
+//! had that name by then, the client would write into the wrong disk.
+//!
+//! 1. A rename and its effect on the list are one step for clients that arrive: meanwhile they are refused.
+//! 2. A name that a listed client asked for, and that its disk has no more, opens no disk at all. It does not depend
+//!    on which client asks: a proxy or another address can hide that it is the same one.
+
+use super::{Clients, Session, State, Visit};
+use std::fmt::Write;
+use store::{Error, ErrorKind, Result};
+
+/// What an export is called after a rename of the disk `from`; `None` when it is one of another disk.
+fn renamed(export: &str, from: &str, to: &str) -> Option<String> {
+    match export.strip_prefix(from)? {
+        rest if rest.is_empty() || rest.starts_with('@') => Some(format!("{to}{rest}")),
+        _ => None,
+    }
+}
+
+impl Session {
+    /// The name the client asked for, where the disk has another one now.
+    pub(super) fn asked_other(&self) -> Option<String> {
+        self.asked.clone().filter(|asked| self.export.as_ref() != Some(asked))
+    }
+}
+
+impl Clients {
+    /// Renames a disk by `deed`, and has its clients listed under the new name.
+    ///
+    /// # Errors
+    /// Those of `deed`; then nothing is changed.
+    pub fn rename<T>(&self, from: &str, to: &str, deed: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _moving = Moving::begin(self, from);
+        let outcome = deed()?;
+        let mut changed = false;
+        let mut state = self.shared.state.lock();
+        for session in state.sessions.values_mut() {
+            let now = session.export.as_deref().and_then(|export| renamed(export, from, to));
+            changed |= now.is_some();
+            session.export = now.or(session.export.take());
+            if let Some(taken) = &mut session.taken {
+                taken.gone.rename(from, to);
+            }
+        }
+        for waiting in &mut state.gone {
+            changed |= waiting.gone.rename(from, to);
+        }
+        self.shared.touch(&mut state, changed);
+        drop(state);
+        self.record_unless_kept(changed);
+        Ok(outcome)
+    }
+}
+
+impl super::Gone {
+    fn rename(&mut self, from: &str, to: &str) -> bool {
+        let Some(now) = renamed(&self.export, from, to) else { return false };
+        let before = std::mem::replace(&mut self.export, now);
+        self.asked = Some(self.asked.take().unwrap_or(before)).filter(|asked| *asked != self.export);
+        true
+    }
+}
+
+/// A disk that is being renamed, until this is dropped.
+struct Moving<'a> {
+    clients: &'a Clients,
+    disk: &'a str,
+}
+
+impl<'a> Moving<'a> {
+    fn begin(clients: &'a Clients, disk: &'a str) -> Self {
+        clients.shared.state.lock().moving.push(disk.to_owned());
+        Self { clients, disk }
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        let mut state = self.clients.shared.state.lock();
+        if let Some(at) = state.moving.iter().position(|disk| disk == self.disk) {
+            state.moving.swap_remove(at);
+        }
+    }
+}
+
+impl State {
+    /// Refuses with `Busy` a name that is not to be opened because of a rename.
+    pub(super) fn refuse_former_name(&self, export: &str) -> Result<()> {
+        self.refuse_moving(export)?;
+        let connected = self.sessions.values().filter(|session| session.agreed).filter_map(|session| {
+            let asked = session.asked_other()?;
+            (asked == export).then_some((session.export.as_deref()?, &session.peer, true))
+        });
+        let gone = self.gone.iter().filter(|waiting| waiting.until > std::time::Instant::now());
+        let gone = gone.filter(|waiting| waiting.gone.asked.as_deref() == Some(export));
+        let gone = gone.map(|waiting| (waiting.gone.export.as_str(), &waiting.gone.peer, false));
+        let Some((now, peer, connected)) = connected.chain(gone).next() else { return Ok(()) };
+        let mut text = format!("'{export}' was renamed to '{now}', and {peer} still looks for it under the old name: ");
+        let _ = match connected {
+            true => write!(text, "disconnect that client, or rename '{now}' back"),
+            false => write!(text, "wait until the grace time of that client is over, or rename '{now}' back"),
+        };
+        Err(Error::new(ErrorKind::Busy, text))
+    }
+
+    fn refuse_moving(&self, export: &str) -> Result<()> {
+        let disk = export.split_once('@').map_or(export, |(disk, _)| disk);
+        if self.moving.iter().any(|moving| moving == disk) {
+            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' is being renamed: try again")));
+        }
+        Ok(())
+    }
+}
+
+impl Visit {
+    /// The export that was chosen is open.
+    ///
+    /// # Errors
+    /// `Busy` when its disk is renamed at this moment: what is open may be a disk that has taken the name.
+    pub fn opened(&self, export: &str) -> Result<()> {
+        let state = self.shared.state.lock();
+        state.refuse_moving(export)?;
+        match state.sessions.get(&self.number) {
+            Some(session) if session.export.as_deref() != Some(export) => {
+                Err(Error::new(ErrorKind::Busy, format!("'{export}' was renamed just now: try again")))
+            }
+            _ => Ok(()),
+        }
+    }
+}
