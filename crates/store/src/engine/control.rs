@@ -1,8 +1,8 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
-use super::Engine;
 use super::admission::Cost;
 use super::admit::APPEND_BYTES;
+use super::{Engine, Meta};
 use crate::catalog::{Catalog, NAME_MAX, Object, Provisioning, State};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
@@ -87,9 +87,18 @@ impl Engine {
     }
 
     /// What takes effect at once goes into one batch of the journal: it must fit.
-    fn refuse_too_many(&self, operations: &[Operation], limit: Cost) -> Result<()> {
+    fn refuse_too_many(&self, meta: &Meta, operations: &[Operation], limit: Cost) -> Result<()> {
         let size: u64 = operations.iter().map(|operation| operation.size() as u64).sum();
-        if size + APPEND_BYTES <= limit.bytes && operations.len() as u64 * PAGES_PER_RECORD <= limit.pages {
+        if size + APPEND_BYTES <= limit.bytes {
+            let records = operations.len() as u64;
+            // Many records share pages: of the catalog, and of the counts of their roots.
+            let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64 + 1;
+            let roots = meta.map.regions() * crate::space::REGION_PAGES;
+            let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);
+            if pages > limit.pages {
+                // Room for them beside all that is admitted.
+                self.reserve_images(self.admission.capacity() + pages)?;
+            }
             return Ok(());
         }
         Err(Error::new(
@@ -127,7 +136,7 @@ impl Engine {
         // Room first: what is carried out in memory cannot be taken back.
         let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
         self.reserve_metadata(&meta, records as u64)?;
-        self.refuse_too_many(&operations, limit)?;
+        self.refuse_too_many(&meta, &operations, limit)?;
         let last = operations.len().saturating_sub(1);
         for (i, operation) in operations.into_iter().enumerate() {
             self.carry_out(&mut meta, operation, 0)?;
