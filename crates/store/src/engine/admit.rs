@@ -37,6 +37,26 @@ fn new_run(operation: &Operation) -> Option<Run> {
     }
 }
 
+/// What the changes of one step touch at most: pages that several of them change count once as far as the changes come
+/// in ascending order.
+#[derive(Default)]
+pub(super) struct Touched {
+    seen: tree::Seen,
+    nodes: u64,
+    tables: u64,
+    /// The page of the data table that counted last.
+    last: Option<u64>,
+}
+
+impl Touched {
+    /// Adds a change of what the data table says of a run.
+    pub fn touch_run(&mut self, run: Run) {
+        let (first, last) = (run.start / TABLE_ENTRIES, (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES);
+        self.tables += last - first + 1 - u64::from(self.last == Some(first));
+        self.last = Some(last);
+    }
+}
+
 /// Pages of the data table that describe a run.
 pub(super) fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
@@ -66,11 +86,32 @@ impl Meta {
     /// How far a change of what a disk maps may go to dirty about `most` pages, at least one leaf of its map; and how
     /// many pages that dirties at most.
     pub(super) fn reach(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64) -> Result<(u64, u64)> {
-        let Some(root) = self.catalog.get(disk)?.root else { return Ok((range.end, PAGES_BESIDE)) };
-        let mut effects = Effects::default();
-        let reach = tree::reach(&mut self.nodes(&mut effects), root, range, unmap, TABLE_ENTRIES, most)?;
-        let summaries = reach.tables.min(self.tables() / REGION_PAGES / SUMMARY_ENTRIES + 2);
-        Ok((reach.end, reach.nodes + (reach.tables + summaries).min(self.tables()) + PAGES_BESIDE))
+        let mut touched = Touched::default();
+        let end = self.touch(disk, range, unmap, most, &mut touched)?;
+        Ok((end, self.pages_of(&touched)))
+    }
+
+    /// Adds a change of what a disk maps to those of the same step; where it has to end, as [`Meta::reach`] says.
+    fn touch(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64, touched: &mut Touched) -> Result<u64> {
+        let Some(root) = self.catalog.get(disk)?.root else { return Ok(range.end) };
+        let (mut effects, seen) = (Effects::default(), &mut touched.seen);
+        let reach = tree::reach(&mut self.nodes(&mut effects), root, range, unmap, TABLE_ENTRIES, most, seen)?;
+        touched.nodes += reach.nodes;
+        touched.tables += reach.tables;
+        Ok(reach.end)
+    }
+
+    /// Adds mapping a range to a run.
+    pub(super) fn touch_mapping(&mut self, disk: u64, logical: u64, run: Run, touched: &mut Touched) -> Result<()> {
+        self.touch(disk, logical..logical + run.blocks, false, u64::MAX, touched)?;
+        touched.touch_run(run);
+        Ok(())
+    }
+
+    /// How many pages these changes dirty at most.
+    pub(super) fn pages_of(&self, touched: &Touched) -> u64 {
+        let summaries = touched.tables.min(self.tables() / REGION_PAGES / SUMMARY_ENTRIES + 2);
+        touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
     }
 
     /// What an operation costs at most, its place in a batch included.
@@ -80,8 +121,9 @@ impl Meta {
             | Operation::MapData { disk, logical, run, .. }
             | Operation::Unwritten { disk, logical, run, .. }
             | Operation::Written { disk, logical, run, .. } => {
-                let range = *logical..*logical + run.blocks;
-                self.reach(*disk, range, false, u64::MAX)?.1 + table_pages(*run)
+                let mut touched = Touched::default();
+                self.touch_mapping(*disk, *logical, *run, &mut touched)?;
+                self.pages_of(&touched)
             }
             Operation::Unmap { disk, logical, blocks } => {
                 self.reach(*disk, *logical..*logical + *blocks, true, u64::MAX)?.1

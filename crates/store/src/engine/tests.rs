@@ -218,5 +218,6 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
     assert_eq!(Superblock::read(&*file).unwrap().0, good);
 }
 
+mod cost;
 mod ownership;
 mod room;

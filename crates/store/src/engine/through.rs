@@ -15,7 +15,7 @@
 //! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
 
 use super::admission::Cost;
-use super::admit::{batch_bytes, table_pages};
+use super::admit::{Touched, batch_bytes, table_pages};
 use super::{Engine, Head, Meta};
 use crate::buffer::Checksums;
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
@@ -272,15 +272,15 @@ impl Engine {
 
 /// What mapping these costs at most.
 fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
-    let mut cost = Cost::default();
+    let (mut bytes, mut touched) = (0, Touched::default());
     for part in parts {
-        cost.bytes += 32 + 4 * part.run.blocks;
-        cost.pages += table_pages(part.run) + 1;
-        if part.new {
-            cost.pages += meta.reach(disk, part.logical..part.logical + part.run.blocks, false, u64::MAX)?.1;
+        bytes += 32 + 4 * part.run.blocks;
+        match part.new {
+            true => meta.touch_mapping(disk, part.logical, part.run, &mut touched)?,
+            false => touched.touch_run(part.run),
         }
     }
-    Ok(cost)
+    Ok(Cost { bytes, pages: meta.pages_of(&touched) })
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
 use super::admission::Cost;
-use super::admit::{batch_bytes, table_pages};
+use super::admit::{Touched, batch_bytes};
 use super::apply::Effects;
 use super::fetch::Fetch;
 use super::placement::{BlockState, Placement, place};
@@ -226,7 +226,7 @@ impl Engine {
             if overtakes || lacks {
                 self.sync_all_data()?;
                 self.append_pending(&mut commit)?;
-            } else if !shorten(&mut pieces) {
+            } else if !shorten(&mut pieces, if self.admission.holds(cost) { BATCH_MIN } else { 1 }) {
                 return Ok(Batch::Refused(cost));
             }
         };
@@ -538,13 +538,13 @@ impl Engine {
     }
 }
 
-/// Makes a batch about half as long; false when it is as short as can be.
-fn shorten(pieces: &mut Vec<Piece>) -> bool {
+/// Makes a batch about half as long; false when it is one piece of `least` blocks.
+fn shorten(pieces: &mut Vec<Piece>, least: u64) -> bool {
     if pieces.len() > 1 {
         pieces.truncate(pieces.len() / 2);
         return true;
     }
-    let Some(piece) = pieces.first_mut().filter(|piece| piece.entry.blocks > BATCH_MIN) else { return false };
+    let Some(piece) = pieces.first_mut().filter(|piece| piece.entry.blocks > least) else { return false };
     *piece = piece.first(piece.entry.blocks / 2);
     true
 }
@@ -552,26 +552,21 @@ fn shorten(pieces: &mut Vec<Piece>) -> bool {
 impl Meta {
     /// What announcing, writing and mapping these costs at most.
     fn cost_of_homes(&mut self, disk: u64, homes: &[Home]) -> Result<Cost> {
-        let (mut announced, mut cost) = (0, Cost::default());
-        let mut last = u64::MAX;
+        let (mut announced, mut bytes, mut touched) = (0, 0, Touched::default());
         for home in homes {
-            let table = home.run.start / crate::space::TABLE_ENTRIES;
-            let tables = table_pages(home.run) - u64::from(table == last);
-            last = (home.run.start + home.run.blocks - 1) / crate::space::TABLE_ENTRIES;
-            let bytes = 32 + 4 * home.run.blocks;
+            let record = 32 + 4 * home.run.blocks;
             if home.placement == Placement::InPlace {
-                announced += bytes as usize;
-                cost.pages += tables + 1;
+                announced += record as usize;
+                touched.touch_run(home.run);
             } else {
-                let range = home.logical..home.logical + home.run.blocks;
-                cost.bytes += bytes;
-                cost.pages += self.reach(disk, range, false, u64::MAX)?.1 + tables;
+                bytes += record;
+                self.touch_mapping(disk, home.logical, home.run, &mut touched)?;
             }
         }
         if announced > 0 {
-            cost.bytes += batch_bytes(announced);
+            bytes += batch_bytes(announced);
         }
-        Ok(cost)
+        Ok(Cost { bytes, pages: self.pages_of(&touched) })
     }
 
     pub(super) fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {

@@ -54,7 +54,7 @@ mod tests;
 pub use compare::{DiffExtent, diff};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
-pub use reach::{Reach, reach};
+pub use reach::{Reach, Seen, reach};
 pub use remove::drop_step;
 pub use replace::replace;
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};

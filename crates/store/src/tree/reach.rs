@@ -16,6 +16,8 @@ const NODES_PER_LEVEL: u64 = 3;
 const COUNTS_PER_LEVEL: u64 = 2;
 /// Extents of a mapping that fit into a leaf before it has to be split once more.
 const EXTENTS_PER_SPLIT: u64 = 64;
+/// Extents that mapping a range adds beside its own: what it cuts in two.
+const EXTENTS_PER_RANGE: u64 = 2;
 
 /// What a change of the beginning of a range touches at most.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -28,6 +30,14 @@ pub struct Reach {
     pub tables: u64,
 }
 
+/// What earlier answers for the same step have counted: a batch that changes one leaf in many places changes it once.
+#[derive(Debug, Default)]
+pub struct Seen {
+    path: [Option<NodeId>; LEVELS_MAX],
+    /// Ranges asked about since the last split was counted for them.
+    ranges: u64,
+}
+
 /// What one descent found.
 struct Leaf {
     upper: u64,
@@ -37,7 +47,8 @@ struct Leaf {
 
 /// How far a change of `range` may go if it is to touch about `most` pages: at least one leaf. `per_page` is the number
 /// of blocks, or nodes, that a page of a table describes. With `unmap` the range is unmapped, else mapped to
-/// something; the pages that describe that are the caller's to count.
+/// something; the pages that describe that are the caller's to count. `seen` is what was counted for earlier ranges of
+/// the same step, in ascending order.
 pub fn reach<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,
@@ -45,12 +56,18 @@ pub fn reach<S: NodeStore + ?Sized>(
     unmap: bool,
     per_page: u64,
     most: u64,
+    seen: &mut Seen,
 ) -> Result<Reach> {
     let end = range.end.min(LOGICAL_LIMIT);
     let mut reach = Reach { end: range.start, nodes: 0, tables: 0 };
-    let mut seen = [None; LEVELS_MAX];
+    seen.ranges += 1;
+    if seen.ranges * EXTENTS_PER_RANGE > EXTENTS_PER_SPLIT {
+        seen.ranges = 0;
+        reach.nodes += NODES_PER_LEVEL;
+        reach.tables += COUNTS_PER_LEVEL;
+    }
     while reach.end < end {
-        let found = step(store, root, reach.end, range.start..end, unmap, per_page, &mut seen)?;
+        let found = step(store, root, reach.end, range.start..end, unmap, per_page, seen)?;
         let first = reach.end == range.start;
         if !first && reach.nodes + reach.tables + found.nodes + found.tables > most {
             break;
@@ -72,12 +89,12 @@ fn step<S: NodeStore + ?Sized>(
     range: Range<u64>,
     unmap: bool,
     per_page: u64,
-    seen: &mut [Option<NodeId>; LEVELS_MAX],
+    seen: &mut Seen,
 ) -> Result<Leaf> {
     let mut leaf = Leaf { upper: LOGICAL_LIMIT, nodes: 0, tables: 0 };
     let mut id = root;
     let (mut lower, mut shared, mut level_above) = (0, false, None);
-    for (depth, met) in seen.iter_mut().enumerate() {
+    for (depth, met) in seen.path.iter_mut().enumerate() {
         shared = shared || store.references(id)? > 1;
         let node = store.node(id)?;
         let level = page::level(node);
@@ -97,8 +114,10 @@ fn step<S: NodeStore + ?Sized>(
         if level == 0 {
             if shared {
                 // The copy refers to all that the leaf refers to.
-                let pages = page::data_runs(node).into_iter().map(|run| (run.physical, run.blocks));
-                leaf.tables += described(pages, per_page);
+                if new {
+                    let pages = page::data_runs(node).into_iter().map(|run| (run.physical, run.blocks));
+                    leaf.tables += described(pages, per_page);
+                }
             } else {
                 let stop = range.end.min(leaf.upper);
                 let mapped = page::mappings_from(node, position)

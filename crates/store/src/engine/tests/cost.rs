@@ -1,0 +1,40 @@
+//! What changes cost: an upper bound that counts what several changes touch once.
+
+use super::super::admission::PAGES_FLOOR;
+use super::super::admit::Touched;
+use super::*;
+
+/// A write into a disk whose map is shared with a snapshot and names blocks all over the medium, with free space in
+/// single blocks: each block of the write gets a place of its own, and one leaf is copied for all of them.
+#[test]
+fn a_write_that_falls_to_pieces_costs_its_leaf_once() {
+    const PIECES: u64 = 200;
+    let (_disk, engine) = made();
+    let new = NewDisk {
+        name: "filler".into(),
+        capacity: 1 << 40,
+        provisioning: Provisioning::Thin,
+        uuid: [2; 16],
+        incomplete: false,
+    };
+    let filler = engine.create_disk(new).unwrap();
+    let apart = crate::space::TABLE_ENTRIES;
+    for piece in 0..PIECES {
+        write(&engine, piece, 1);
+        engine.settle(&engine.head(1)).unwrap();
+        BulkWriter::new(&engine, filler).reserve(piece * apart..(piece + 1) * apart).unwrap();
+    }
+    engine.snapshot(&[NewSnapshot { disk: 1, name: "s".into(), uuid: [3; 16], incomplete: false }]).unwrap();
+    let mut meta = engine.meta.lock();
+    let (mut together, mut alone) = (Touched::default(), 0);
+    for block in 0..64 {
+        let run = Run { start: 10 * apart + 2 * block, blocks: 1 };
+        meta.touch_mapping(1, block, run, &mut together).unwrap();
+        let mut touched = Touched::default();
+        meta.touch_mapping(1, block, run, &mut touched).unwrap();
+        alone += meta.pages_of(&touched);
+    }
+    let together = meta.pages_of(&together);
+    assert!(together >= PIECES, "{together} pages, and the copy of the leaf changes {PIECES} of the table alone");
+    assert!(together < PAGES_FLOOR / 8, "{together} pages, {alone} if each counted what the others do");
+}
