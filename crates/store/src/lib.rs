@@ -9,6 +9,7 @@
 //! pages     4 KiB metadata pages, cached, written home only by checkpoints
 //! checksums CRC32C, of bytes and of blocks in a row
 //! journal   the ring: operations, payload of small flushed writes, page images of a checkpoint
+//! sync      locks, atomics and threads, or a scheduler that decides their order
 //! engine::check  walks everything and compares
 //! ```
 //!
@@ -23,6 +24,7 @@ pub mod engine;
 pub mod journal;
 pub mod pages;
 pub mod space;
+mod sync;
 pub mod tree;
 
 #[cfg(test)]

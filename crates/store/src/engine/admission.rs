@@ -17,8 +17,8 @@
 //! 3. What is asked for is never more than an empty budget holds, but for pages of a single operation, which is
 //!    admitted when nothing else counts.
 
-use parking_lot::{Condvar, Mutex};
-use std::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// Dirty pages allowed whatever the size of the cache (16 MiB): more than any single operation changes, so that each

@@ -6,10 +6,10 @@ use super::checkpoint::Purpose;
 use super::{Engine, Meta};
 use crate::journal::{Journal, Operation};
 use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
+use crate::sync::atomic::Ordering;
 use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Pages that one step of a long change dirties, about: a step holds the metadata lock, and others wait that long.
@@ -217,7 +217,7 @@ impl Engine {
         self.make_journal_room()?;
         let rest = self.admission.pace();
         if self.options.threads && !rest.is_zero() {
-            std::thread::sleep(rest);
+            crate::sync::thread::sleep(rest);
         }
         Ok(())
     }

@@ -5,12 +5,12 @@ use super::admit::STEP_PAGES;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
-use parking_lot::MutexGuard;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 /// Writes a disk that nobody else writes, from as many threads as there are; of two writes to a block the later counts.
 pub struct BulkWriter<'a> {

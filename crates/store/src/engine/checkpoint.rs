@@ -21,11 +21,11 @@ use super::{Engine, Meta};
 use crate::journal::Place;
 use crate::pages::{Captured, PageFile, PageKey, sealed};
 use crate::space::TABLE_ENTRIES;
+use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Payload blocks taken home at a time.
 pub(super) const LOGGED_ROUND: usize = 256;

@@ -14,8 +14,8 @@ use super::{Engine, Head};
 use crate::Result;
 use crate::buffer::{Content, Layers, Piece};
 use crate::catalog::Catalog;
+use crate::sync::atomic::Ordering;
 use backend::BLOCK_SIZE;
-use std::sync::atomic::Ordering;
 
 /// Blocks that an operation counts on until this is dropped.
 pub(super) struct Claim<'a> {

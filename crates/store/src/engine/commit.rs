@@ -22,11 +22,11 @@ use crate::Result;
 use crate::buffer::{Content, Piece};
 use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::Ordering;
 use crate::tree;
 use backend::{BLOCK_SIZE, SharedSlice};
-use parking_lot::MutexGuard;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Blocks of data that a flush brings into the map at a time.
 const LOG_STEP: u64 = 64;

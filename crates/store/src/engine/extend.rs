@@ -10,9 +10,9 @@ use crate::catalog::SLOTS_PER_PAGE;
 use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES};
+use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
-use std::sync::atomic::Ordering;
 
 /// Reservations of data are made in pieces of at least this many blocks (1 MiB) ...
 const EXTENSION_MIN: u64 = 256;

@@ -2,11 +2,11 @@
 
 use crate::buffer;
 use crate::space::{FILE_BLOCKS, Run};
+use crate::sync::RwLock;
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Directory, File, IoMode};
-use parking_lot::RwLock;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The journal ring.
 pub const JOURNAL_FILE: &str = "journal";

@@ -13,10 +13,10 @@ use super::control::{PAGES_PER_RECORD, RECORD_MAX, check_name};
 use super::{Engine, Head, NewSnapshot};
 use crate::catalog::{Catalog, Object, State};
 use crate::journal::Operation;
+use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Blocks claimed beyond what was measured for snapshots of thick disks that are being written (16 MiB): a second
 /// measurement under the locks then finds them enough.

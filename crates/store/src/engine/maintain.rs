@@ -7,11 +7,11 @@ use super::checkpoint::LOGGED_ROUND;
 use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::Ordering;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
-use parking_lot::MutexGuard;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// How often maintenance looks round when nobody asks.
@@ -68,7 +68,7 @@ impl Engine {
             ("lamina-maintain", Self::maintain_loop as fn(&Self)),
         ] {
             let engine = Arc::clone(self);
-            let thread = std::thread::Builder::new()
+            let thread = crate::sync::thread::Builder::new()
                 .name(name.into())
                 .spawn(move || body(&engine))
                 .during(|| format!("starting thread {name}"))?;
@@ -104,12 +104,12 @@ impl Engine {
                     Ok(false) => break,
                     Err(error) => {
                         tracing::warn!(%error, "write-back has to wait");
-                        std::thread::sleep(TICK);
+                        crate::sync::thread::sleep(TICK);
                         break;
                     }
                 }
                 if self.flushes_waiting.load(Ordering::Acquire) > 0 {
-                    std::thread::yield_now();
+                    crate::sync::thread::yield_now();
                 }
             }
         }
@@ -150,7 +150,7 @@ impl Engine {
             let done = if extend { self.extend_ahead() } else { self.maintain(&mut watch) };
             if let Err(error) = done {
                 tracing::warn!(%error, "maintenance has to wait");
-                std::thread::sleep(TICK);
+                crate::sync::thread::sleep(TICK);
             }
         }
     }

@@ -87,16 +87,16 @@ use crate::catalog::Catalog;
 use crate::journal::{Journal, Operation, Place};
 use crate::pages::{Kept, PageFile, Pages};
 use crate::space::{Run, Space};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex, RwLock};
 use crate::{Error, ErrorKind, Result};
 use apply::Effects;
 use backend::{Directory, File, IoMode, SharedSlice};
 use files::DataFiles;
-use parking_lot::{Condvar, Mutex, RwLock};
 use placement::{Holds, InFlight};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use superblock::Superblock;
@@ -225,7 +225,7 @@ impl Buffer {
 
 impl Head {
     /// Locks the buffer once nothing in `range` is being written past it.
-    fn lock_settled(&self, range: &Range<u64>) -> parking_lot::MutexGuard<'_, Buffer> {
+    fn lock_settled(&self, range: &Range<u64>) -> crate::sync::MutexGuard<'_, Buffer> {
         let mut tries = 0u32;
         loop {
             let buffer = self.buffer.lock();
@@ -235,7 +235,11 @@ impl Head {
             drop(buffer);
             // It takes as long as a copy of a few hundred kilobytes.
             tries += 1;
-            if tries < 16 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
+            if tries < 16 {
+                crate::sync::thread::yield_now()
+            } else {
+                crate::sync::thread::sleep(Duration::from_micros(20))
+            }
         }
     }
 }
@@ -341,7 +345,7 @@ pub struct Engine {
     unsealed: AtomicU64,
     sealed: Mutex<()>,
     sealed_ready: Condvar,
-    threads: Mutex<Vec<std::thread::JoinHandle<()>>>,
+    threads: Mutex<Vec<crate::sync::thread::JoinHandle<()>>>,
     /// Counters.
     pub counters: Counters,
 }

@@ -13,9 +13,9 @@ use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
+use crate::sync::atomic::Ordering;
 use crate::tree;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 /// Longest range of one unmap operation, in blocks (4 GiB).
 const UNMAP_MAX: u64 = 1 << 20;

@@ -8,9 +8,9 @@
 
 use super::Engine;
 use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::{Error, ErrorKind, Result};
 use backend::{Directory, Lock};
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The locks of the owner of a datastore, until dropped.
 pub struct Owner {

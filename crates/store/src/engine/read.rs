@@ -8,12 +8,12 @@ use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
 use crate::pages::PageKey;
 use crate::space::{Entry, Run};
+use crate::sync::atomic::Ordering;
 use crate::tree::{self, Aim, Extent, NodeId};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// What noting the content of a suspect block costs.
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };

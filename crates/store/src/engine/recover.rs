@@ -26,13 +26,13 @@ use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{PageFile, PageKey, Pages, verify};
 use crate::space::{Space, SpaceKind};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex, RwLock};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
-use parking_lot::{Condvar, Mutex, RwLock};
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// The smallest journal: 4 MiB.
 pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;

@@ -20,12 +20,12 @@ use super::{Engine, Head, Meta};
 use crate::buffer::Checksums;
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::Run;
+use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 /// The smallest write that goes through, in blocks (128 KiB).
 const THROUGH_MIN: u64 = 32;

@@ -177,7 +177,7 @@ impl Engine {
                 return Ok(());
             }
             if round > 0 {
-                std::thread::sleep(PAUSE * round);
+                crate::sync::thread::sleep(PAUSE * round);
             }
             let mut left = Vec::new();
             for block in doubts.drain(..) {

@@ -6,12 +6,12 @@ use super::read::gone;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, Entry};
 use crate::space::Run;
+use crate::sync::atomic::Ordering;
 use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Free blocks beyond what is claimed that let a writer go on without asking for more (4 MiB).
@@ -57,7 +57,7 @@ impl Engine {
                 }
                 if !buffer.layers.begin_partial(block) {
                     drop(buffer);
-                    std::thread::yield_now();
+                    crate::sync::thread::yield_now();
                     continue;
                 }
             }

@@ -13,13 +13,13 @@ use super::{Committer, Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::{BatchKind, Operation, Writer};
 use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::Ordering;
 use crate::tree::{self, Aim, Extent};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Completion, File, IoMode, Queue, SharedSlice};
-use parking_lot::MutexGuard;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 /// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
 /// enough that announcements are few.

@@ -12,9 +12,9 @@
 //!    that cannot be written, the checkpoint goes on and the reader fails.
 
 use super::PageKey;
+use crate::sync::Mutex;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, Directory, File, IoMode};
-use parking_lot::Mutex;
 use rustc_hash::FxHashMap;
 use std::sync::Arc;
 

@@ -2,9 +2,9 @@
 //! [cache](super).
 
 use super::{PageFile, PageKey, Pages, Slot, verify};
+use crate::sync::{Condvar, Mutex};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
-use parking_lot::{Condvar, Mutex};
 use std::sync::Arc;
 
 /// With so many hits since the last miss, an operation is not prepared for misses of its own: looking for them would
