@@ -6,7 +6,6 @@ use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
-use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
@@ -39,7 +38,7 @@ impl<'a> BulkWriter<'a> {
         while at < blocks {
             let claim = engine.claim_blocks(blocks - at)?;
             let run = {
-                let _fetch = engine.bring_in(|meta| meta.survey_allocation(blocks - at));
+                let _fetch = engine.meta.bring_in(|meta| meta.survey_allocation(blocks - at));
                 let mut meta = engine.meta.lock();
                 let run = engine.allocate(&mut meta, blocks - at)?;
                 engine.update_headroom(&meta);
@@ -56,7 +55,7 @@ impl<'a> BulkWriter<'a> {
             // The medium works while the next piece is read, instead of when all of it is flushed.
             file.write_out(offset, bytes.len() as u64, false);
             engine.files.touch(run);
-            let gate = engine.written.fetch_add(1, Ordering::AcqRel) + 1;
+            let gate = engine.log.clocks.wrote_home();
             let sums = &sums.as_slice()[at as usize..(at + run.blocks) as usize];
             let mut mapped = 0;
             self.map(logical + at, run, sums, gate, &mut mapped).inspect_err(|_| {
@@ -91,7 +90,7 @@ impl<'a> BulkWriter<'a> {
             engine.check_running()?;
             engine.pace()?;
             let claim = engine.claim_blocks((range.end - at).min(RUN_MAX))?;
-            let _fetch = engine.bring_in(|meta| {
+            let _fetch = engine.meta.bring_in(|meta| {
                 let blocks = (range.end - at).min(RUN_MAX);
                 meta.survey_allocation(blocks);
                 meta.survey_disk(self.disk, at..at + blocks, Aim::Map);
@@ -127,7 +126,7 @@ impl<'a> BulkWriter<'a> {
     /// others: whoever waits for this instead leaves the processor to who has something to do. Past the page cache they
     /// write side by side.
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
-        (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.copying.lock())
+        (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.writeback.lock_copying())
     }
 }
 
@@ -136,7 +135,7 @@ impl Engine {
     pub(super) fn bound_pending(&self) -> Result<()> {
         if self.is_checkpoint_due() {
             self.checkpoint_if_needed()?;
-        } else if self.meta.lock().pending_bytes > self.pending_limit() {
+        } else if self.meta.lock().pending.bytes() > self.pending_limit() {
             self.commit_changes()?;
         }
         Ok(())

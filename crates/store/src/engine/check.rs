@@ -1,6 +1,6 @@
 //! `check`: walks everything the catalog reaches, counts references, and compares with what the tables say.
 //!
-//! Without `repair` the store goes on meanwhile: what is walked is the state that a checkpoint left ([`super::view`]),
+//! Without `repair` the store goes on meanwhile: what is walked is the state that a checkpoint left ([`crate::engine::metadata::view`]),
 //! whole and exact, read from the medium. So a check reports what was wrong at that moment, and nothing that changes
 //! look like; it stops others no longer than a checkpoint does. Data blocks are verified as they are when they are
 //! read ([`super::verify`]), and the room of the file system region by region.
@@ -12,10 +12,9 @@
 //! the trees again.
 
 use super::Engine;
-use super::apply::Effects;
 use super::checkpoint::Purpose;
+use super::metadata::{Effects, Sight, View};
 use super::verify::Standing;
-use super::view::Sight;
 use crate::catalog::{Catalog, State};
 use crate::space::TABLE_ENTRIES;
 use crate::tree::{self, NodeId, Visit};
@@ -116,6 +115,17 @@ impl Steps<'_> {
 }
 
 impl Engine {
+    /// Makes a checkpoint, and the view of what it left. One view at a time.
+    fn view(&self) -> Result<View> {
+        let _checkpoint = self.log.lock_checkpoints();
+        self.meta.lock().want_view();
+        let captured = self.checkpoint_locked(Purpose::GoOn);
+        let found = self.meta.lock().take_view();
+        captured?;
+        let superblock = self.log.lock().superblock();
+        Ok(self.meta.view(&superblock, found))
+    }
+
     /// Checks the store; `progress` gets (done, total) and returns false to stop.
     pub fn check(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _checking = self.checking.lock();
@@ -146,14 +156,14 @@ impl Engine {
     fn check_stopped(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         let _control = self.control.lock();
         // A hole about to be punched is no leak.
-        let _punching = self.punching.lock();
+        let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
         while self.drop_all_trash()? {}
-        let checkpoint = self.checkpoint.lock();
+        let checkpoint = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::GoOn)?;
-        let gate = self.gate.lock();
-        let commit = self.commit.lock();
-        let through = self.through.write();
+        let gate = self.writeback.lock();
+        let commit = self.log.lock();
+        let through = self.writeback.stop_through();
         let mut report = Report::default();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
@@ -232,7 +242,7 @@ impl Engine {
             report.leaked += bytes;
             if repair {
                 self.files.touch(run);
-                super::room::punch(file, run)?;
+                crate::engine::reserve::punch(file, run)?;
             }
             report.add(
                 format!("{bytes} bytes of the file system at data block {} belong to nothing", run.start),
@@ -249,8 +259,8 @@ impl Engine {
     fn has_room_for_repair(&self, sight: &Sight<'_>) -> bool {
         let wanted =
             sight.pages.dirty() as u64 + sight.data.changed_regions() + sight.map.changed_regions() + REPAIR_AHEAD;
-        let larger = self.admission.capacity() * 2;
-        wanted <= self.admission.capacity() || self.reserve_images(wanted.max(larger)).is_ok()
+        let larger = self.log.admission.capacity() * 2;
+        wanted <= self.log.admission.capacity() || self.reserve_images(wanted.max(larger)).is_ok()
     }
 
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {

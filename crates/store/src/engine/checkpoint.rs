@@ -16,14 +16,13 @@
 //! The journal is appended to in step 2 only, and only with what waits to be appended anyway: a checkpoint needs no
 //! more of the ring than what was admitted, and a reserve for padding.
 
-use super::superblock::Superblock;
+use super::log::Superblock;
 use super::{Engine, Meta};
-use crate::journal::Place;
-use crate::pages::{Captured, PageFile, PageKey, sealed};
+use crate::pages::{Captured, PageFile, PageKey, write_home};
 use crate::space::TABLE_ENTRIES;
 use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
-use backend::{BLOCK_SIZE, Block, File, SharedSlice};
+use backend::{Block, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -46,13 +45,13 @@ impl Engine {
     /// Whether so much has changed that a checkpoint is worth while; makes room for larger ones where that helps.
     pub(super) fn is_checkpoint_due(&self) -> bool {
         self.grow_images(0);
-        self.admission.is_checkpoint_due()
+        self.log.admission.is_checkpoint_due()
     }
 
     /// A checkpoint, unless another thread has just made one that leaves room.
     pub(super) fn checkpoint_if_needed(&self) -> Result<()> {
         let before = self.counters.checkpoints.load(Ordering::Acquire);
-        let guard = self.checkpoint.lock();
+        let guard = self.log.lock_checkpoints();
         if self.counters.checkpoints.load(Ordering::Acquire) != before {
             return Ok(());
         }
@@ -63,7 +62,7 @@ impl Engine {
 
     /// A checkpoint now.
     pub fn checkpoint(&self) -> Result<()> {
-        let _guard = self.checkpoint.lock();
+        let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::GoOn)
     }
 
@@ -77,32 +76,33 @@ impl Engine {
             if self.write_logged(LOGGED_ROUND)? == 0 {
                 // What is left is not durable in the journal yet, and may not go home before it is.
                 self.sync_all_data()?;
-                self.append_pending(&mut self.commit.lock())?;
+                self.append_pending(&mut self.log.lock())?;
             }
             let meta = self.meta.lock();
             payload.retain(|block, slice| meta.logged.get(block).is_some_and(|now| same(now, slice)));
         }
         // Newer content of such a block may be on its way home instead: let that arrive.
-        drop(self.gate.lock());
+        drop(self.writeback.lock());
         self.files.write_out();
         self.sync_all_data()?;
-        self.keep_home(&unknown);
-        write_home(&self.page_files, &unknown).map_err(|error| self.stop(error))?;
+        self.meta.keep_home(&unknown);
+        write_home(self.meta.files(), &unknown).map_err(|error| self.stop(error))?;
         drop(unknown);
 
-        let mut commit = self.commit.lock();
+        let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
-        next.ordered = commit.ordered.take().ok_or_else(|| {
+        next.ordered = commit.take_captured_end().ok_or_else(|| {
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
         // Nothing else writes the superblock while the checkpoint lock is held.
-        next.sequence = commit.superblock.sequence;
-        next.checkpoint = commit.superblock.checkpoint + 1;
-        let grown = next.map_length > commit.superblock.map_length;
+        next.sequence = commit.superblock().sequence;
+        next.checkpoint = commit.superblock().checkpoint + 1;
+        let grown = next.map_length > commit.superblock().map_length;
         drop(commit);
         if grown {
             // The superblock will vouch for this length, also when no page of the map is among the images.
-            self.page_files[PageFile::Map as usize]
+            self.meta
+                .file(PageFile::Map)
                 .sync()
                 .during(|| "flushing the map".into())
                 .map_err(|error| self.stop(error))?;
@@ -110,19 +110,17 @@ impl Engine {
         if !images.is_empty() {
             self.commit_images(&mut next, &images).map_err(|error| self.stop(error))?;
         }
-        let mut commit = self.commit.lock();
-        next.clean = purpose == Purpose::Close && commit.batches == batches;
+        let mut commit = self.log.lock();
+        next.clean = purpose == Purpose::Close && commit.batches() == batches;
         if next.clean {
             // Nothing but the checkpoint itself lies behind the tail: let go of that too.
-            next.tail = commit.journal.head();
+            next.tail = commit.head();
             next.ordered = next.tail;
         }
         next.images = None;
-        next.write(&*self.superblock_file).map_err(|error| self.stop(error))?;
-        commit.superblock = next;
-        self.release_journal(&mut commit, next.tail);
+        self.log.write_superblock(&mut commit, &mut next).map_err(|error| self.stop(error))?;
         drop(commit);
-        self.admission.end_checkpoint();
+        self.log.admission.end_checkpoint();
         self.counters.checkpoints.fetch_add(1, Ordering::AcqRel);
         if carried_out.is_empty() { Ok(()) } else { self.retire_committed(carried_out) }
     }
@@ -131,60 +129,46 @@ impl Engine {
     fn commit_images(&self, next: &mut Superblock, images: &[(PageKey, Arc<Block>)]) -> Result<()> {
         // Nearly always there is room: what may become dirty is bounded by it.
         self.reserve_images(images.len() as u64)?;
-        let record = CheckpointRecord::of(next);
-        next.images = Some(self.images.write(next.checkpoint, next.incarnation, record, images)?);
-        next.clean = false;
-        next.write(&*self.superblock_file)?;
-        let mut commit = self.commit.lock();
-        commit.superblock = *next;
-        self.release_journal(&mut commit, next.tail);
-        drop(commit);
-        self.admission.notify();
-        self.keep_home(images);
-        write_home(&self.page_files, images)
-    }
-
-    fn release_journal(&self, commit: &mut super::Committer, tail: Place) {
-        commit.journal.release(tail);
-        self.journal_tail.store(tail.position, Ordering::Release);
-        self.admission.set_used(commit.journal.used());
+        self.log.commit_images(next, images)?;
+        self.meta.keep_home(images);
+        write_home(self.meta.files(), images)
     }
 
     /// The moment of the checkpoint.
     fn capture(&self, purpose: Purpose) -> Result<Capture> {
-        let _fetch = self.bring_in(Meta::survey_capture);
-        let _gate = self.gate.lock();
-        let mut commit = self.commit.lock();
-        let _through = self.through.write();
+        let _fetch = self.meta.bring_in(Meta::survey_capture);
+        let _gate = self.writeback.lock();
+        let mut commit = self.log.lock();
+        let _through = self.writeback.stop_through();
         // Whoever overwrites in place from now on announces it behind the tail.
-        self.permits.lock().clear();
+        self.log.end_permits();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
         meta.catalog.store(&mut meta.pages)?;
         meta.data.store_summaries(&mut meta.pages)?;
         meta.map.store_summaries(&mut meta.pages)?;
         let carried_out = match purpose {
-            Purpose::Recover => meta.take_pending(),
+            Purpose::Recover => meta.pending.take_all(),
             Purpose::GoOn | Purpose::Close => Vec::new(),
         };
-        meta.captured = Some(meta.pending.len());
+        meta.pending.capture();
         meta.note_view();
-        commit.ordered = None;
+        commit.begin_capture();
         let next = Superblock {
-            tail: commit.journal.head(),
-            incarnation: commit.journal.incarnation(),
+            tail: commit.head(),
+            incarnation: commit.incarnation(),
             data_regions: meta.data.regions(),
             map_regions: meta.map.regions(),
             map_length: meta.map.counts().backed,
             catalog_slots: meta.catalog.slots(),
             next_id: meta.catalog.next_id(),
-            ..commit.superblock
+            ..commit.superblock()
         };
         self.count_changes(meta);
-        self.admission.begin_checkpoint(held_pages(meta));
+        self.log.admission.begin_checkpoint(held_pages(meta));
         let pages = meta.pages.capture();
         self.count_changes(meta);
-        Ok(Capture { next, pages, payload: meta.logged.clone(), batches: commit.batches, carried_out })
+        Ok(Capture { next, pages, payload: meta.logged.clone(), batches: commit.batches(), carried_out })
     }
 }
 
@@ -208,116 +192,9 @@ struct Capture {
     payload: BTreeMap<u64, SharedSlice>,
     batches: u64,
     /// What recovery has carried out: in the pages, and not in the journal.
-    carried_out: Vec<super::Pending>,
+    carried_out: Vec<super::metadata::Pending>,
 }
 
 fn same(a: &SharedSlice, b: &SharedSlice) -> bool {
     std::ptr::eq(a.as_ptr(), b.as_ptr())
-}
-
-/// Writes pages to their files, neighbours together, and flushes the files.
-pub(super) fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(PageKey, Arc<Block>)]) -> Result<()> {
-    let mut touched = [false; PageFile::COUNT];
-    let mut at = 0;
-    while at < pages.len() {
-        let (key, _) = pages[at];
-        let mut end = at + 1;
-        while end < pages.len()
-            && end - at < 512
-            && pages[end].0.file() == key.file()
-            && pages[end].0.number() == pages[end - 1].0.number() + 1
-        {
-            end += 1;
-        }
-        let run: Vec<Block> = pages[at..end].iter().map(|(_, page)| sealed(page)).collect();
-        let slices = [bytemuck::cast_slice(&run)];
-        let file = &files[key.file() as usize];
-        file.write_at(&slices, key.offset(), false).during(|| format!("writing {key} home"))?;
-        file.write_out(key.offset(), (run.len() * BLOCK_SIZE) as u64, true);
-        touched[key.file() as usize] = true;
-        at = end;
-    }
-    for file in PageFile::ALL {
-        if touched[file as usize] {
-            files[file as usize].sync().during(|| format!("flushing {}", file.name()))?;
-        }
-    }
-    Ok(())
-}
-
-/// What the superblock says after a checkpoint, in the head of the images file and, in version 1, at the end of a
-/// checkpoint in the journal: nine numbers of eight bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CheckpointRecord {
-    /// From where urgent batches are replayed, and images looked for.
-    pub tail: Place,
-    /// From where all batches are replayed.
-    pub ordered: Place,
-    pub data_regions: u64,
-    pub map_regions: u64,
-    pub map_length: u64,
-    pub catalog_slots: u64,
-    pub next_id: u64,
-}
-
-impl CheckpointRecord {
-    const WORDS: usize = 9;
-    /// Bytes of it.
-    pub const SIZE: usize = 8 * Self::WORDS;
-
-    fn of(superblock: &Superblock) -> Self {
-        Self {
-            tail: superblock.tail,
-            ordered: superblock.ordered,
-            data_regions: superblock.data_regions,
-            map_regions: superblock.map_regions,
-            map_length: superblock.map_length,
-            catalog_slots: superblock.catalog_slots,
-            next_id: superblock.next_id,
-        }
-    }
-
-    /// Takes it into a superblock.
-    pub fn update(&self, superblock: &mut Superblock) {
-        superblock.tail = self.tail;
-        superblock.ordered = self.ordered;
-        superblock.data_regions = self.data_regions;
-        superblock.map_regions = self.map_regions;
-        superblock.map_length = self.map_length;
-        superblock.catalog_slots = self.catalog_slots;
-        superblock.next_id = self.next_id;
-    }
-
-    /// As stored.
-    pub fn encode(&self) -> Vec<u8> {
-        let words: [u64; Self::WORDS] = [
-            self.tail.position,
-            self.tail.sequence,
-            self.ordered.position,
-            self.ordered.sequence,
-            self.data_regions,
-            self.map_regions,
-            self.map_length,
-            self.catalog_slots,
-            self.next_id,
-        ];
-        words.iter().flat_map(|word| word.to_le_bytes()).collect()
-    }
-
-    /// From its stored form.
-    pub fn decode(body: &[u8]) -> Option<Self> {
-        if body.len() != Self::SIZE {
-            return None;
-        }
-        let word = |i: usize| u64::from_le_bytes(body[8 * i..8 * i + 8].try_into().expect("eight bytes"));
-        Some(Self {
-            tail: Place { position: word(0), sequence: word(1) },
-            ordered: Place { position: word(2), sequence: word(3) },
-            data_regions: word(4),
-            map_regions: word(5),
-            map_length: word(6),
-            catalog_slots: word(7),
-            next_id: word(8),
-        })
-    }
 }

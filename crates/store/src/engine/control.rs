@@ -1,7 +1,7 @@
 //! Changes of the catalog: disks, snapshots, clones. One at a time, durable when they return.
 
-use super::admission::Cost;
 use super::admit::APPEND_BYTES;
+use super::log::Cost;
 use super::{Engine, Meta};
 use crate::catalog::{Catalog, NAME_MAX, Object, Provisioning, State};
 use crate::journal::Operation;
@@ -83,7 +83,7 @@ impl Engine {
 
     /// What a change of the catalog may cost: as much as every datastore has room for at once.
     pub(super) fn change_cost(&self) -> Cost {
-        Cost { bytes: (self.journal_size() / 4).min(CHANGE_BYTES_MAX), pages: self.admission.page_limit() / 2 }
+        Cost { bytes: (self.log.ring() / 4).min(CHANGE_BYTES_MAX), pages: self.log.admission.page_limit() / 2 }
     }
 
     /// What takes effect at once goes into one batch of the journal: it must fit.
@@ -97,7 +97,7 @@ impl Engine {
             let pages = (records * PAGES_PER_RECORD).min(catalog.min(records) + roots.min(records) + PAGES_PER_RECORD);
             if pages > limit.pages {
                 // Room for them beside all that is admitted.
-                self.reserve_images(self.admission.capacity() + pages)?;
+                self.reserve_images(self.log.admission.capacity() + pages)?;
             }
             return Ok(());
         }
@@ -106,7 +106,7 @@ impl Engine {
             format!(
                 "{} changes at once are more than the journal of {} bytes takes as one: make fewer at a time",
                 operations.len(),
-                self.journal_size()
+                self.log.ring()
             ),
         ))
     }
@@ -141,7 +141,7 @@ impl Engine {
         for (i, operation) in operations.into_iter().enumerate() {
             self.carry_out(&mut meta, operation, 0)?;
             if i < last {
-                meta.join_last();
+                meta.pending.join_last();
             }
         }
         self.update_headroom(&meta);
@@ -266,8 +266,7 @@ impl Engine {
             self.check_running()?;
             if self.options.threads {
                 self.request(|work| work.write_back = true);
-                let mut sealed = self.sealed.lock();
-                self.sealed_ready.wait_for(&mut sealed, Duration::from_millis(5));
+                self.buffers.wait_sealed(Duration::from_millis(5));
             } else {
                 self.settle(&self.head(disk))?;
             }
@@ -278,7 +277,7 @@ impl Engine {
     pub fn clone_snapshot(&self, snapshot: u64, new: &[NewDisk]) -> Result<Vec<u64>> {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
-        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
+        let _fetch = self.meta.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change(|catalog| {
             let source = catalog.get(snapshot)?.clone();
             let mut operations = Vec::with_capacity(new.len() + 1);
@@ -334,7 +333,7 @@ impl Engine {
         let _control = self.control.lock();
         self.wait_sealed(snapshot)?;
         let lacks = |catalog: &Catalog| lacks(catalog, disk, snapshot);
-        let _fetch = self.bring_in(|meta| meta.survey_roots(&[snapshot]));
+        let _fetch = self.meta.bring_in(|meta| meta.survey_roots(&[snapshot]));
         self.change_heads(&[disk], &lacks, |catalog| {
             let mut operations = Vec::new();
             let object = catalog.get(disk)?.clone();

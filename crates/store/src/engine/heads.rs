@@ -5,15 +5,14 @@
 //! 2. A head that ends keeps its buffer until the change is carried out: after an error it is as it was, with all that
 //!    was acknowledged, and its clients go on.
 
-use super::admission::Cost;
 use super::admit::APPEND_BYTES;
-use super::apply::Effects;
-use super::claim::aside;
 use super::control::{PAGES_PER_RECORD, RECORD_MAX, check_name};
+use super::log::Cost;
+use super::metadata::Effects;
+use super::reserve::aside;
 use super::{Engine, Head, NewSnapshot};
 use crate::catalog::{Catalog, Object, State};
 use crate::journal::Operation;
-use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
 use std::sync::Arc;
@@ -77,14 +76,14 @@ impl Engine {
         order.sort_unstable_by_key(|i| heads[*i].id);
 
         let disks: Vec<u64> = heads.iter().map(|head| head.id).collect();
-        let _fetch = self.bring_in(|meta| meta.survey_roots(&disks));
-        let mut commit = self.commit.lock();
-        let through = self.through.write();
+        let _fetch = self.meta.bring_in(|meta| meta.survey_roots(&disks));
+        let mut commit = self.log.lock();
+        let through = self.writeback.stop_through();
         let mut ids = vec![0; wanted.len()];
         let mut operations = Vec::with_capacity(2 * wanted.len());
         {
             // All buffers at once: this is the point in time.
-            let mut buffers: Vec<_> = order.iter().map(|i| (*i, heads[*i].buffer.lock())).collect();
+            let mut buffers: Vec<_> = order.iter().map(|i| (*i, heads[*i].lock())).collect();
             let mut meta = self.meta.lock();
             let mut reserved = vec![None; wanted.len()];
             let mut lacks = 0;
@@ -127,7 +126,7 @@ impl Engine {
             for (i, buffer) in &mut buffers {
                 let snapshot = ids[*i];
                 if buffer.layers.close(snapshot) {
-                    self.unsealed.fetch_add(1, Ordering::AcqRel);
+                    self.buffers.note_unsealed();
                 } else {
                     self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
                 }
@@ -165,9 +164,9 @@ impl Engine {
             // Held until the change is in the journal: nothing from here on waits for a checkpoint.
             let limit = self.change_cost();
             let grant = self.admit(limit)?;
-            let _gate = self.gate.lock();
-            let _through = self.through.write();
-            let mut buffers: Vec<_> = heads.iter().map(|head| head.buffer.lock()).collect();
+            let _gate = self.writeback.lock();
+            let _through = self.writeback.stop_through();
+            let mut buffers: Vec<_> = heads.iter().map(|head| head.lock()).collect();
             if buffers.iter().any(|buffer| !buffer.layers.is_single()) || self.with_catalog(lacks)? > room.blocks {
                 continue;
             }
@@ -178,8 +177,7 @@ impl Engine {
                 self.give_back(gone);
             }
             drop(buffers);
-            let mut all = self.heads.write();
-            heads.iter().for_each(|head| drop(all.remove(&head.id)));
+            self.buffers.forget(&heads);
             break (outcome, grant);
         };
         self.append_changes(false)?;

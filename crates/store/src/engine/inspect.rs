@@ -1,7 +1,6 @@
 //! Looking at maps: what a range is, what changed between two points, how much a disk holds.
 
-use super::apply::Effects;
-use super::fetch::Fetch;
+use super::metadata::{Effects, Fetch};
 use super::placement::Holds;
 use super::{Engine, Head, Meta};
 use crate::Result;
@@ -148,7 +147,7 @@ impl Engine {
             match looked {
                 Ok(found) => found?,
                 Err(absent) => {
-                    self.load_pages(absent, &mut fetch)?;
+                    self.meta.load_pages(absent, &mut fetch)?;
                     at = first;
                     continue;
                 }
@@ -171,7 +170,7 @@ impl Engine {
         while at < range.end && out.len() <= limit {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
-            let spans = self.look(|meta| {
+            let spans = self.meta.look(|meta| {
                 let root = meta.catalog.get(snapshot)?.root;
                 let mut spans = Vec::new();
                 meta.spans(root, part.clone(), &mut spans)?;
@@ -212,7 +211,7 @@ impl Engine {
         while at < range.end {
             let part = at..range.end.min(at + STRIDE);
             at = part.end;
-            let looked = self.look(|meta| {
+            let looked = self.meta.look(|meta| {
                 let mut found = Vec::new();
                 let (a, b) = (meta.catalog.get(from)?.root, meta.catalog.get(to)?.root);
                 if a == b && at < range.end && tail.is_none_or(|tail| tail < part.start) {
@@ -276,7 +275,7 @@ impl Engine {
         while at < end {
             // Far beyond the last mapping there is nothing to stride over one step at a time.
             let stride = end.min(at + STRIDE);
-            let looked = self.look(|meta| {
+            let looked = self.meta.look(|meta| {
                 let Some(root) = meta.catalog.get(object)?.root else { return Ok(None) };
                 let mut effects = Effects::default();
                 meta.surveyed(root, at..stride, Aim::Read, |meta| {
@@ -320,7 +319,7 @@ impl Engine {
             data: meta.data.counts(),
             map: meta.map.counts(),
             reserved: meta.catalog.reserved(),
-            held: meta.held,
+            held: meta.freed.blocks(),
             pages_cached: meta.pages.cached() as u64,
             pages_dirty: meta.pages.dirty() as u64,
         }
@@ -329,8 +328,8 @@ impl Engine {
     /// Bytes that all files of the store take in the file system.
     pub fn allocated_bytes(&self) -> Result<u64> {
         use crate::IoContext;
-        let mut sum = self.files.allocated()? + self.ring + 2 * backend::BLOCK_SIZE as u64;
-        for file in &self.page_files {
+        let mut sum = self.files.allocated()? + self.log.ring() + 2 * backend::BLOCK_SIZE as u64;
+        for file in self.meta.files() {
             sum += file.allocated().during(|| "measuring a metadata file".into())?;
         }
         Ok(sum)

@@ -2,13 +2,12 @@
 //! space back to the file system.
 
 use super::Engine;
-use super::admission::Cost;
 use super::checkpoint::LOGGED_ROUND;
+use super::log::Cost;
 use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
-use crate::sync::atomic::Ordering;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
@@ -62,7 +61,6 @@ struct Watch {
 
 impl Engine {
     pub(super) fn start_threads(self: &Arc<Self>) -> Result<()> {
-        let mut threads = self.threads.lock();
         for (name, body) in [
             ("lamina-writeback", Self::write_back_loop as fn(&Self)),
             ("lamina-maintain", Self::maintain_loop as fn(&Self)),
@@ -72,33 +70,23 @@ impl Engine {
                 .name(name.into())
                 .spawn(move || body(&engine))
                 .during(|| format!("starting thread {name}"))?;
-            threads.push(thread);
+            self.running.add_thread(thread);
         }
         Ok(())
-    }
-
-    fn running(&self) -> bool {
-        !self.closing.load(Ordering::Acquire) && !self.stopped.load(Ordering::Acquire)
     }
 
     fn write_back_loop(&self) {
         let low = (self.options.write_buffer / BLOCK_SIZE) as u64 / 8;
         let mut clock = 0;
         let mut last_write = Instant::now();
-        while self.running() {
-            {
-                let mut work = self.work.lock();
-                if !work.write_back {
-                    self.work_ready.wait_for(&mut work, TICK);
-                }
-                work.write_back = false;
-            }
-            let now = self.clock.load(Ordering::Acquire);
+        while self.running.goes_on() {
+            self.running.next_work(|work| work.write_back, TICK, |work| work.write_back = false);
+            let now = self.log.clocks.acknowledged();
             if now != clock {
                 (clock, last_write) = (now, Instant::now());
             }
             let idle = last_write.elapsed() > IDLE / 2;
-            while self.running() && (idle || self.buffered.load(Ordering::Acquire) > low || self.sealing()) {
+            while self.running.goes_on() && (idle || self.buffers.blocks() > low || self.buffers.is_sealing()) {
                 match self.write_back_once() {
                     Ok(true) => {}
                     Ok(false) => break,
@@ -108,16 +96,11 @@ impl Engine {
                         break;
                     }
                 }
-                if self.flushes_waiting.load(Ordering::Acquire) > 0 {
+                if self.writeback.is_flush_waiting() {
                     crate::sync::thread::yield_now();
                 }
             }
         }
-    }
-
-    /// True while a snapshot waits for buffered writes.
-    fn sealing(&self) -> bool {
-        self.unsealed.load(Ordering::Acquire) > 0
     }
 
     fn maintain_loop(&self) {
@@ -131,22 +114,19 @@ impl Engine {
             punch_after: Instant::now(),
         };
         let mut owner_seen = Instant::now();
-        while self.running() {
+        while self.running.goes_on() {
             if owner_seen.elapsed() > OWNER_CHECK {
                 owner_seen = Instant::now();
                 if self.check_owner().is_err() {
                     return;
                 }
             }
-            let extend;
-            {
-                let mut work = self.work.lock();
-                if !(work.commit || work.checkpoint || work.extend || work.reclaim) {
-                    self.work_ready.wait_for(&mut work, TICK);
-                }
+            let extend = self.running.next_work(
+                |work| work.commit || work.checkpoint || work.extend || work.reclaim,
+                TICK,
                 // Asked for by writers many times a second: nothing else has to be looked at for that.
-                extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
-            }
+                |work| std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint),
+            );
             let done = if extend { self.extend_ahead() } else { self.maintain(&mut watch) };
             if let Err(error) = done {
                 tracing::warn!(%error, "maintenance has to wait");
@@ -156,33 +136,33 @@ impl Engine {
     }
 
     fn maintain(&self, watch: &mut Watch) -> Result<()> {
-        let clock = self.clock.load(Ordering::Acquire);
+        let clock = self.log.clocks.acknowledged();
         // Bulk writers do not touch the clock, only what was written home.
-        let activity = clock + self.written.load(Ordering::Acquire);
+        let activity = clock + self.log.clocks.home();
         let writes = activity - watch.activity;
         if writes > 0 {
             (watch.activity, watch.last_write, watch.singles_done) = (activity, Instant::now(), false);
         }
         let idle = watch.last_write.elapsed();
-        let (commit_wanted, checkpoint_wanted) = {
-            let mut work = self.work.lock();
-            work.reclaim = false;
-            (std::mem::take(&mut work.commit), std::mem::take(&mut work.checkpoint))
-        };
+        let wanted = self.running.take_work(|work| {
+            let taken = *work;
+            (work.reclaim, work.commit, work.checkpoint) = (false, false, false);
+            taken
+        });
         let (logged, pending, freeing) = {
             let meta = self.meta.lock();
-            (meta.logged.len(), meta.pending.len(), meta.freeing)
+            (meta.logged.len(), meta.pending.len(), meta.freed.freeing())
         };
         let checkpoint_due = self.is_checkpoint_due();
-        let logged_limit = (self.ring / 8 / BLOCK_SIZE as u64).min(4096) as usize;
+        let logged_limit = (self.log.ring() / 8 / BLOCK_SIZE as u64).min(4096) as usize;
         if logged > 0 && (logged > logged_limit || idle > IDLE) {
             let mut left = logged - if idle > IDLE { 0 } else { logged_limit / 2 };
-            while left > 0 && self.running() {
+            while left > 0 && self.running.goes_on() {
                 let written = self.write_logged(LOGGED_ROUND)?;
                 left = if written == 0 { 0 } else { left.saturating_sub(written) };
             }
         }
-        if checkpoint_wanted || checkpoint_due || (idle > LONG_IDLE && self.journal_used() > 1 << 20) {
+        if wanted.checkpoint || checkpoint_due || (idle > LONG_IDLE && self.log.used() > 1 << 20) {
             self.checkpoint_if_needed()?;
             watch.last_commit = Instant::now();
         }
@@ -190,14 +170,14 @@ impl Engine {
             self.extend_ahead()?;
         }
         // Commits flush data, which in buffered mode costs whoever writes now: not more often than of use.
-        let undurable = pending > 0 || self.durable.load(Ordering::Acquire) < clock;
+        let undurable = pending > 0 || !self.log.clocks.is_durable(clock);
         let since = watch.last_commit.elapsed();
         let interval = match self.options.mode {
             IoMode::Buffered => self.options.commit_interval * 3,
             IoMode::Direct => self.options.commit_interval,
         };
         let quiet = writes < 64 || idle > TICK;
-        if commit_wanted
+        if wanted.commit
             || undurable && (since > interval || idle > IDLE / 2)
             || freeing > 0 && since > IDLE && (quiet || freeing > FREEING_MAX)
         {
@@ -212,7 +192,7 @@ impl Engine {
             }
             watch.last_commit = Instant::now();
         }
-        self.meta.lock().release_limbo();
+        self.meta.lock().release_freed();
         if !quiet && Instant::now() < watch.rest {
             return Ok(());
         }
@@ -220,14 +200,10 @@ impl Engine {
         if self.drop_trash(DROP_ROUNDS)? {
             self.request(|work| work.commit |= work.reclaim);
         }
-        self.meta.lock().release_limbo();
+        self.meta.lock().release_freed();
         self.give_space_back(watch, idle, quiet)?;
         watch.rest = Instant::now() + began.elapsed() * (BUSY_SHARE - 1);
         Ok(())
-    }
-
-    fn journal_used(&self) -> u64 {
-        self.journal_head.load(Ordering::Acquire) - self.journal_tail.load(Ordering::Acquire)
     }
 
     /// Drops parts of deleted trees; true while something is left.
@@ -235,14 +211,14 @@ impl Engine {
         for _ in 0..rounds {
             let Some(object) = self.with_catalog(|catalog| catalog.first_trash()) else { return Ok(false) };
             let operation = Operation::Drop { object, steps: DROP_STEPS };
-            let _fetch = self.bring_in(|meta| meta.survey_operation(&operation));
+            let _fetch = self.meta.bring_in(|meta| meta.survey_operation(&operation));
             let mut meta = self.meta.lock();
             // Another thread may have dropped the last of it meanwhile.
             if meta.catalog.first_trash() != Some(object) {
                 continue;
             }
             let refused = self.try_carry_out(&mut meta, operation, 0)?;
-            let full = meta.pending_bytes > self.pending_limit() || meta.freeing > FREEING_MAX;
+            let full = meta.pending.bytes() > self.pending_limit() || meta.freed.freeing() > FREEING_MAX;
             MutexGuard::unlock_fair(meta);
             if let Some(cost) = refused {
                 self.make_room(cost)?;
@@ -285,8 +261,8 @@ impl Engine {
             watch.punch_after = Instant::now() + PUNCH_RETRY;
         }
         let mut given = punched?;
-        let quiet = || self.clock.load(Ordering::Acquire) + self.written.load(Ordering::Acquire) == watch.activity;
-        while given > 0 && began.elapsed() < TICK && quiet() && self.running() {
+        let quiet = || self.log.clocks.activity() == watch.activity;
+        while given > 0 && began.elapsed() < TICK && quiet() && self.running.goes_on() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
         if given == 0 && least == 1 && watch.region == 0 {
@@ -298,15 +274,15 @@ impl Engine {
     /// Gives free runs of at least `least` blocks back, `most` blocks in all, keeping `keep` blocks free; the number
     /// given back.
     pub(super) fn punch_free(&self, region: &mut u64, least: u64, keep: u64, most: u64) -> Result<u64> {
-        let mut failed = self.punching.lock();
+        let mut failed = self.reserves.lock_punching();
         self.punch_failed(&mut failed)?;
         let mut refused = false;
-        let _fetch = self.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
+        let _fetch = self.meta.bring_in(|meta| meta.data.survey_reclaim(&mut meta.pages, *region, least));
         let runs = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let counts = meta.data.counts();
-            let spare = counts.free.saturating_sub(keep + meta.catalog.reserved() + self.claims.load(Ordering::SeqCst));
+            let spare = counts.free.saturating_sub(keep + meta.catalog.reserved() + self.reserves.claims());
             if spare < least {
                 *region = 0;
                 return Ok(0);
@@ -316,7 +292,7 @@ impl Engine {
             }
             let mut runs = meta.data.take_reclaimable(&mut meta.pages, region, least, spare.min(most))?;
             self.update_headroom(meta);
-            if self.claims.load(Ordering::SeqCst) > self.headroom.load(Ordering::SeqCst) {
+            if self.reserves.claims() > self.reserves.headroom() {
                 // A writer claimed some of it meanwhile, and found it free.
                 runs.into_iter().for_each(|run| meta.data.release(run));
                 self.update_headroom(meta);
@@ -329,7 +305,7 @@ impl Engine {
                 for part in &parts {
                     cost += meta.cost(&Operation::Backed { run: *part, backed: false })?;
                 }
-                let Some(_grant) = self.admission.try_admit(cost) else { break };
+                let Some(_grant) = self.log.admission.try_admit(cost) else { break };
                 for run in parts {
                     self.carry_out(meta, Operation::Backed { run, backed: false }, 0)?;
                 }
@@ -387,11 +363,11 @@ impl Engine {
         }
         self.commit_changes()?;
         // No room is reserved meanwhile: what is not backed stays so, and holds nothing.
-        let _extending = self.extending.lock();
+        let _extending = self.reserves.lock_extending();
         while let Some(run) = failed.last().copied() {
             let mut left: Vec<Run> = Vec::new();
             for block in run.start..run.start + run.blocks {
-                if self.look(|meta| Ok(meta.entry(block)?.backed))? {
+                if self.meta.look(|meta| Ok(meta.entry(block)?.backed))? {
                     continue;
                 }
                 match left.last_mut() {
@@ -414,7 +390,7 @@ impl Engine {
         if self.is_checkpoint_due() {
             self.checkpoint()?;
         }
-        self.meta.lock().release_limbo();
+        self.meta.lock().release_freed();
         Ok(more)
     }
 

@@ -1,13 +1,12 @@
 //! Reading: asking the buffer and the map where blocks are, and verifying what the caller fetched.
 
-use super::admission::Cost;
-use super::apply::Effects;
-use super::fetch::Fetch;
+use super::log::Cost;
+use super::metadata::{Effects, Fetch};
 use super::{Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
 use crate::pages::PageKey;
-use crate::space::{Entry, Run};
+use crate::space::Run;
 use crate::sync::atomic::Ordering;
 use crate::tree::{self, Aim, Extent, NodeId};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
@@ -82,11 +81,6 @@ impl Segment {
 }
 
 impl Meta {
-    /// The table entry of a data block.
-    pub(super) fn entry(&mut self, block: u64) -> Result<Entry> {
-        self.data.entry(&mut self.pages, block)
-    }
-
     /// Appends where `range` of the tree `root` is.
     fn plan(
         &mut self,
@@ -186,7 +180,7 @@ impl Engine {
         loop {
             match self.try_plan_head(head, range.clone(), &mut fetch)? {
                 Ok(planned) => return Ok(planned),
-                Err(absent) => self.load_pages(absent, &mut fetch)?,
+                Err(absent) => self.meta.load_pages(absent, &mut fetch)?,
             }
         }
     }
@@ -221,7 +215,7 @@ impl Engine {
         }
         let from_memory = !parts.is_empty();
         let mut meta = self.meta.lock();
-        let guard = Arc::clone(&meta.epoch);
+        let guard = meta.freed.guard();
         if !gaps.is_empty() {
             let root = meta.catalog.get(head.id)?.root;
             let looked = fetch.look(&mut meta, |meta| {
@@ -243,8 +237,8 @@ impl Engine {
     /// Finds where a range of blocks of a snapshot is. Waits while its last writes are on their way into the map.
     pub fn plan_snapshot(&self, snapshot: u64, range: Range<u64>) -> Result<Planned> {
         self.wait_sealed(snapshot)?;
-        self.look(|meta| {
-            let guard = Arc::clone(&meta.epoch);
+        self.meta.look(|meta| {
+            let guard = meta.freed.guard();
             let root = meta.catalog.get(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;

@@ -13,25 +13,22 @@
 //! 3. Work that has no bound, clearing what lies behind the end of a disk that shrank, comes after the checkpoint and
 //!    is admitted step by step like any other.
 
-use super::admission::Admission;
-use super::checkpoint::{CheckpointRecord, Purpose, write_home};
+use super::buffers::Buffers;
+use super::checkpoint::Purpose;
 use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
-use super::images::{IMAGES_FILE, INITIAL_PAGES, Images, pages_needed};
-use super::payload::LoggedLane;
-use super::placement::{Holds, InFlight};
-use super::superblock::{FORMAT_VERSION, Superblock};
-use super::writeback::{LANE_DEPTH, Lane};
-use super::{Committer, Counters, Engine, EngineOptions, Meta, Owner};
+use super::log::{CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock};
+use super::metadata::{Meta, Metadata};
+use super::reserve::Reserves;
+use super::running::Running;
+use super::writeback::{LANE_DEPTH, WriteBack};
+use super::{Counters, Engine, EngineOptions, Owner};
 use crate::catalog::{Catalog, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
-use crate::pages::{PageFile, PageKey, Pages, verify};
+use crate::pages::{PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
-use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{Condvar, Mutex, RwLock};
+use crate::sync::Mutex;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
-use rustc_hash::FxHashMap;
-use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// The smallest journal: 4 MiB.
@@ -192,96 +189,35 @@ impl Engine {
         }
         let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         check_lengths(&page_files, &files.all(), &superblock)?;
-        let kept_files = page_files.clone();
-        let mut pages = Pages::new(page_files, options.metadata_cache);
+        let mut pages = Pages::new(page_files.clone(), options.metadata_cache);
         let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
         let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
-        let lane = Lane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
-        let logged_lane = LoggedLane::new(directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into())?);
+        let queue = || directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
+        let writeback = WriteBack::new(queue()?, queue()?);
         journal.resume(found.end, found.incarnation + 1);
-        let meta = Meta {
-            pages,
-            map,
-            data,
-            catalog,
-            logged: BTreeMap::new(),
-            in_flight: InFlight::default(),
-            holds: Holds::default(),
-            pending: VecDeque::new(),
-            pending_bytes: 0,
-            appending_bytes: 0,
-            pending_checksums: 0,
-            captured: None,
-            viewed: None,
-            epoch: Arc::new(()),
-            limbo: VecDeque::new(),
-            held: 0,
-            freeing: 0,
-        };
-        let admission = Admission::new(superblock.journal_size, (options.metadata_cache / BLOCK_SIZE) as u64);
-        admission.set_capacity(images.capacity()?);
-        admission.set_used(journal.used());
-        let kept_directory = Arc::clone(&directory);
+        let cache = (options.metadata_cache / BLOCK_SIZE) as u64;
         let engine = Arc::new(Self {
-            admission,
-            images,
-            images_growing: Mutex::new(()),
+            meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog),
+            log: CommitLog::new(journal, superblock, superblock_file, images, cache)?,
+            buffers: Buffers::new((options.write_buffer / BLOCK_SIZE) as u64),
+            writeback,
+            reserves: Reserves::default(),
+            files,
             directory,
             options,
             owner: owner.map(Arc::downgrade),
             uuid: superblock.uuid,
-            files,
-            superblock_file,
-            page_files: kept_files,
-            ring: superblock.journal_size,
-            metadata_reserved: std::array::from_fn(|_| AtomicU64::new(0)),
-            checking: Mutex::new(()),
-            kept: crate::pages::Kept::new(kept_directory),
-            control: Mutex::new(()),
-            gate: Mutex::new(lane),
-            logged_lane: Mutex::new(logged_lane),
-            journal_head: AtomicU64::new(journal.head().position),
-            journal_tail: AtomicU64::new(journal.tail().position),
-            commit: Mutex::new(Committer { journal, superblock, ordered: None, batches: 0 }),
-            sync: Mutex::new(()),
-            extending: Mutex::new(()),
-            checkpoint: Mutex::new(()),
-            punching: Mutex::default(),
-            meta: Mutex::new(meta),
-            heads: RwLock::new(FxHashMap::default()),
-            clock: AtomicU64::new(0),
-            durable: AtomicU64::new(0),
-            written: AtomicU64::new(0),
-            synced: AtomicU64::new(0),
-            announced: AtomicU64::new(u64::MAX),
-            settled: AtomicU64::new(0),
-            through: RwLock::new(()),
-            permits: Mutex::default(),
-            copying: Mutex::new(()),
-            buffered: AtomicU64::new(0),
-            claims: AtomicU64::new(0),
-            headroom: AtomicU64::new(0),
-            written_back: AtomicU64::new(0),
-            flushes_waiting: AtomicU64::new(0),
-            stopped: AtomicBool::new(false),
-            stop_reason: Mutex::new(None),
-            closing: AtomicBool::new(false),
-            work: Mutex::default(),
-            work_ready: Condvar::new(),
-            room: Mutex::new(()),
-            room_ready: Condvar::new(),
-            unsealed: AtomicU64::new(0),
-            sealed: Mutex::new(()),
-            sealed_ready: Condvar::new(),
-            threads: Mutex::default(),
+            checking: Mutex::default(),
+            control: Mutex::default(),
+            running: Running::default(),
             counters: Counters::default(),
         });
         let crashed = !superblock.clean || found.end != superblock.tail;
         if crashed {
             // What the last life announced and did not write is settled by no flush of this one, until a checkpoint
             // has made the outcome of recovery the new start: recovery may have to begin again.
-            engine.announced.store(0, Ordering::Release);
+            engine.log.settle_nothing();
             let operations = engine.replay(replay_from, ordered_from, found.end)?;
             tracing::info!(operations, "recovered the datastore from its journal");
         }
@@ -320,20 +256,14 @@ impl Engine {
             self.restore_reserves(&mut meta)?;
             drop(meta);
             self.return_unclaimed_room()?;
-            let guard = self.checkpoint.lock();
+            let guard = self.log.lock_checkpoints();
             self.checkpoint_locked(Purpose::Recover)?;
             drop(guard);
-            self.announced.store(u64::MAX, Ordering::Release);
+            self.log.end_announced();
             self.clear_behind_ends()?;
         }
         // From here on the files change: space is reserved before the journal knows of it.
-        let mut commit = self.commit.lock();
-        if commit.superblock.clean {
-            commit.superblock.clean = false;
-            let file = Arc::clone(&self.superblock_file);
-            commit.superblock.write(&*file)?;
-        }
-        drop(commit);
+        self.log.note_open()?;
         if self.options.threads {
             self.start_threads()?;
         }
@@ -345,7 +275,7 @@ impl Engine {
         let needed = {
             let meta = self.meta.lock();
             self.count_changes(&meta);
-            pages_needed(&meta, 0).max(meta.pages.dirty() as u64 + PAGES_AHEAD)
+            meta.images_needed(0).max(meta.pages.dirty() as u64 + PAGES_AHEAD)
         };
         self.reserve_images(needed)
             .map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))
@@ -381,21 +311,16 @@ impl Engine {
 
     /// Writes everything home and ends the threads. The store can only be dropped afterwards.
     pub fn close(&self) -> Result<()> {
-        if self.closing.swap(true, Ordering::AcqRel) {
+        if !self.running.begin_closing() {
             return Ok(());
         }
-        self.work_ready.notify_all();
-        let threads = std::mem::take(&mut *self.threads.lock());
-        for thread in threads {
-            let _ = thread.join();
-        }
+        self.running.end_threads();
         self.flush()?;
         // Also what no write waits for: the checkpoint then has nothing to append.
         self.commit_changes()?;
-        let _guard = self.checkpoint.lock();
+        let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::Close)?;
-        self.stopped.store(true, Ordering::Release);
-        *self.stop_reason.lock() = Some("it was closed".into());
+        self.running.stop("it was closed");
         Ok(())
     }
 }

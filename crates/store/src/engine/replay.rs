@@ -1,13 +1,13 @@
 //! Replay: carrying out again what the journal holds behind the last checkpoint.
 //!
-//! What an announcement leaves in doubt is kept in [`super::doubt::Doubts`].
+//! What an announcement leaves in doubt is kept in [`crate::engine::placement::Doubts`].
 //!
 //! What must hold at the end: the entry of each block in use has the checksum of what is on the medium, or is suspect.
 //! Suspect blocks were being overwritten by a write of which nobody was told that it is durable: what is found there is
 //! their content.
 
-use super::apply::Effects;
-use super::doubt::Doubts;
+use super::metadata::Effects;
+use super::placement::Doubts;
 use super::{Engine, Meta};
 use crate::journal::{Batch, BatchKind, Operation, Place, Reader};
 use crate::space::Run;
@@ -26,8 +26,8 @@ impl Engine {
         let mut place = from;
         while place != end {
             let batch = {
-                let commit = self.commit.lock();
-                commit.journal.read(place, 0)?
+                let commit = self.log.lock();
+                commit.read(place)?
             };
             let Some(Batch { kind, body, next, .. }) = batch else {
                 return Err(Error::new(
@@ -54,7 +54,7 @@ impl Engine {
     fn replay_one(&self, doubts: &mut Doubts, operation: &Operation, position: u64) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
-        self.ensure_nodes(meta, super::apply::NODES_PER_OPERATION)?;
+        self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {
                 blocks(run).zip(checksums).for_each(|(block, sum)| doubts.announced(block, position, *sum));

@@ -3,11 +3,16 @@
 
 #![allow(clippy::unwrap_used)]
 
+use super::log::Superblock;
 use super::*;
+use crate::ErrorKind;
 use crate::catalog::Provisioning;
+use crate::journal::Operation;
+use crate::pages::PageFile;
+use crate::space::Run;
 use crate::testbed::{Random, plain_disk};
 use backend::simulated::SimulatedDisk;
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 
 const RING: u64 = 4 << 20;
 const BLOCKS: u64 = 4096;
@@ -121,7 +126,7 @@ fn damage_in_the_middle_of_the_journal_is_not_taken_for_its_end() {
     let (disk, engine) = made();
     let places: Vec<u64> = (0..4)
         .map(|i| {
-            let at = engine.journal_head.load(Ordering::Acquire);
+            let at = engine.log.head();
             write(&engine, i, 9);
             engine.flush().unwrap();
             at

@@ -14,7 +14,7 @@
 
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};
-use super::view::Sight;
+use super::metadata::Sight;
 use crate::space::{Entry, Run};
 use crate::{IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
@@ -144,12 +144,12 @@ impl Engine {
 
     /// What blocks must hash to now. While the guard lives, none of them gets another owner.
     fn expected_now(&self, run: Run) -> Result<(Vec<Expected>, Arc<()>)> {
-        self.look(|meta| {
+        self.meta.look(|meta| {
             let mut wanted = Vec::with_capacity(run.blocks as usize);
             for block in run.start..run.start + run.blocks {
                 wanted.push(expected(meta.entry(block)?, meta.logged.contains_key(&block)));
             }
-            Ok((wanted, Arc::clone(&meta.epoch)))
+            Ok((wanted, meta.freed.guard()))
         })
     }
 
@@ -191,8 +191,8 @@ impl Engine {
         for part in doubts.chunks(BLOCKS_PER_HOLD) {
             let mut damaged = Vec::new();
             {
-                let _gate = self.gate.lock();
-                let _through = self.through.write();
+                let _gate = self.writeback.lock();
+                let _through = self.writeback.stop_through();
                 for block in part {
                     damaged.push((*block, self.look_again(*block)?));
                 }

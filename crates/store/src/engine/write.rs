@@ -1,12 +1,11 @@
 //! Writing: into the buffer, with room set aside for what may need a new place.
 
-use super::apply::Effects;
+use super::metadata::Effects;
 use super::placement::Placement;
 use super::read::gone;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, Entry};
 use crate::space::Run;
-use crate::sync::atomic::Ordering;
 use crate::tree;
 use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -16,6 +15,10 @@ use std::time::Duration;
 
 /// Free blocks beyond what is claimed that let a writer go on without asking for more (4 MiB).
 const CLAIMS_AHEAD: u64 = 1024;
+/// Write-back is asked for once in so many blocks (256 KiB).
+const WRITE_BACK_STRIDE: u64 = 64;
+/// How long those who wait for room in the buffer sleep until they look again by themselves.
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Blocks zeroed with one entry (256 MiB): an entry is brought into the map in one go.
 const ZERO_MAX: u64 = 1 << 16;
 
@@ -51,7 +54,7 @@ impl Engine {
     pub fn modify_block(&self, head: &Head, name: &str, block: u64, change: &dyn Fn(&mut [u8])) -> Result<()> {
         loop {
             {
-                let mut buffer = head.buffer.lock();
+                let mut buffer = head.lock();
                 if buffer.gone {
                     return Err(gone());
                 }
@@ -65,7 +68,7 @@ impl Engine {
             let mut bytes = match read {
                 Ok(bytes) => bytes,
                 Err(error) => {
-                    head.buffer.lock().layers.end_partial(block);
+                    head.lock().layers.end_partial(block);
                     return Err(error);
                 }
             };
@@ -83,7 +86,7 @@ impl Engine {
     fn put(&self, head: &Head, logical: u64, blocks: u64, content: Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {
-                head.buffer.lock().layers.end_partial(block);
+                head.lock().layers.end_partial(block);
             }
             error
         };
@@ -115,7 +118,7 @@ impl Engine {
             self.give_back((claimed, data));
             return refused;
         }
-        let stamp = self.clock.fetch_add(1, Ordering::AcqRel) + 1;
+        let stamp = self.log.clocks.acknowledge();
         let entry = Entry { blocks, content, stamp, claimed: claimed > 0 };
         let replaced = buffer.layers.insert(logical, entry);
         drop(buffer);
@@ -147,57 +150,46 @@ impl Engine {
     /// Takes back what an entry had: (claimed blocks, data blocks).
     pub(super) fn give_back(&self, (claimed, data): (u64, u64)) {
         if claimed > 0 {
-            self.claims.fetch_sub(claimed, Ordering::AcqRel);
+            self.reserves.end_claim(claimed);
         }
         if data > 0 {
-            let before = self.buffered.fetch_sub(data, Ordering::AcqRel);
-            let limit = (self.options.write_buffer / BLOCK_SIZE) as u64;
-            if before >= limit || before.saturating_sub(data) < limit && before + 128 >= limit {
-                let _guard = self.room.lock();
-                self.room_ready.notify_all();
-            }
+            self.buffers.give_back(data);
         }
     }
 
     /// How full the write buffer is.
     pub fn buffer_percent(&self) -> u32 {
-        let limit = (self.options.write_buffer / BLOCK_SIZE).max(1) as u64;
-        (self.buffered.load(Ordering::Acquire) * 100 / limit).min(100) as u32
+        (self.buffers.blocks() * 100 / self.buffers.limit().max(1)).min(100) as u32
     }
 
     fn wait_for_room(&self, blocks: u64) -> Result<()> {
-        let limit = (self.options.write_buffer / BLOCK_SIZE) as u64;
-        let before = self.buffered.fetch_add(blocks, Ordering::AcqRel);
-        if before + blocks > limit / 8 && before / 64 != (before + blocks) / 64 {
+        let limit = self.buffers.limit();
+        let first = self.buffers.try_take(blocks);
+        let before = first.unwrap_or(limit);
+        if before + blocks > limit / 8 && before / WRITE_BACK_STRIDE != (before + blocks) / WRITE_BACK_STRIDE {
             self.request(|work| work.write_back = true);
         }
-        if before + blocks <= limit || before == 0 {
+        if first.is_some() {
             return Ok(());
         }
-        self.buffered.fetch_sub(blocks, Ordering::AcqRel);
         loop {
-            if !self.options.threads {
-                self.write_back_once()?;
-            } else {
+            if self.options.threads {
                 self.request(|work| work.write_back = true);
-                let mut room = self.room.lock();
-                if self.buffered.load(Ordering::Acquire) + blocks > limit {
-                    self.room_ready.wait_for(&mut room, Duration::from_millis(50));
-                }
+                self.buffers.wait_for_room(blocks, LOOK_AGAIN);
+            } else {
+                self.write_back_once()?;
             }
             self.check_running()?;
-            let before = self.buffered.fetch_add(blocks, Ordering::AcqRel);
-            if before + blocks <= limit || before == 0 {
+            if self.buffers.try_take(blocks).is_some() {
                 return Ok(());
             }
-            self.buffered.fetch_sub(blocks, Ordering::AcqRel);
         }
     }
 
     /// Sets aside free blocks for a write of `blocks`; 0 when all of it fits where it is mapped.
     fn claim(&self, head: &Head, logical: u64, blocks: u64) -> Result<u64> {
-        let claims = self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks;
-        let headroom = self.headroom.load(Ordering::SeqCst);
+        let claims = self.reserves.add_claim(blocks);
+        let headroom = self.reserves.headroom();
         if claims <= headroom {
             if claims + CLAIMS_AHEAD > headroom && claims / 64 != (claims - blocks) / 64 {
                 self.request(|work| work.extend = true);
@@ -208,22 +200,22 @@ impl Engine {
             Ok(()) => return Ok(blocks),
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
             Err(error) => {
-                self.claims.fetch_sub(blocks, Ordering::AcqRel);
+                self.reserves.end_claim(blocks);
                 return Err(error);
             }
         }
         // The file system is full. What only overwrites its own blocks still fits.
-        self.claims.fetch_sub(blocks, Ordering::AcqRel);
+        self.reserves.end_claim(blocks);
         if self.fits_without_claim(head, logical..logical + blocks)? {
             return Ok(0);
         }
         // Blocks freed, and own blocks written, a moment ago help once that is durable.
         if self.meta.lock().helped_by_commit() && self.commit_changes().is_ok() {
-            let claims = self.claims.fetch_add(blocks, Ordering::AcqRel) + blocks;
+            let claims = self.reserves.add_claim(blocks);
             if self.extend(claims).is_ok() {
                 return Ok(blocks);
             }
-            self.claims.fetch_sub(blocks, Ordering::AcqRel);
+            self.reserves.end_claim(blocks);
             if self.fits_without_claim(head, logical..logical + blocks)? {
                 return Ok(0);
             }
@@ -240,7 +232,7 @@ impl Engine {
     }
 
     fn fits_without_claim(&self, head: &Head, range: Range<u64>) -> Result<bool> {
-        let sealed = head.buffer.lock().layers.is_single();
+        let sealed = head.lock().layers.is_single();
         self.fits_in_own(head, sealed, range)
     }
 
@@ -248,7 +240,7 @@ impl Engine {
     /// for it. Not `sealed`: what waits below belongs to a snapshot, and the map will share it once that has arrived.
     fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
-        self.look(|meta| {
+        self.meta.look(|meta| {
             let own = if sealed { meta.own_blocks(head.id, range.clone())? } else { 0 };
             Ok(own == blocks || meta.catalog.get(head.id)?.reserved >= blocks - own)
         })
@@ -258,7 +250,7 @@ impl Engine {
 impl Meta {
     /// True when something waits for being durable before its blocks can be used.
     fn helped_by_commit(&self) -> bool {
-        self.freeing > 0 || !self.holds.no_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
+        self.freed.freeing() > 0 || self.holds_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
     /// How many blocks of a range a disk could overwrite in place.

@@ -30,10 +30,12 @@
 //! Who waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it has looked
 //! again: in a cache however small each look gets further than the one before.
 
+mod home;
 mod kept;
 mod layout;
 mod load;
 
+pub use home::write_home;
 pub use kept::{Keeping, Kept};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
 pub use load::{Load, read_home};

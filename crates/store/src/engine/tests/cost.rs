@@ -1,7 +1,7 @@
 //! What changes cost: an upper bound that counts what several changes touch once.
 
-use super::super::admission::PAGES_FLOOR;
-use super::super::admit::Touched;
+use super::super::log::PAGES_FLOOR;
+use super::super::metadata::Touched;
 use super::*;
 
 /// A write into a disk whose map is shared with a snapshot and names blocks all over the medium, with free space in

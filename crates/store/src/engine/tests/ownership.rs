@@ -1,7 +1,7 @@
 //! Overwriting in place: never what recovery would give to another disk, or would judge by an older checksum.
 
 use super::*;
-use crate::engine::apply::Effects;
+use crate::engine::metadata::Effects;
 use crate::tree;
 
 const CAPACITY: u64 = 64;
@@ -181,27 +181,18 @@ fn payload_stays_away_from_a_block_whose_overwrite_is_planned() {
     engine.flush().unwrap();
     assert_eq!(engine.meta.lock().logged.len(), 4);
     // As write-back does, which lets others have the lock between its pieces.
-    let (mut homes, mut others, mut claimed) = Default::default();
+    let mut plan = writeback::Plan::default();
     write_to(&engine, 1, 0, 3);
     write_to(&engine, 1, 1, 3);
     let head = engine.head(1);
-    let pieces = head.buffer.lock().layers.oldest().0.take(0, 100);
+    let pieces = head.lock().layers.oldest().0.take(0, 100);
     let mut meta = engine.meta.lock();
-    engine
-        .plan_homes(
-            &mut meta,
-            &head,
-            crate::engine::writeback::Attempt { pieces, waited: false },
-            &mut homes,
-            &mut others,
-            &mut claimed,
-        )
-        .unwrap();
+    engine.plan_batch(&mut meta, &head, &pieces, false, &mut plan).unwrap();
     drop(meta);
     assert_eq!(engine.write_logged(100).unwrap(), 2, "blocks 2 and 3");
     let mut meta = engine.meta.lock();
     assert_eq!(meta.logged.len(), 2);
-    claimed.drain(..).for_each(|run| meta.in_flight.release(run));
+    plan.undo(&mut meta);
     drop(meta);
     assert_eq!(engine.write_logged(100).unwrap(), 2);
 }
@@ -260,7 +251,7 @@ fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
     // Taken ahead of a stream of large writes that ends before it gets here; a flush ends it.
     engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
     engine.sync_all_data().unwrap();
-    engine.append_pending(&mut engine.commit.lock()).unwrap();
+    engine.append_pending(&mut engine.log.lock()).unwrap();
     drop(engine);
     let engine = open(&disk).unwrap();
     assert!(torn(&engine).is_ok(), "what is left of it is the content");
@@ -280,9 +271,9 @@ fn a_freed_block_is_not_given_out_under_a_read_that_was_planned_before() {
     engine.commit_changes().unwrap();
     write_to(&engine, 1, 1, 2);
     write_back_all(&engine);
-    assert!(engine.meta.lock().limbo.iter().flat_map(|(_, runs)| runs).any(|run| run.start == physical));
+    assert!(engine.meta.lock().freed.holds(physical));
     drop(planned);
-    assert!(engine.meta.lock().release_limbo());
+    assert!(engine.meta.lock().release_freed());
 }
 
 fn physical_of(engine: &Engine, logical: u64) -> u64 {
@@ -342,8 +333,8 @@ fn payload_goes_home_only_when_every_change_of_its_block_is_durable() {
     write_back_all(&engine);
     write_to(&engine, 1, 0, 2);
     {
-        let gate = engine.gate.lock();
-        let mut commit = engine.commit.lock();
+        let gate = engine.writeback.lock();
+        let mut commit = engine.log.lock();
         engine.log_buffers().unwrap();
         drop(gate);
         engine.append_pending(&mut commit).unwrap();
@@ -399,7 +390,7 @@ fn random_sharing(seed: u64) {
             65..70 => {
                 engine.write_logged(1 + random.below(8) as usize).unwrap();
             }
-            70..74 => engine.append_pending(&mut engine.commit.lock()).unwrap(),
+            70..74 => engine.append_pending(&mut engine.log.lock()).unwrap(),
             74..77 => engine.sync_data().unwrap(),
             77..80 => {
                 engine.flush().unwrap();

@@ -70,7 +70,7 @@ fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     engine.discard_blocks(&engine.head(1), 0..1000).unwrap();
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
-    engine.meta.lock().release_limbo();
+    engine.meta.lock().release_freed();
     (disk, engine)
 }
 
@@ -221,7 +221,7 @@ fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
     engine.flush().unwrap();
     engine.checkpoint().unwrap();
     write(&engine, 3, 3);
-    engine.metadata_reserved[PageFile::Catalog as usize].store(0, Ordering::Release);
+    engine.reserves.forget_metadata(PageFile::Catalog);
     (disk, engine, snapshot)
 }
 

@@ -3,7 +3,7 @@
 use super::metadata::*;
 use super::state::*;
 use super::step::{Rules, Violation};
-use crate::engine::doubt::Doubts;
+use crate::engine::placement::Doubts;
 
 /// What the medium may hold after a power cut.
 fn outcomes(state: &State) -> Vec<[Content; BLOCKS]> {

@@ -2,7 +2,7 @@
 //! again with the rules of the engine.
 
 use super::*;
-use crate::engine::doubt::Doubts;
+use crate::engine::placement::Doubts;
 
 pub const LOGICAL: usize = 2;
 pub const BLOCKS: usize = 6;

@@ -8,7 +8,7 @@
 //! `extending`, which is held for one region at a time; punching under `punching`, which is held as long, unless the
 //! caller holds it or has no threads to fear. The metadata lock is held to look at counts and entries only.
 
-use super::Engine;
+use crate::engine::Engine;
 use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, File};
@@ -20,7 +20,7 @@ const END: u64 = i64::MAX as u64;
 impl Engine {
     /// Calls `each` for every run of blocks that takes room of the file system and is not backed. `running` when holes
     /// may be punched meanwhile.
-    pub(super) fn unclaimed_room(
+    pub(crate) fn unclaimed_room(
         &self,
         running: bool,
         each: &mut dyn FnMut(&dyn File, Run) -> Result<()>,
@@ -31,8 +31,8 @@ impl Engine {
             // Files are sparse: regions that take no room are never met.
             while let Some(first) = next(&*file, at)? {
                 let region = base + first.start.max(at) / BLOCK_SIZE as u64 / REGION_BLOCKS * REGION_BLOCKS;
-                let _punching = running.then(|| self.punching.lock());
-                let _extending = self.extending.lock();
+                let _punching = running.then(|| self.reserves.lock_punching());
+                let _extending = self.reserves.lock_extending();
                 let end = self.unclaimed_in_region(&*file, base, region, each)?;
                 at = end.max(at + 1);
             }
@@ -76,9 +76,9 @@ impl Engine {
         }
         let mut found: Vec<Run> = Vec::new();
         for range in taken {
-            for part in super::write::chunks(range.start + base..range.end + base, TABLE_ENTRIES) {
+            for part in crate::engine::write::chunks(range.start + base..range.end + base, TABLE_ENTRIES) {
                 let mut unclaimed: Vec<Run> = Vec::new();
-                self.look(|meta| {
+                self.meta.look(|meta| {
                     unclaimed.clear();
                     for block in part.start..part.start + part.blocks {
                         if block < known && meta.entry(block)?.backed {
@@ -108,7 +108,7 @@ impl Engine {
     }
 
     /// Gives back what a crash left.
-    pub(super) fn return_unclaimed_room(&self) -> Result<()> {
+    pub(crate) fn return_unclaimed_room(&self) -> Result<()> {
         let mut returned = 0;
         self.unclaimed_room(false, &mut |file, run| {
             returned += run.blocks;
@@ -123,7 +123,7 @@ impl Engine {
 }
 
 /// Gives a run back to the file system.
-pub(super) fn punch(file: &dyn File, run: Run) -> Result<()> {
+pub(crate) fn punch(file: &dyn File, run: Run) -> Result<()> {
     let (_, offset, length) = crate::buffer::place(run);
     file.punch(offset, length).during(|| format!("giving {length} bytes without an owner back"))
 }

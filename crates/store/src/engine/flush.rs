@@ -12,12 +12,13 @@
 //! * the record of a new unsealed snapshot: everything pending for its disk was written before it and belongs to it
 //!   too, and the operation that completes it ([`Operation::Seal`]) keeps its place in the order.
 
-use super::admission::Cost;
-use super::apply::Effects;
-use super::fetch::Fetch;
-use super::others::{STEPS_MAX, Step};
+use super::log::Committer;
+use super::log::Cost;
+use super::metadata::{Effects, Fetch};
+use super::metadata::{Meta, Pending};
 use super::placement::Holds;
-use super::{Committer, Engine, Head, Meta, Pending};
+use super::writeback::{STEPS_MAX, Step};
+use super::{Buffer, Engine, Head};
 use crate::Result;
 use crate::buffer::{Content, Piece};
 use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
@@ -26,7 +27,6 @@ use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::tree;
 use backend::{BLOCK_SIZE, SharedSlice};
-use std::sync::Arc;
 
 /// Blocks of data that a flush brings into the map at a time.
 const LOG_STEP: u64 = 64;
@@ -36,7 +36,7 @@ const PAYLOAD_MAX: u64 = 4 << 20;
 impl Engine {
     /// Makes everything acknowledged before this call durable.
     pub fn flush(&self) -> Result<()> {
-        let ticket = self.clock.load(Ordering::Acquire);
+        let ticket = self.log.clocks.acknowledged();
         self.flush_to(ticket)
     }
 
@@ -56,7 +56,7 @@ impl Engine {
 
     /// The same for what has room in the journal already: under a grant, and without waiting for a checkpoint.
     pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
-        self.append_pending(&mut self.commit.lock())?;
+        self.append_pending(&mut self.log.lock())?;
         if self.meta.lock().pending.is_empty() {
             return Ok(());
         }
@@ -65,40 +65,38 @@ impl Engine {
         }
         // What is left waits for data; whatever was pending when this was called waits for no more than this flush.
         self.sync_data()?;
-        self.append_pending(&mut self.commit.lock())
+        self.append_pending(&mut self.log.lock())
     }
 
     fn flush_to(&self, ticket: u64) -> Result<()> {
         loop {
             self.check_running()?;
-            if self.durable.load(Ordering::Acquire) >= ticket {
+            if self.log.clocks.is_durable(ticket) {
                 return Ok(());
             }
             self.make_journal_room()?;
-            let buffered = self.buffered.load(Ordering::Acquire) * BLOCK_SIZE as u64;
+            let buffered = self.buffers.blocks() * BLOCK_SIZE as u64;
             if buffered > self.payload_max() {
                 self.write_back_once()?;
                 continue;
             }
             let _fetch = self.bring_in_buffered();
             let appends = self.admit_append()?;
-            self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
-            let gate = self.gate.lock();
-            self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
-            let mut commit = self.commit.lock();
-            if self.durable.load(Ordering::Acquire) >= ticket {
+            let gate = self.writeback.lock_for_flush();
+            let mut commit = self.log.lock();
+            if self.log.clocks.is_durable(ticket) {
                 return Ok(());
             }
-            if self.buffered.load(Ordering::Acquire) * BLOCK_SIZE as u64 > 2 * self.payload_max() {
+            if self.buffers.blocks() * BLOCK_SIZE as u64 > 2 * self.payload_max() {
                 continue;
             }
-            let covered = self.clock.load(Ordering::Acquire);
+            let covered = self.log.clocks.acknowledged();
             let left = self.log_buffers()?;
             drop(gate);
-            if self.needs_sync() {
+            if self.log.needs_sync() {
                 drop(commit);
                 self.sync_data()?;
-                commit = self.commit.lock();
+                commit = self.log.lock();
             }
             self.append_pending(&mut commit)?;
             if let Some(cost) = left {
@@ -108,69 +106,46 @@ impl Engine {
                 continue;
             }
             // Whoever came in between appended what we had queued; either way it is durable now.
-            self.durable.fetch_max(covered, Ordering::AcqRel);
+            self.log.clocks.set_durable(covered);
             return Ok(());
         }
     }
 
     /// The most payload one flush journals: bounded by the ring too.
     pub(super) fn payload_max(&self) -> u64 {
-        PAYLOAD_MAX.min(self.journal_size() / 16)
+        PAYLOAD_MAX.min(self.log.ring() / 16)
     }
 
     /// Pending changes beyond this many bytes ask for a commit of their own.
     pub(super) fn pending_limit(&self) -> usize {
-        (self.journal_size() / 8).min(16 << 20) as usize
-    }
-
-    fn needs_sync(&self) -> bool {
-        self.written.load(Ordering::Acquire) > self.synced.load(Ordering::Acquire)
+        (self.log.ring() / 8).min(16 << 20) as usize
     }
 
     /// Makes everything written home so far durable.
     pub(super) fn sync_data(&self) -> Result<()> {
-        let wanted = self.written.load(Ordering::Acquire);
-        let _sync = self.sync.lock();
-        if self.synced.load(Ordering::Acquire) >= wanted {
+        let wanted = self.log.clocks.home();
+        let one = self.log.lock_syncing();
+        if self.log.clocks.synced() >= wanted {
             return Ok(());
         }
-        let through = self.through.write();
-        let (settled, written) = self.begin_sync();
-        drop(through);
-        self.end_sync(settled, written)
+        self.sync_locked(one)
     }
 
     /// As [`Engine::sync_data`], and whatever else was written to the data files: payload taken home does not count as
     /// written, because flushes need not wait for it.
     pub(super) fn sync_all_data(&self) -> Result<()> {
-        let _sync = self.sync.lock();
-        let through = self.through.write();
-        let (settled, written) = self.begin_sync();
+        self.sync_locked(self.log.lock_syncing())
+    }
+
+    fn sync_locked(&self, one: MutexGuard<'_, ()>) -> Result<()> {
+        let through = self.writeback.stop_through();
+        let syncing = self.log.begin_sync(one);
         drop(through);
-        self.end_sync(settled, written)
-    }
-
-    /// Ends all permits; what a flush of the data files from now on settles: (announcements before this journal
-    /// position, home writes).
-    fn begin_sync(&self) -> (u64, u64) {
-        // One critical section: a permit given between its two statements would be settled and live on.
-        let mut permits = self.permits.lock();
-        permits.clear();
-        // The order matters: an announcement made after the head was read lies behind it.
-        let head = self.journal_head.load(Ordering::Acquire);
-        drop(permits);
-        let settled = head.min(self.announced.load(Ordering::Acquire));
-        (settled, self.written.load(Ordering::Acquire))
-    }
-
-    fn end_sync(&self, settled: u64, written: u64) -> Result<()> {
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
-        self.synced.fetch_max(written, Ordering::AcqRel);
-        if self.settled.fetch_max(settled, Ordering::AcqRel) < settled {
+        if let Some(position) = syncing.end() {
             // Behind the checksums of what it settles: they are pending already.
-            let operation = Operation::Synced { position: settled };
-            self.meta.lock().enqueue(operation, 0)?;
+            self.meta.lock().enqueue(Operation::Synced { position }, 0)?;
         }
         Ok(())
     }
@@ -181,10 +156,10 @@ impl Engine {
             return Vec::new();
         }
         let mut fetched = Vec::new();
-        for head in self.existing_heads() {
-            let pieces = self.oldest_pieces(&head, u64::MAX);
+        for head in self.buffers.heads() {
+            let pieces = head.lock().oldest_pieces(u64::MAX);
             if !pieces.is_empty() {
-                fetched.push(self.bring_in(|meta| meta.survey_pieces(head.id, &pieces)));
+                fetched.push(self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces)));
             }
         }
         fetched
@@ -194,8 +169,8 @@ impl Engine {
     /// when that was everything; else the cost of what there was no room for, or nothing if it was enough for one turn.
     pub(super) fn log_buffers(&self) -> Result<Option<Cost>> {
         let mut steps = STEPS_MAX;
-        for head in self.existing_heads() {
-            let mut buffer = head.buffer.lock();
+        for head in self.buffers.heads() {
+            let mut buffer = head.lock();
             if buffer.layers.is_empty() {
                 continue;
             }
@@ -219,7 +194,7 @@ impl Engine {
     /// One entry of the oldest layer, in steps; what there was room for leaves the buffer.
     pub(super) fn log_entry(
         &self,
-        buffer: &mut super::Buffer,
+        buffer: &mut Buffer,
         head: &Head,
         piece: &Piece,
         steps: &mut usize,
@@ -256,7 +231,7 @@ impl Engine {
         let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
         // At worst each block gets a record and a place of its own.
         let cost = Cost { bytes: blocks * (BLOCK_SIZE as u64 + 64), pages: pages + blocks };
-        let Some(_grant) = self.admission.try_admit(cost) else {
+        let Some(_grant) = self.log.admission.try_admit(cost) else {
             return Ok(Step { end: piece.logical, refused: Some(cost) });
         };
         self.log_piece(meta, head, piece)?;
@@ -297,14 +272,14 @@ impl Engine {
                 self.log_new(meta, head, at..logical, &part)?;
                 let run = Run { start: extent.physical + (logical - extent.logical), blocks };
                 let data = vec![part(logical, logical + blocks)];
-                let gate = self.synced.load(Ordering::Acquire);
+                let gate = self.log.clocks.synced();
                 if extent.unwritten {
                     // Space that a thick disk set aside: the map learns that it is written, together with the content.
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };
                     self.carry_out(meta, written, gate)?;
-                    meta.join_last();
+                    meta.pending.join_last();
                 }
                 self.carry_out(meta, Operation::OverwriteData { run, data }, gate)?;
                 at = logical + blocks;
@@ -324,7 +299,7 @@ impl Engine {
         while at < range.end {
             let run = self.allocate(meta, range.end - at)?;
             let data = vec![part(at, at + run.blocks)];
-            let gate = self.synced.load(Ordering::Acquire);
+            let gate = self.log.clocks.synced();
             let operation = Operation::MapData { disk: head.id, logical: at, run, data };
             self.carry_out_new(meta, operation, gate)?;
             at += run.blocks;
@@ -334,60 +309,46 @@ impl Engine {
 
     /// Appends what is pending, as far as the data behind it is durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
-        let body_max = BODY_MAX.min(self.journal_size() as usize / 4);
+        let body_max = BODY_MAX.min(self.log.ring() as usize / 4);
         loop {
-            let synced = self.synced.load(Ordering::Acquire);
+            let synced = self.log.clocks.synced();
             let mut writer = Writer::default();
-            let mut taken: Vec<Pending> = Vec::new();
-            let mut joined = false;
-            {
-                let mut meta = self.meta.lock();
-                if meta.captured == Some(0) {
-                    meta.captured = None;
-                    commit.ordered = Some(commit.journal.head());
-                }
-                while let Some(next) = meta.pending.front()
-                    && next.gate <= synced
-                    && (writer.len() < body_max / 2 || joined)
-                    && meta.captured != Some(0)
-                {
-                    writer.push(&next.operation);
-                    joined = next.joined;
-                    taken.extend(meta.pop());
-                    meta.captured = meta.captured.map(|left| left - 1);
-                }
-                if taken.is_empty() {
-                    return Ok(());
-                }
-                // The end of what a checkpoint captured is noted in the next round.
+            let taken = self.meta.lock().pending.take_batch(synced, |operation| {
+                writer.push(operation);
+                writer.len() < body_max / 2
+            });
+            if taken.ordered {
+                commit.end_capture();
+            }
+            if taken.changes.is_empty() {
+                return Ok(());
             }
             self.append(commit, BatchKind::Operations, &writer.finish())?;
-            if taken.iter().all(|pending| matches!(pending.operation, Operation::Synced { .. })) {
+            if taken.changes.iter().all(|pending| matches!(pending.operation, Operation::Synced { .. })) {
                 // Changes nothing that a checkpoint holds: a clean one may let go of it.
-                commit.batches -= 1;
+                commit.discount_last();
             }
-            self.retire_committed(taken)?;
+            self.retire_committed(taken.changes)?;
         }
     }
 
     /// What the journal now holds: new places may be overwritten in place, freed ones wait for their readers.
     pub(super) fn retire_committed(&self, taken: Vec<Pending>) -> Result<()> {
         let mut meta = self.meta.lock();
-        meta.appending_bytes = 0;
-        let mut freed = Vec::new();
-        for pending in taken {
-            meta.release_holds(&pending)?;
-            freed.extend(pending.freed);
-        }
-        meta.freeing -= freed.iter().map(|run| run.blocks).sum::<u64>();
-        if !freed.is_empty() {
-            let epoch = std::mem::replace(&mut meta.epoch, Arc::new(()));
-            meta.limbo.push_back((epoch, freed));
+        if meta.committed(taken)? {
             self.request(|work| work.reclaim = true);
         }
-        meta.release_limbo();
+        meta.release_freed();
         self.update_headroom(&meta);
         self.count_changes(&meta);
+        Ok(())
+    }
+
+    /// Appends a batch; a failure stops the datastore.
+    pub(super) fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        self.check_owner()?;
+        self.log.append(commit, kind, parts).map_err(|error| self.stop(error))?;
+        self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }
 
@@ -398,9 +359,5 @@ impl Engine {
             writer.push(operation);
         }
         self.append(commit, BatchKind::Urgent, &writer.finish())
-    }
-
-    pub(super) fn journal_size(&self) -> u64 {
-        self.ring
     }
 }

@@ -1,8 +1,8 @@
 //! Carrying out operations on the metadata: the one way in which it changes.
 
 use super::Meta;
-use super::placement::Holds;
 use crate::catalog::{Object, State};
+use crate::engine::placement::Holds;
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::space::{Run, Space};
@@ -103,12 +103,12 @@ impl NodeStore for Nodes<'_> {
 
 impl Meta {
     /// The trees, changes beside theirs going to `effects`.
-    pub(super) fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
+    pub(crate) fn nodes<'a>(&'a mut self, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { pages: &mut self.pages, map: &mut self.map, data: &mut self.data, holds: &self.holds, effects }
     }
 
     /// The trees as they are now, whatever recovery would find: not to be asked about overwriting in place.
-    pub(super) fn current_nodes<'a>(&'a mut self, none: &'a Holds, effects: &'a mut Effects) -> Nodes<'a> {
+    pub(crate) fn current_nodes<'a>(&'a mut self, none: &'a Holds, effects: &'a mut Effects) -> Nodes<'a> {
         Nodes { holds: none, ..self.nodes(effects) }
     }
 
@@ -168,7 +168,7 @@ impl Meta {
     }
 
     /// Carries out an operation.
-    pub(super) fn apply(&mut self, operation: &Operation, effects: &mut Effects) -> Result<()> {
+    pub(crate) fn apply(&mut self, operation: &Operation, effects: &mut Effects) -> Result<()> {
         let first = effects.freed.len();
         match operation {
             Operation::Map { disk, logical, run, checksums } => {
@@ -314,7 +314,7 @@ impl Meta {
         sums
     }
 
-    pub(super) fn forget_logged(&mut self, run: Run) {
+    pub(crate) fn forget_logged(&mut self, run: Run) {
         if self.logged.is_empty() {
             return;
         }

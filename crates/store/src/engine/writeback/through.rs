@@ -14,17 +14,17 @@
 //! 2. While a range is being written, reads and writes of it wait: nobody sees a block that is half old.
 //! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
 
-use super::admission::Cost;
-use super::admit::{Touched, batch_bytes, table_pages};
-use super::{Engine, Head, Meta};
 use crate::buffer::Checksums;
+use crate::engine::admit::batch_bytes;
+use crate::engine::log::Cost;
+use crate::engine::metadata::{Touched, table_pages};
+use crate::engine::{Engine, Head, Meta};
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::Run;
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// The smallest write that goes through, in blocks (128 KiB).
@@ -33,40 +33,6 @@ const THROUGH_MIN: u64 = 32;
 const PERMIT_AHEAD: u64 = 8192;
 /// Runs that are permitted with one announcement.
 const PERMITS_AT_ONCE: usize = 512;
-/// Permits kept at most; a store with more scattered large writes takes them anew.
-const PERMITS_MAX: usize = 4096;
-
-/// Physical ranges that the journal has announced: start to end.
-#[derive(Default)]
-pub struct Permits {
-    ranges: BTreeMap<u64, u64>,
-}
-
-impl Permits {
-    fn covers(&self, run: Run) -> bool {
-        self.ranges.range(..=run.start).next_back().is_some_and(|(_, end)| *end >= run.start + run.blocks)
-    }
-
-    fn add(&mut self, run: Run) {
-        if self.ranges.len() >= PERMITS_MAX {
-            self.ranges.clear();
-        }
-        let (mut start, mut end) = (run.start, run.start + run.blocks);
-        while let Some((&from, &to)) = self.ranges.range(..=end).next_back()
-            && to >= start
-        {
-            self.ranges.remove(&from);
-            (start, end) = (start.min(from), end.max(to));
-        }
-        self.ranges.insert(start, end);
-    }
-
-    /// Ends all permits.
-    pub fn clear(&mut self) {
-        self.ranges.clear();
-    }
-}
-
 /// What a write-through needs to go on.
 enum Outcome {
     /// Written.
@@ -86,7 +52,7 @@ struct Part {
 
 impl Engine {
     /// Writes whole blocks at once if they are many and nothing stands in the way. False: the buffer has to take them.
-    pub(super) fn write_through(
+    pub(crate) fn write_through(
         &self,
         head: &Head,
         logical: u64,
@@ -101,7 +67,7 @@ impl Engine {
         self.pace()?;
         // Permits are looked for that far ahead too.
         let ahead = logical..(logical + blocks).max(logical + PERMIT_AHEAD);
-        let _fetch = self.bring_in(|meta| {
+        let _fetch = self.meta.bring_in(|meta| {
             let new = blocks - meta.survey_disk(head.id, logical..logical + blocks, Aim::Write).min(blocks);
             meta.survey_disk(head.id, ahead.clone(), Aim::Read);
             if new > 0 && meta.pages.absent() == 0 {
@@ -126,12 +92,12 @@ impl Engine {
         data: &SharedSlice,
         checksums: &Checksums,
     ) -> Result<Outcome> {
-        let _through = self.through.read();
-        if !head.buffer.lock().enter_through(&range)? {
+        let _through = self.writeback.share_through();
+        if !head.lock().enter_through(&range)? {
             return Ok(Outcome::Buffer);
         }
         let outcome = self.through_entered(head, &range, data, checksums);
-        head.buffer.lock().leave_through(&range);
+        head.lock().leave_through(&range);
         outcome
     }
 
@@ -150,12 +116,10 @@ impl Engine {
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
             // Until the blocks are taken, and the headroom says so.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
-            let permits = self.permits.lock();
-            let lacking = own.iter().any(|(range, place)| {
-                place.is_some_and(|start| !permits.covers(Run { start, blocks: range.end - range.start }))
-            });
-            drop(permits);
-            if lacking {
+            let in_place = own
+                .iter()
+                .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
+            if !self.log.permits(in_place) {
                 let ahead = meta.places(root, range.start..range.end.max(range.start + PERMIT_AHEAD))?;
                 let runs = ahead
                     .iter()
@@ -184,7 +148,7 @@ impl Engine {
                     at += run.blocks;
                 }
             }
-            let grant = parts_cost(meta, head.id, &parts).map(|cost| self.admission.try_admit(cost));
+            let grant = parts_cost(meta, head.id, &parts).map(|cost| self.log.admission.try_admit(cost));
             let Ok(Some(grant)) = grant else {
                 parts.iter().filter(|part| part.new).for_each(|part| meta.data.release(part.run));
                 self.update_headroom(meta);
@@ -209,8 +173,8 @@ impl Engine {
         }
         parts.iter().for_each(|part| self.files.touch(part.run));
         // First what a flush has to cover, then the clock that makes it look.
-        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
-        let _fetch = self.bring_in(|meta| {
+        let gate = self.log.clocks.wrote_home();
+        let _fetch = self.meta.bring_in(|meta| {
             for part in &parts {
                 meta.survey_run(part.run);
                 if part.new {
@@ -240,9 +204,9 @@ impl Engine {
             }
         }
         self.update_headroom(&meta);
-        let full = meta.pending_bytes > self.pending_limit();
+        let full = meta.pending.bytes() > self.pending_limit();
         drop(meta);
-        self.clock.fetch_add(1, Ordering::AcqRel);
+        self.log.clocks.acknowledge();
         if full {
             self.request(|work| work.commit = true);
         }
@@ -250,23 +214,19 @@ impl Engine {
     }
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.
-    pub(super) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
+    pub(crate) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
         let pages = runs.iter().map(|run| table_pages(*run)).sum();
         let mut writer = Writer::default();
         for run in runs {
-            for part in super::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
+            for part in crate::engine::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
                 writer.push(&Operation::Announce { run: part });
             }
         }
         let _grant = self.admit(Cost { bytes: batch_bytes(writer.len()), pages })?;
-        let mut commit = self.commit.lock();
+        let mut commit = self.log.lock();
         // Recovery will mark them suspect, which changes their pages.
-        self.admission.add_announced(pages);
-        // Held over the append: whoever ends permits reads the head of the journal after it has ended these too.
-        let mut permits = self.permits.lock();
-        self.append(&mut commit, BatchKind::Urgent, &writer.finish())?;
-        runs.iter().for_each(|run| permits.add(*run));
-        Ok(())
+        self.log.admission.add_announced(pages);
+        self.log.permit(runs, || self.append(&mut commit, BatchKind::Urgent, &writer.finish()))
     }
 }
 
@@ -281,22 +241,4 @@ fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
         }
     }
     Ok(Cost { bytes, pages: meta.pages_of(&touched) })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn permits_cover_what_was_added_and_join_neighbours() {
-        let mut permits = Permits::default();
-        permits.add(Run { start: 100, blocks: 50 });
-        permits.add(Run { start: 200, blocks: 50 });
-        assert!(permits.covers(Run { start: 100, blocks: 50 }));
-        assert!(!permits.covers(Run { start: 140, blocks: 20 }));
-        permits.add(Run { start: 150, blocks: 50 });
-        assert!(permits.covers(Run { start: 100, blocks: 150 }));
-        permits.clear();
-        assert!(!permits.covers(Run { start: 100, blocks: 1 }));
-    }
 }

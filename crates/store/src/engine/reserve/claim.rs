@@ -8,54 +8,48 @@
 //!    flight, which ends by itself, does not make it take what others claimed: write-back waits for the journal first,
 //!    and what it still cannot place goes home through the journal ([`Engine::log_batch`]), over its own block.
 
-use super::admission::Cost;
-use super::others::STEPS_MAX;
-use super::{Engine, Head};
 use crate::Result;
 use crate::buffer::{Content, Layers, Piece};
 use crate::catalog::Catalog;
-use crate::sync::atomic::Ordering;
+use crate::engine::log::Cost;
+use crate::engine::writeback::STEPS_MAX;
+use crate::engine::{Engine, Head};
 use backend::BLOCK_SIZE;
 
 /// Blocks that an operation counts on until this is dropped.
-pub(super) struct Claim<'a> {
+pub(crate) struct Claim<'a> {
     engine: &'a Engine,
-    pub(super) blocks: u64,
+    pub(crate) blocks: u64,
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        self.engine.claims.fetch_sub(self.blocks, Ordering::SeqCst);
+        self.engine.reserves.end_claim(self.blocks);
     }
 }
 
 impl Engine {
     /// Makes sure that so many blocks are free beside what others count on.
-    pub(super) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
-        let claims = self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks;
+    pub(crate) fn claim_blocks(&self, blocks: u64) -> Result<Claim<'_>> {
+        let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
-        if blocks > 0 && claims > self.headroom.load(Ordering::SeqCst) {
+        if blocks > 0 && claims > self.reserves.headroom() {
             self.extend(claims)?;
         }
         Ok(claim)
     }
 
     /// The same without taking space from the file system: `None` when there is not enough.
-    pub(super) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
-        let claims = self.claims.fetch_add(blocks, Ordering::SeqCst) + blocks;
+    pub(crate) fn try_claim(&self, blocks: u64) -> Option<Claim<'_>> {
+        let claims = self.reserves.add_claim(blocks);
         let claim = Claim { engine: self, blocks };
-        (blocks == 0 || claims <= self.headroom.load(Ordering::SeqCst)).then_some(claim)
-    }
-
-    /// Free blocks that nothing under way counts on, beside those set aside for a disk.
-    pub(super) fn unclaimed(&self) -> u64 {
-        self.headroom.load(Ordering::SeqCst).saturating_sub(self.claims.load(Ordering::SeqCst))
+        (blocks == 0 || claims <= self.reserves.headroom()).then_some(claim)
     }
 
     /// Takes a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
     /// blocks of the disk alone keep their places whatever holds them. For what no new place is left for. Returns the
     /// cost of what there was no room for in the journal; that stays buffered. Under gate and commit.
-    pub(super) fn log_batch(&self, head: &Head, pieces: &[Piece]) -> Result<Option<Cost>> {
+    pub(crate) fn log_batch(&self, head: &Head, pieces: &[Piece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
         for piece in pieces {
@@ -67,7 +61,7 @@ impl Engine {
                 part = piece.first(piece.entry.blocks.min(left));
                 left -= part.entry.blocks;
             }
-            let mut buffer = head.buffer.lock();
+            let mut buffer = head.lock();
             if let Some(cost) = self.log_entry(&mut buffer, head, &part, &mut steps)? {
                 // No cost: enough steps for one turn.
                 return Ok((cost != Cost::default()).then_some(cost));
@@ -79,7 +73,7 @@ impl Engine {
 
 /// What a thick disk has to have set aside when all that it maps becomes shared: its whole size, and what is buffered
 /// and takes from it before that.
-pub(super) struct Aside {
+pub(crate) struct Aside {
     /// Blocks to be set aside.
     pub reserved: u64,
     /// Blocks that this takes beside what is set aside or claimed already.
@@ -87,7 +81,7 @@ pub(super) struct Aside {
 }
 
 /// See [`Aside`]; nothing for a disk that is not thick.
-pub(super) fn aside(catalog: &Catalog, disk: u64, blocks: u64, buffered: &Layers) -> Result<Option<Aside>> {
+pub(crate) fn aside(catalog: &Catalog, disk: u64, blocks: u64, buffered: &Layers) -> Result<Option<Aside>> {
     let object = catalog.get(disk)?;
     if object.provisioning == crate::catalog::Provisioning::Thin {
         return Ok(None);

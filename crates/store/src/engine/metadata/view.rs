@@ -5,12 +5,11 @@
 //! view ([`crate::pages::Kept`]), so that it stays that moment however long it is looked at. It has a page cache of
 //! its own: what others have in memory stays there, and what it sees comes from the medium.
 
-use super::apply::{Effects, Nodes};
-use super::checkpoint::Purpose;
-use super::placement::Holds;
-use super::{Engine, Meta};
+use super::{Effects, Meta, Metadata, Nodes};
 use crate::Result;
 use crate::catalog::Catalog;
+use crate::engine::log::Superblock;
+use crate::engine::placement::Holds;
 use crate::pages::{Keeping, PageKey, Pages};
 use crate::space::{Entry, Space, SpaceKind};
 use backend::Block;
@@ -20,7 +19,7 @@ use std::sync::Arc;
 const CACHE: usize = 16 << 20;
 
 /// Metadata that a check looks at: a view, or what is in memory while nothing changes it.
-pub(super) struct Sight<'a> {
+pub(crate) struct Sight<'a> {
     pub pages: &'a mut Pages,
     pub map: &'a mut Space,
     pub data: &'a mut Space,
@@ -41,7 +40,7 @@ impl Sight<'_> {
 }
 
 /// The store as a checkpoint left it.
-pub(super) struct View {
+pub(crate) struct View {
     pages: Pages,
     map: Space,
     data: Space,
@@ -70,43 +69,34 @@ impl View {
     }
 }
 
-impl Engine {
-    /// Makes a checkpoint, and the view of what it left. One view at a time.
-    pub(super) fn view(&self) -> Result<View> {
-        let _checkpoint = self.checkpoint.lock();
-        self.meta.lock().viewed = Some(Catalog::default());
-        let captured = self.checkpoint_locked(Purpose::GoOn);
-        let (catalog, used) = {
-            let mut meta = self.meta.lock();
-            (meta.viewed.take().unwrap_or_default(), meta.data.counts().used)
-        };
-        captured?;
-        let superblock = self.commit.lock().superblock;
-        // Before the lock on checkpoints goes: nothing has been written over yet.
+impl Metadata {
+    /// What the checkpoint that has just ended has left, `superblock` being what it says, and `catalog` and `used` what
+    /// [`Meta::take_view`] says. Before the next checkpoint begins: nothing has been written over yet.
+    pub fn view(&self, superblock: &Superblock, (catalog, used): (Catalog, u64)) -> View {
         let keeping = self.kept.begin();
-        Ok(View {
-            pages: Pages::as_kept(self.page_files.clone(), CACHE, Arc::clone(&self.kept)),
+        View {
+            pages: Pages::as_kept(self.files.clone(), CACHE, Arc::clone(&self.kept)),
             map: Space::table_only(SpaceKind::Map, superblock.map_regions),
             data: Space::table_only(SpaceKind::Data, superblock.data_regions),
             catalog,
             holds: Holds::default(),
             used,
             keeping,
-        })
+        }
     }
 
     /// Keeps what a view still needs of pages that a checkpoint is about to write home.
-    pub(super) fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
+    pub fn keep_home(&self, pages: &[(PageKey, Arc<Block>)]) {
         for group in pages.chunk_by(|(a, _), (b, _)| a.file() == b.file()) {
-            let file = &self.page_files[group[0].0.file() as usize];
-            self.kept.keep(&**file, &mut group.iter().map(|(key, _)| *key));
+            let file = self.file(group[0].0.file());
+            self.kept.keep(file, &mut group.iter().map(|(key, _)| *key));
         }
     }
 }
 
 impl Meta {
     /// What is in memory. Nothing may change it meanwhile.
-    pub(super) fn sight(&mut self) -> Sight<'_> {
+    pub(crate) fn sight(&mut self) -> Sight<'_> {
         Sight {
             pages: &mut self.pages,
             map: &mut self.map,
@@ -116,8 +106,18 @@ impl Meta {
         }
     }
 
+    /// The next checkpoint is made for a view.
+    pub fn want_view(&mut self) {
+        self.viewed = Some(Catalog::default());
+    }
+
+    /// What a checkpoint made for a view has captured: the catalog, and the data blocks in use.
+    pub fn take_view(&mut self) -> (Catalog, u64) {
+        (self.viewed.take().unwrap_or_default(), self.data.counts().used)
+    }
+
     /// Part of a checkpoint: the catalog of that moment, if a view is to be made of it.
-    pub(super) fn note_view(&mut self) {
+    pub(crate) fn note_view(&mut self) {
         if self.viewed.is_some() {
             self.viewed = Some(self.catalog.clone());
         }

@@ -5,15 +5,14 @@
 //! on its own. What a step has brought into the map leaves the buffer at once; the rest stays there, where readers see
 //! it, until its own step. Locks are let go of between steps.
 
-use super::admission::Cost;
-use super::admit::STEP_PAGES;
-use super::apply::Effects;
-use super::placement::Holds;
-use super::{Engine, Head, Meta};
 use crate::Result;
 use crate::buffer::{Content, Piece};
+use crate::engine::admit::STEP_PAGES;
+use crate::engine::log::Cost;
+use crate::engine::metadata::Effects;
+use crate::engine::placement::Holds;
+use crate::engine::{Buffer, Engine, Head, Meta};
 use crate::journal::Operation;
-use crate::sync::atomic::Ordering;
 use crate::tree;
 use std::ops::Range;
 
@@ -22,7 +21,7 @@ const UNMAP_MAX: u64 = 1 << 20;
 /// Blocks that are zeroed in one step (16 MiB).
 const ZERO_STEP: u64 = 4096;
 /// Steps of one batch of write-back, and of one turn of a flush: others may go between.
-pub(super) const STEPS_MAX: usize = 16;
+pub(crate) const STEPS_MAX: usize = 16;
 
 /// What zeroing a range means for the map.
 enum Zeroed {
@@ -35,7 +34,7 @@ enum Zeroed {
 }
 
 /// What became of a step.
-pub(super) struct Step {
+pub(crate) struct Step {
     /// Everything before this block is in the map.
     pub end: u64,
     /// What the rest needs, if there was no room for it.
@@ -45,7 +44,7 @@ pub(super) struct Step {
 impl Engine {
     /// Discards and zeroes of a batch: no data, only the map. What is left when there is no room for more, or enough
     /// was done, stays buffered; the cost of what was refused.
-    pub(super) fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<Option<Cost>> {
+    pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
             let end = piece.logical + piece.entry.blocks;
@@ -56,8 +55,8 @@ impl Engine {
                 }
                 steps += 1;
                 let part = piece.part(at..end);
-                let _fetch = self.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
-                let mut buffer = head.buffer.lock();
+                let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
+                let mut buffer = head.lock();
                 let mut meta = self.meta.lock();
                 let step = self.apply_other(&mut meta, head.id, at..end, &piece.entry.content)?;
                 self.update_headroom(&meta);
@@ -76,7 +75,7 @@ impl Engine {
     }
 
     /// Brings the beginning of a discarded or zeroed range into the map.
-    pub(super) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
+    pub(crate) fn apply_other(&self, meta: &mut Meta, disk: u64, range: Range<u64>, content: &Content) -> Result<Step> {
         if matches!(content, Content::Unmapped) {
             return self.unmap_step(meta, disk, range);
         }
@@ -109,7 +108,7 @@ impl Engine {
     }
 
     /// Unmaps the beginning of a range: as much as one step may free.
-    pub(super) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
+    pub(crate) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
         let Some(root) = meta.catalog.get(disk)?.root else { return Ok(Step { end: range.end, refused: None }) };
         let mut effects = Effects::default();
         let Some(first) = tree::first_mapped(&mut meta.nodes(&mut effects), root, range.clone())? else {
@@ -125,7 +124,7 @@ impl Engine {
     }
 
     /// Unmaps a range, step by step. Under no lock that a checkpoint takes.
-    pub(super) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
+    pub(crate) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
             self.check_running()?;
@@ -145,15 +144,13 @@ impl Engine {
     }
 
     /// The oldest layer of a disk has reached the map: the snapshot that closed it is complete.
-    pub(super) fn seal_oldest(&self, buffer: &mut super::Buffer) -> Result<()> {
+    pub(crate) fn seal_oldest(&self, buffer: &mut Buffer) -> Result<()> {
         let Some(snapshot) = buffer.layers.retire() else { return Ok(()) };
         buffer.cursor = 0;
         let mut meta = self.meta.lock();
         self.carry_out(&mut meta, Operation::Seal { snapshot }, 0)?;
         drop(meta);
-        self.unsealed.fetch_sub(1, Ordering::AcqRel);
-        let _guard = self.sealed.lock();
-        self.sealed_ready.notify_all();
+        self.buffers.note_sealed();
         Ok(())
     }
 }

@@ -1,13 +1,13 @@
 //! Looking at metadata, and making sure that it is in memory, without waiting for the medium under the metadata lock.
 //!
-//! A look-up that misses pages lets go of the lock, reads them and looks again ([`Engine::look`], [`Fetch`]). A change
-//! cannot begin again, so it is prepared instead: a survey ([`super::survey`]) of what it will need, under the lock, by
-//! turns with reads without it ([`Engine::bring_in`]). What a change misses all the same, because something changed in
+//! A look-up that misses pages lets go of the lock, reads them and looks again ([`Metadata::look`], [`Fetch`]). A change
+//! cannot begin again, so it is prepared instead: a survey ([`crate::engine::metadata::survey`]) of what it will need, under the lock, by
+//! turns with reads without it ([`Metadata::bring_in`]). What a change misses all the same, because something changed in
 //! between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
 
-use super::{Engine, Meta};
+use super::{Meta, Metadata};
 use crate::Result;
-use crate::pages::{Load, PageKey, PageStatistics, read_home};
+use crate::pages::{Load, PageKey, read_home};
 use backend::{BLOCK_SIZE, Block};
 use std::sync::Arc;
 
@@ -19,19 +19,19 @@ const SURVEYS_MAX: usize = 48;
 /// Pages held in memory for one request (16 MiB): beyond it they take their chance with all others.
 const HELD_MAX: usize = 4096;
 /// Pages read at a time (1 MiB): what a look-up or survey misses beyond that it misses again.
-pub(super) const ABSENT_MAX: usize = 256;
+pub(crate) const ABSENT_MAX: usize = 256;
 /// Neighbours read with one request: the table pages of a region.
 const GROUP_MAX: usize = crate::space::REGION_PAGES as usize;
 
 /// What a request has had read into memory. The pages stay there while it lives.
 #[derive(Default)]
-pub(super) struct Fetch {
+pub(crate) struct Fetch {
     looks: usize,
     held: Vec<Arc<Block>>,
 }
 
 impl Fetch {
-    /// Runs `look`. `Err` with what it missed: to be given to [`Engine::load_pages`] without the lock, and then to be
+    /// Runs `look`. `Err` with what it missed: to be given to [`Metadata::load_pages`] without the lock, and then to be
     /// run again. No `look` may change metadata before it has seen all that it needs.
     pub fn look<T>(
         &mut self,
@@ -49,12 +49,12 @@ impl Fetch {
     }
 }
 
-impl Engine {
+impl Metadata {
     /// Looks at metadata under the lock, as often as it takes to have all of it in memory.
-    pub(super) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
+    pub(crate) fn look<T>(&self, mut look: impl FnMut(&mut Meta) -> Result<T>) -> Result<T> {
         let mut fetch = Fetch::default();
         loop {
-            let looked = fetch.look(&mut self.meta.lock(), &mut look);
+            let looked = fetch.look(&mut self.lock(), &mut look);
             match looked {
                 Ok(outcome) => return outcome,
                 Err(absent) => self.load_pages(absent, &mut fetch)?,
@@ -63,11 +63,11 @@ impl Engine {
     }
 
     /// Has what `survey` notes as missed read into memory. What cannot be read is left for the change to complain of.
-    pub(super) fn bring_in(&self, survey: impl Fn(&mut Meta)) -> Fetch {
+    pub(crate) fn bring_in(&self, survey: impl Fn(&mut Meta)) -> Fetch {
         let mut fetch = Fetch::default();
         for _ in 0..SURVEYS_MAX {
             let absent = {
-                let mut meta = self.meta.lock();
+                let mut meta = self.lock();
                 if meta.pages.is_warm() {
                     break;
                 }
@@ -82,11 +82,11 @@ impl Engine {
     }
 
     /// Reads pages without the lock, or waits for who does.
-    pub(super) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
+    pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
         let mut others: Vec<Arc<Load>> = Vec::new();
         {
-            let mut meta = self.meta.lock();
+            let mut meta = self.lock();
             for key in absent.into_iter().take(ABSENT_MAX) {
                 match meta.pages.begin_load(key) {
                     Some((true, load)) => own.push((key, load)),
@@ -101,13 +101,13 @@ impl Engine {
             // The medium works on all of them while the first is waited for.
             for group in &groups {
                 let first = group[0].0;
-                self.page_files[first.file() as usize].will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);
+                self.file(first.file()).will_need(first.offset(), (group.len() * BLOCK_SIZE) as u64);
             }
         }
         let mut result = Ok(());
         for group in groups {
-            let pages = read_home(&*self.page_files[group[0].0.file() as usize], group[0].0, group.len());
-            let mut meta = self.meta.lock();
+            let pages = read_home(self.file(group[0].0.file()), group[0].0, group.len());
+            let mut meta = self.lock();
             for ((key, load), page) in group.iter().zip(pages) {
                 match meta.pages.end_load(*key, load, page) {
                     Ok(page) => fetch.held.extend(page),
@@ -121,10 +121,5 @@ impl Engine {
         let surplus = fetch.held.len().saturating_sub(HELD_MAX);
         fetch.held.drain(..surplus);
         result
-    }
-
-    /// Counters of the cache of metadata pages.
-    pub fn page_statistics(&self) -> PageStatistics {
-        self.meta.lock().pages.statistics()
     }
 }

@@ -26,11 +26,8 @@
 //! 2. A superblock that names images was written after they were flushed.
 //! 3. The space is reserved before pages become dirty that might need it.
 
-use super::checkpoint::{CheckpointRecord, write_home};
-use super::superblock::{NamedImages, Superblock};
-use super::{Engine, Meta};
-use crate::pages::{PageFile, PageKey, sealed, verify};
-use crate::space::{REGION_PAGES, SUMMARY_ENTRIES};
+use super::{CheckpointRecord, NamedImages, Superblock};
+use crate::pages::{PageFile, PageKey, sealed, verify, write_home};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
@@ -46,8 +43,6 @@ const VERSION: u16 = 1;
 const KEYS_PER_BLOCK: u64 = (BLOCK_SIZE / 8) as u64;
 /// Pages read or written at a time (1 MiB).
 const PAGES_AT_A_TIME: usize = 256;
-/// Pages beside those of tables and nodes that a small datastore changes between two checkpoints.
-const FEW_PAGES: u64 = 64;
 
 /// Bytes that the file takes for `pages` images.
 pub fn length(pages: u64) -> u64 {
@@ -125,8 +120,10 @@ pub struct Images {
     salt: u64,
 }
 
+/// Pages with their keys.
+pub type Pages = [(PageKey, Arc<Block>)];
 /// What is called with each part of the images.
-type Part<'a> = dyn FnMut(&[(PageKey, Arc<Block>)]) -> Result<()> + 'a;
+type Part<'a> = dyn FnMut(&Pages) -> Result<()> + 'a;
 
 impl Images {
     /// Makes the file with room for `pages` images.
@@ -155,7 +152,8 @@ impl Images {
         Ok(capacity(self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?))
     }
 
-    fn reserve(&self, pages: u64) -> Result<()> {
+    /// Grows the file to have room for so many images.
+    pub fn reserve(&self, pages: u64) -> Result<()> {
         let before = self.file.len().during(|| format!("measuring {IMAGES_FILE}"))?;
         let wanted = length(pages);
         if wanted <= before {
@@ -175,7 +173,7 @@ impl Images {
         number: u64,
         incarnation: u64,
         record: CheckpointRecord,
-        images: &[(PageKey, Arc<Block>)],
+        images: &Pages,
     ) -> Result<NamedImages> {
         let count = images.len() as u64;
         let key_blocks = count.div_ceil(KEYS_PER_BLOCK);
@@ -280,6 +278,17 @@ impl Images {
     }
 }
 
+/// An error where a file system with `available` bytes has no room to grow from `known` images to `pages`.
+pub fn check_room(available: u64, pages: u64, known: u64) -> Result<()> {
+    if available >= length(pages) - length(known) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::NoSpace,
+        format!("the file system of the datastore is full: {} bytes for checkpoints cannot be reserved", length(pages)),
+    ))
+}
+
 fn damaged(what: &str) -> Error {
     Error::new(
         ErrorKind::Corrupt,
@@ -288,54 +297,4 @@ fn damaged(what: &str) -> Error {
              backup"
         ),
     )
-}
-
-/// Images that there must be room for at least, so that every single change of this datastore can be made.
-pub(super) fn pages_needed(meta: &Meta, records: u64) -> u64 {
-    let tables = (meta.data.regions() + meta.map.regions()) * REGION_PAGES;
-    let summaries = (meta.data.regions() + meta.map.regions()) / SUMMARY_ENTRIES + 2;
-    let catalog = (meta.catalog.slots() + records) / crate::catalog::SLOTS_PER_PAGE as u64;
-    (tables + summaries + catalog + meta.map.counts().used + FEW_PAGES)
-        .clamp(INITIAL_PAGES, super::admission::PAGES_FLOOR)
-}
-
-impl Engine {
-    /// Makes sure of room for so many images.
-    pub(super) fn reserve_images(&self, pages: u64) -> Result<()> {
-        if pages <= self.admission.capacity() {
-            return Ok(());
-        }
-        let _growing = self.images_growing.lock();
-        let known = self.admission.capacity();
-        if pages <= known {
-            return Ok(());
-        }
-        // Asked first: a file system that runs full on the way searches long.
-        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
-        if room.available < length(pages) - length(known) {
-            return Err(Error::new(
-                ErrorKind::NoSpace,
-                format!(
-                    "the file system of the datastore is full: {} bytes for checkpoints cannot be reserved",
-                    length(pages)
-                ),
-            ));
-        }
-        self.images.reserve(pages)?;
-        self.admission.set_capacity(self.images.capacity()?);
-        Ok(())
-    }
-
-    /// Doubles the room for images while it is what bounds the dirty pages, or is less than one change of so many pages
-    /// needs. A full file system leaves it as it is: checkpoints come earlier then.
-    pub(super) fn grow_images(&self, pages: u64) {
-        if self.admission.is_capacity_short() || pages > self.admission.page_limit() {
-            let wanted = (self.admission.capacity() * 2).min(self.admission.capacity_max());
-            if let Err(error) = self.reserve_images(wanted)
-                && error.kind() != ErrorKind::NoSpace
-            {
-                tracing::warn!(%error, "checkpoints stay as small as they are");
-            }
-        }
-    }
 }

@@ -149,8 +149,8 @@ impl Superblock {
             checkpoint: since_2(word(144)),
             images: (count > 0).then_some(NamedImages { count, checksum }),
         };
-        let sane = superblock.journal_size >= super::JOURNAL_SIZE_MIN
-            && superblock.journal_size <= super::JOURNAL_SIZE_MAX
+        let sane = superblock.journal_size >= crate::engine::JOURNAL_SIZE_MIN
+            && superblock.journal_size <= crate::engine::JOURNAL_SIZE_MAX
             && superblock.journal_size.is_multiple_of(BLOCK_SIZE as u64)
             && superblock.tail.position.is_multiple_of(BLOCK_SIZE as u64)
             && superblock.tail.position < 1 << 62

@@ -1,7 +1,7 @@
-//! What changes will need of the metadata: for [`Engine::bring_in`](super::Engine::bring_in), before they are made.
+//! What changes will need of the metadata: for [`Engine::bring_in`](crate::engine::Engine::bring_in), before they are made.
 
+use super::Meta;
 use super::fetch::ABSENT_MAX;
-use super::{Engine, Head, Meta};
 use crate::buffer::{Content, Piece};
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
@@ -65,7 +65,7 @@ impl Meta {
     }
 
     /// What is about to happen to a range of a tree. The number of blocks that a write can overwrite where they are.
-    pub(super) fn survey(&mut self, root: Option<NodeId>, range: Range<u64>, aim: Aim) -> u64 {
+    pub(crate) fn survey(&mut self, root: Option<NodeId>, range: Range<u64>, aim: Aim) -> u64 {
         let mut store = self.in_memory();
         match root {
             Some(root) => tree::survey(&mut store, root, range, aim),
@@ -76,12 +76,12 @@ impl Meta {
     }
 
     /// What comparing two trees will need.
-    pub(super) fn survey_difference(&mut self, roots: [Option<NodeId>; 2], range: &Range<u64>) {
+    pub(crate) fn survey_difference(&mut self, roots: [Option<NodeId>; 2], range: &Range<u64>) {
         tree::survey_difference(&mut self.in_memory(), roots, range);
     }
 
     /// The same for a range of a disk.
-    pub(super) fn survey_disk(&mut self, disk: u64, range: Range<u64>, aim: Aim) -> u64 {
+    pub(crate) fn survey_disk(&mut self, disk: u64, range: Range<u64>, aim: Aim) -> u64 {
         match self.catalog.find(disk).map(|object| object.root) {
             Some(root) => self.survey(root, range, aim),
             None => 0,
@@ -89,17 +89,17 @@ impl Meta {
     }
 
     /// The table entries of a run of data will be needed.
-    pub(super) fn survey_run(&mut self, run: Run) {
+    pub(crate) fn survey_run(&mut self, run: Run) {
         self.data.survey_entries(&mut self.pages, run);
     }
 
     /// A new place will be taken for up to `blocks` blocks.
-    pub(super) fn survey_allocation(&mut self, blocks: u64) {
+    pub(crate) fn survey_allocation(&mut self, blocks: u64) {
         self.data.survey_allocation(&mut self.pages, blocks);
     }
 
     /// Another owner will refer to what these objects map.
-    pub(super) fn survey_roots(&mut self, objects: &[u64]) {
+    pub(crate) fn survey_roots(&mut self, objects: &[u64]) {
         for object in objects {
             if let Some(root) = self.catalog.find(*object).and_then(|object| object.root) {
                 self.in_memory().references(root);
@@ -108,14 +108,14 @@ impl Meta {
     }
 
     /// What a checkpoint changes itself.
-    pub(super) fn survey_capture(&mut self) {
+    pub(crate) fn survey_capture(&mut self) {
         self.catalog.survey_store(&mut self.pages);
         self.data.survey_summaries(&mut self.pages);
         self.map.survey_summaries(&mut self.pages);
     }
 
     /// What an operation will need.
-    pub(super) fn survey_operation(&mut self, operation: &Operation) {
+    pub(crate) fn survey_operation(&mut self, operation: &Operation) {
         match operation {
             Operation::Map { disk, logical, run, .. }
             | Operation::MapData { disk, logical, run, .. }
@@ -151,7 +151,7 @@ impl Meta {
     }
 
     /// What pieces of a buffer will need on their way into the map.
-    pub(super) fn survey_pieces(&mut self, disk: u64, pieces: &[Piece]) {
+    pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[Piece]) {
         let mut blocks = 0;
         for piece in pieces {
             if self.pages.absent() >= ABSENT_MAX {
@@ -175,16 +175,5 @@ impl Meta {
         if blocks > 0 && self.pages.absent() == 0 {
             self.survey_allocation(blocks);
         }
-    }
-}
-
-impl Engine {
-    /// What the oldest layer of a buffer holds, from where write-back goes on, up to `most` blocks.
-    pub(super) fn oldest_pieces(&self, head: &Head, most: u64) -> Vec<Piece> {
-        let mut buffer = head.buffer.lock();
-        let cursor = buffer.cursor;
-        let (layer, _) = buffer.layers.oldest();
-        let pieces = layer.take(cursor, most);
-        if pieces.is_empty() { layer.take(0, most) } else { pieces }
     }
 }

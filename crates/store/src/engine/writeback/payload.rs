@@ -4,21 +4,20 @@
 //! The journal protects it until the next checkpoint, so nothing has to be announced or flushed here; but what its
 //! journal does not hold yet may not go.
 
-use super::Engine;
-use super::writeback::{LANE_DEPTH, SLICES_MAX};
+use super::{LANE_DEPTH, SLICES_MAX};
+use crate::engine::Engine;
 use crate::space::Run;
 use crate::{IoContext, Result};
 use backend::{Queue, SharedSlice};
-use std::sync::Arc;
 
 /// What taking journalled payload home keeps between rounds.
 pub struct LoggedLane {
-    pub(super) queue: Box<dyn Queue>,
+    pub(crate) queue: Box<dyn Queue>,
     cursor: u64,
 }
 
 impl LoggedLane {
-    pub(super) fn new(queue: Box<dyn Queue>) -> Self {
+    pub(crate) fn new(queue: Box<dyn Queue>) -> Self {
         Self { queue, cursor: 0 }
     }
 }
@@ -27,8 +26,8 @@ impl Engine {
     /// Takes journalled payload home, up to `most` blocks; the number written. The journal protects it until the next
     /// checkpoint, so nothing has to be announced or flushed here. Payload whose record is still to be appended stays:
     /// a crash would find it where recovery expects what was there before.
-    pub(super) fn write_logged(&self, most: usize) -> Result<usize> {
-        let mut lane = self.logged_lane.lock();
+    pub(crate) fn write_logged(&self, most: usize) -> Result<usize> {
+        let mut lane = self.writeback.lock_logged();
         let (blocks, guard) = {
             let mut meta = self.meta.lock();
             let mut blocks: Vec<(u64, SharedSlice)> =
@@ -48,7 +47,7 @@ impl Engine {
             if ready.is_empty() {
                 return Ok(0);
             }
-            (ready, Arc::clone(&meta.epoch))
+            (ready, meta.freed.guard())
         };
         let result = self.write_logged_blocks(&mut lane, &blocks);
         let mut meta = self.meta.lock();

@@ -4,13 +4,12 @@
 //! by maintenance ahead of need, else by the writer that finds nothing left. Only where neither came in time does it
 //! happen under the lock.
 
-use super::admission::Cost;
-use super::{Engine, Meta, images};
 use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::log::Cost;
+use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
 use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES};
-use crate::sync::atomic::Ordering;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 
@@ -31,7 +30,7 @@ const NODES_AHEAD: u64 = 1024;
 const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
 
 /// What metadata has to have room for in the file system.
-pub(super) struct Needs {
+pub(crate) struct Needs {
     /// Bytes that each file has to grow to.
     files: [(PageFile, u64); 5],
     /// Images of a checkpoint.
@@ -40,7 +39,7 @@ pub(super) struct Needs {
 
 impl Engine {
     /// Reserves more space until `claims` blocks fit into what is free. Under no lock that a checkpoint takes.
-    pub(super) fn extend(&self, claims: u64) -> Result<()> {
+    pub(crate) fn extend(&self, claims: u64) -> Result<()> {
         let mut largest = EXTENSION_MAX;
         while self.headroom_now() < claims {
             // Each piece on its own: a thick disk takes any number of them.
@@ -53,18 +52,18 @@ impl Engine {
     /// Free blocks that writes may count on, what no read names any more among them.
     fn headroom_now(&self) -> u64 {
         let mut meta = self.meta.lock();
-        meta.release_limbo();
+        meta.release_freed();
         self.update_headroom(&meta);
-        self.headroom.load(Ordering::Acquire)
+        self.reserves.headroom()
     }
 
     /// Reserves one piece, of at most `largest` blocks, if `claims` blocks do not fit yet.
     fn extend_once(&self, claims: u64, largest: &mut u64) -> Result<()> {
-        let _extending = self.extending.lock();
-        let planned = self.look(|meta| {
-            meta.release_limbo();
+        let _extending = self.reserves.lock_extending();
+        let planned = self.meta.look(|meta| {
+            meta.release_freed();
             self.update_headroom(meta);
-            let free = self.headroom.load(Ordering::Acquire);
+            let free = self.reserves.headroom();
             if claims <= free {
                 return Ok(None);
             }
@@ -76,7 +75,7 @@ impl Engine {
         let Some((run, needs)) = planned else { return Ok(()) };
         match self.reserve_run(run, &needs) {
             Ok(()) => {
-                let _fetch = self.bring_in(|meta| meta.survey_run(run));
+                let _fetch = self.meta.bring_in(|meta| meta.survey_run(run));
                 self.note_backed(&mut self.meta.lock(), run)
             }
             Err(error) if error.kind() == ErrorKind::NoSpace && *largest > EXTENSION_LEAST => {
@@ -89,8 +88,8 @@ impl Engine {
 
     /// The same as [`Engine::extend`] under the metadata lock, for `want` blocks: when a write has to go home and
     /// finds less than it set aside.
-    pub(super) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
-        let Some(_extending) = self.extending.try_lock() else { return Ok(()) };
+    pub(crate) fn extend_locked(&self, meta: &mut Meta, want: u64) -> Result<()> {
+        let Some(_extending) = self.reserves.try_extending() else { return Ok(()) };
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
         loop {
             let run = meta.data.plan_extension(&mut meta.pages, want)?;
@@ -102,6 +101,20 @@ impl Engine {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Takes up to `want` free blocks, reserving more from the file system if need be.
+    pub(in crate::engine) fn allocate(&self, meta: &mut Meta, want: u64) -> Result<Run> {
+        for attempt in 0..3 {
+            if let Some(run) = meta.data.allocate(&mut meta.pages, want)? {
+                return Ok(run);
+            }
+            if attempt == 0 && meta.release_freed() {
+                continue;
+            }
+            self.extend_locked(meta, want)?;
+        }
+        Err(Error::new(ErrorKind::NoSpace, "no free blocks although the file system gave some; run 'lamina check'"))
     }
 
     fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {
@@ -128,7 +141,7 @@ impl Engine {
 
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
         // The reservation itself must be durable before the journal says so.
-        let gate = self.written.fetch_add(1, Ordering::AcqRel) + 1;
+        let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };
         meta.enqueue(operation, gate)?;
         self.update_headroom(meta);
@@ -137,12 +150,12 @@ impl Engine {
     }
 
     /// Keeps some space ahead of writes that come in.
-    pub(super) fn extend_ahead(&self) -> Result<()> {
+    pub(crate) fn extend_ahead(&self) -> Result<()> {
         let (short, length) = {
             let meta = self.meta.lock();
-            let claims = self.claims.load(Ordering::Acquire);
+            let claims = self.reserves.claims();
             let ahead = claims + extension(&meta) / 2;
-            let short = (ahead > self.headroom.load(Ordering::Acquire)).then_some(ahead);
+            let short = (ahead > self.reserves.headroom()).then_some(ahead);
             let counts = meta.map.counts();
             let length = (counts.free < NODES_AHEAD && counts.used > NODES_AHEAD / 2)
                 .then(|| (counts.backed, counts.backed + nodes_more(counts.used)));
@@ -155,7 +168,7 @@ impl Engine {
         }
         if let Some((from, to)) = length {
             let size = BLOCK_SIZE as u64;
-            if self.page_files[PageFile::Map as usize].reserve(from * size, (to - from) * size).is_ok() {
+            if self.meta.file(PageFile::Map).reserve(from * size, (to - from) * size).is_ok() {
                 let needs = {
                     let mut meta = self.meta.lock();
                     meta.map.set_backed_length(to);
@@ -168,13 +181,14 @@ impl Engine {
     }
 
     /// Makes sure that the next operation finds enough nodes.
-    pub(super) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
+    pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
         while meta.map.counts().free < nodes {
             let counts = meta.map.counts();
             let more = nodes_more(counts.used).max(nodes - counts.free);
             let length = counts.backed + more;
             let bytes = length * BLOCK_SIZE as u64;
-            self.page_files[PageFile::Map as usize]
+            self.meta
+                .file(PageFile::Map)
                 .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
                 .during(|| format!("reserving {bytes} bytes for metadata"))?;
             meta.map.set_backed_length(length);
@@ -185,20 +199,20 @@ impl Engine {
 
     /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
     /// system: a checkpoint must not find it full.
-    pub(super) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
+    pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
         self.reserve_needs(&needs(meta, records))
     }
 
     fn reserve_needs(&self, needs: &Needs) -> Result<()> {
         self.reserve_images(needs.images)?;
         for (file, bytes) in needs.files {
-            let known = &self.metadata_reserved[file as usize];
-            let from = known.load(Ordering::Acquire);
+            let from = self.reserves.metadata(file);
             if bytes > from {
-                self.page_files[file as usize]
+                self.meta
+                    .file(file)
                     .reserve(from, bytes - from)
                     .during(|| format!("reserving {bytes} bytes for {}", file.name()))?;
-                known.fetch_max(bytes, Ordering::AcqRel);
+                self.reserves.note_metadata(file, bytes);
             }
         }
         Ok(())
@@ -224,5 +238,5 @@ fn needs(meta: &Meta, records: u64) -> Needs {
         (PageFile::Catalog, (meta.catalog.slots() + records) / SLOTS_PER_PAGE as u64 + 64),
     ]
     .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64));
-    Needs { files, images: images::pages_needed(meta, records) }
+    Needs { files, images: meta.images_needed(records) }
 }

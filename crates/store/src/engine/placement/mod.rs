@@ -33,6 +33,10 @@
 //! * A share names its run, so that the run is held until the share is durable, also when its first owner unmaps it
 //!   meanwhile. Holds are counted by order number, so that a second operation on the run prolongs them.
 
+mod doubt;
+
+pub(crate) use doubt::Doubts;
+
 use crate::space::Run;
 use crate::tree::NodeId;
 use rustc_hash::FxHashMap;

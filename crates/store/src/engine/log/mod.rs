@@ -1,0 +1,311 @@
+//! The commit log: the journal, the superblock, what is durable, and the room for what becomes durable next.
+//!
+//! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `permits`; `syncing` (one flush of the
+//! data files at a time) before the journal and never under it. The log takes no lock of another part.
+
+mod admission;
+mod clocks;
+mod images;
+mod permits;
+mod record;
+mod superblock;
+
+pub use admission::{Cost, Grant, PAGES_FLOOR};
+pub use clocks::Clocks;
+pub use images::{IMAGES_FILE, INITIAL_PAGES, Images};
+pub use record::CheckpointRecord;
+pub use superblock::{FORMAT_VERSION, NamedImages, Superblock};
+
+use crate::journal::{BatchKind, Journal, Place};
+use crate::space::Run;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard};
+use crate::{IoContext, Result};
+use admission::Admission;
+use backend::{Directory, File};
+use permits::Permits;
+use std::sync::Arc;
+
+/// The journal, and what the superblock on the medium says.
+pub struct Committer {
+    journal: Journal,
+    superblock: Superblock,
+    /// Where the pending changes ended that the checkpoint under way has captured.
+    ordered: Option<Place>,
+    /// Batches of operations appended since opening.
+    batches: u64,
+}
+
+/// See the head of the file.
+pub struct CommitLog {
+    /// Room for what is appended and dirtied.
+    pub admission: Admission,
+    /// What is durable.
+    pub clocks: Clocks,
+    checkpoint: Mutex<()>,
+    commit: Mutex<Committer>,
+    syncing: Mutex<()>,
+    permits: Mutex<Permits>,
+    superblock_file: Arc<dyn File>,
+    /// Size of the journal ring in bytes.
+    ring: u64,
+    images: Images,
+    /// One growth of the images file at a time.
+    growing: Mutex<()>,
+    head: AtomicU64,
+    tail: AtomicU64,
+    /// Journal position of announced overwrites still under way; `u64::MAX`: none.
+    announced: AtomicU64,
+    /// Overwrites announced before this journal position are durable.
+    settled: AtomicU64,
+}
+
+/// A flush of the data files under way. One at a time.
+pub struct Syncing<'a> {
+    log: &'a CommitLog,
+    _one: MutexGuard<'a, ()>,
+    settled: u64,
+    home: u64,
+}
+
+impl CommitLog {
+    /// Over a journal that has been surveyed, for a metadata cache of `cache` pages.
+    pub fn new(
+        journal: Journal,
+        superblock: Superblock,
+        superblock_file: Arc<dyn File>,
+        images: Images,
+        cache: u64,
+    ) -> Result<Self> {
+        let admission = Admission::new(superblock.journal_size, cache);
+        admission.set_capacity(images.capacity()?);
+        admission.set_used(journal.used());
+        Ok(Self {
+            admission,
+            clocks: Clocks::default(),
+            checkpoint: Mutex::new(()),
+            head: AtomicU64::new(journal.head().position),
+            tail: AtomicU64::new(journal.tail().position),
+            commit: Mutex::new(Committer { journal, superblock, ordered: None, batches: 0 }),
+            syncing: Mutex::new(()),
+            permits: Mutex::default(),
+            superblock_file,
+            ring: superblock.journal_size,
+            images,
+            growing: Mutex::new(()),
+            announced: AtomicU64::new(u64::MAX),
+            settled: AtomicU64::new(0),
+        })
+    }
+
+    /// Size of the journal ring in bytes.
+    pub fn ring(&self) -> u64 {
+        self.ring
+    }
+
+    /// Bytes between tail and head.
+    pub fn used(&self) -> u64 {
+        self.head.load(Ordering::Acquire) - self.tail.load(Ordering::Acquire)
+    }
+
+    /// The journal, locked.
+    pub fn lock(&self) -> MutexGuard<'_, Committer> {
+        self.commit.lock()
+    }
+
+    /// Waits for the checkpoint under way, and keeps others from beginning.
+    pub fn lock_checkpoints(&self) -> MutexGuard<'_, ()> {
+        self.checkpoint.lock()
+    }
+
+    /// The same, unless one is under way.
+    pub fn try_lock_checkpoints(&self) -> Option<MutexGuard<'_, ()>> {
+        self.checkpoint.try_lock()
+    }
+
+    /// Appends a batch, durably.
+    pub fn append(&self, commit: &mut Committer, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
+        commit.journal.append(kind, parts)?;
+        commit.batches += u64::from(matches!(kind, BatchKind::Operations | BatchKind::Urgent));
+        self.head.store(commit.journal.head().position, Ordering::Release);
+        self.admission.set_used(commit.journal.used());
+        Ok(())
+    }
+
+    /// Lets go of the journal before `tail`.
+    fn release(&self, commit: &mut Committer, tail: Place) {
+        commit.journal.release(tail);
+        self.tail.store(tail.position, Ordering::Release);
+        self.admission.set_used(commit.journal.used());
+    }
+
+    /// Writes the superblock, which lets go of the journal before its tail.
+    pub fn write_superblock(&self, commit: &mut Committer, next: &mut Superblock) -> Result<()> {
+        next.write(&*self.superblock_file)?;
+        commit.superblock = *next;
+        self.release(commit, next.tail);
+        Ok(())
+    }
+
+    /// The superblock says that the store was not closed: from here on the files change.
+    pub fn note_open(&self) -> Result<()> {
+        let mut commit = self.lock();
+        if commit.superblock.clean {
+            commit.superblock.clean = false;
+            commit.superblock.write(&*self.superblock_file)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the images of a checkpoint, and the superblock that names them: the checkpoint is committed.
+    pub fn commit_images(&self, next: &mut Superblock, images: &images::Pages) -> Result<()> {
+        let record = CheckpointRecord::of(next);
+        next.images = Some(self.images.write(next.checkpoint, next.incarnation, record, images)?);
+        next.clean = false;
+        next.write(&*self.superblock_file)?;
+        let mut commit = self.lock();
+        commit.superblock = *next;
+        self.release(&mut commit, next.tail);
+        drop(commit);
+        self.admission.notify();
+        Ok(())
+    }
+
+    /// Makes sure of room for so many images, `room` being what the file system has left.
+    pub fn reserve_images(&self, pages: u64, directory: &dyn Directory) -> Result<()> {
+        if pages <= self.admission.capacity() {
+            return Ok(());
+        }
+        let _growing = self.growing.lock();
+        let known = self.admission.capacity();
+        if pages <= known {
+            return Ok(());
+        }
+        // Asked first: a file system that runs full on the way searches long.
+        let room = directory.room().during(|| "asking for the room of the file system".into())?;
+        images::check_room(room.available, pages, known)?;
+        self.images.reserve(pages)?;
+        self.admission.set_capacity(self.images.capacity()?);
+        Ok(())
+    }
+
+    /// Announces overwrites in place, durably. They stay unsettled until [`CommitLog::end_announced`].
+    pub fn begin_announced(&self, commit: &Committer) {
+        self.announced.store(commit.journal.head().position, Ordering::Release);
+    }
+
+    /// What was announced is written, and the data files know of it.
+    pub fn end_announced(&self) {
+        self.announced.store(u64::MAX, Ordering::Release);
+    }
+
+    /// Nothing that was announced is settled by a flush, until [`CommitLog::end_announced`]: for recovery, which may
+    /// have to begin again.
+    pub fn settle_nothing(&self) {
+        self.announced.store(0, Ordering::Release);
+    }
+
+    /// Whether all these runs are permitted now.
+    pub fn permits(&self, mut runs: impl Iterator<Item = Run>) -> bool {
+        let permits = self.permits.lock();
+        runs.all(|run| permits.covers(run))
+    }
+
+    /// Appends the announcement of runs with `append`, and permits them.
+    pub fn permit(&self, runs: &[Run], append: impl FnOnce() -> Result<()>) -> Result<()> {
+        // Held over the append: ending permits reads the head of the journal after it has ended these too.
+        let mut permits = self.permits.lock();
+        append()?;
+        runs.iter().for_each(|run| permits.add(*run));
+        Ok(())
+    }
+
+    /// Ends all permits.
+    pub fn end_permits(&self) {
+        self.permits.lock().clear();
+    }
+
+    /// Whether a home write is not durable.
+    pub fn needs_sync(&self) -> bool {
+        self.clocks.home() > self.clocks.synced()
+    }
+
+    /// Waits for the flush of the data files under way; then no other begins.
+    pub fn lock_syncing(&self) -> MutexGuard<'_, ()> {
+        self.syncing.lock()
+    }
+
+    /// Begins a flush of the data files: ends all permits, and notes what the flush settles. No write past the buffer
+    /// may be under way.
+    pub fn begin_sync<'a>(&'a self, one: MutexGuard<'a, ()>) -> Syncing<'a> {
+        // One critical section: a permit given between its two statements would be settled and live on.
+        let mut permits = self.permits.lock();
+        permits.clear();
+        // The order matters: an announcement made after the head was read lies behind it.
+        let head = self.head.load(Ordering::Acquire);
+        drop(permits);
+        let settled = head.min(self.announced.load(Ordering::Acquire));
+        Syncing { log: self, _one: one, settled, home: self.clocks.home() }
+    }
+
+    #[cfg(test)]
+    pub fn head(&self) -> u64 {
+        self.head.load(Ordering::Acquire)
+    }
+}
+
+impl Syncing<'_> {
+    /// The data files are flushed. The journal position before which announcements are settled now, if it has grown.
+    pub fn end(self) -> Option<u64> {
+        self.log.clocks.set_synced(self.home);
+        let before = self.log.settled.fetch_max(self.settled, Ordering::AcqRel);
+        (before < self.settled).then_some(self.settled)
+    }
+}
+
+impl Committer {
+    /// What the superblock on the medium says.
+    pub fn superblock(&self) -> Superblock {
+        self.superblock
+    }
+
+    /// Where the next batch goes.
+    pub fn head(&self) -> Place {
+        self.journal.head()
+    }
+
+    /// The opening that appends.
+    pub fn incarnation(&self) -> u64 {
+        self.journal.incarnation()
+    }
+
+    /// Reads a batch, in recovery.
+    pub fn read(&self, place: Place) -> Result<Option<crate::journal::Batch>> {
+        self.journal.read(place, 0)
+    }
+
+    /// A checkpoint captures what is pending: where it ends in the journal is not known yet.
+    pub fn begin_capture(&mut self) {
+        self.ordered = None;
+    }
+
+    /// All that the checkpoint under way captured is in the journal.
+    pub fn end_capture(&mut self) {
+        self.ordered = Some(self.journal.head());
+    }
+
+    /// Where the captured changes ended.
+    pub fn take_captured_end(&mut self) -> Option<Place> {
+        self.ordered.take()
+    }
+
+    /// Batches of operations appended since opening, but for those that change nothing.
+    pub fn batches(&self) -> u64 {
+        self.batches
+    }
+
+    /// The batch appended last changes nothing that a checkpoint holds: a clean one may let go of it.
+    pub fn discount_last(&mut self) {
+        self.batches -= 1;
+    }
+}

@@ -1,0 +1,82 @@
+//! What a checkpoint says of the store, beside its pages.
+
+use super::Superblock;
+use crate::journal::Place;
+
+/// What the superblock says after a checkpoint, in the head of the images file and, in version 1, at the end of a
+/// checkpoint in the journal: nine numbers of eight bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CheckpointRecord {
+    /// From where urgent batches are replayed, and images looked for.
+    pub tail: Place,
+    /// From where all batches are replayed.
+    pub ordered: Place,
+    pub data_regions: u64,
+    pub map_regions: u64,
+    pub map_length: u64,
+    pub catalog_slots: u64,
+    pub next_id: u64,
+}
+
+impl CheckpointRecord {
+    const WORDS: usize = 9;
+    /// Bytes of it.
+    pub const SIZE: usize = 8 * Self::WORDS;
+
+    /// What a superblock says.
+    pub fn of(superblock: &Superblock) -> Self {
+        Self {
+            tail: superblock.tail,
+            ordered: superblock.ordered,
+            data_regions: superblock.data_regions,
+            map_regions: superblock.map_regions,
+            map_length: superblock.map_length,
+            catalog_slots: superblock.catalog_slots,
+            next_id: superblock.next_id,
+        }
+    }
+
+    /// Takes it into a superblock.
+    pub fn update(&self, superblock: &mut Superblock) {
+        superblock.tail = self.tail;
+        superblock.ordered = self.ordered;
+        superblock.data_regions = self.data_regions;
+        superblock.map_regions = self.map_regions;
+        superblock.map_length = self.map_length;
+        superblock.catalog_slots = self.catalog_slots;
+        superblock.next_id = self.next_id;
+    }
+
+    /// As stored.
+    pub fn encode(&self) -> Vec<u8> {
+        let words: [u64; Self::WORDS] = [
+            self.tail.position,
+            self.tail.sequence,
+            self.ordered.position,
+            self.ordered.sequence,
+            self.data_regions,
+            self.map_regions,
+            self.map_length,
+            self.catalog_slots,
+            self.next_id,
+        ];
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    /// From its stored form.
+    pub fn decode(body: &[u8]) -> Option<Self> {
+        if body.len() != Self::SIZE {
+            return None;
+        }
+        let word = |i: usize| u64::from_le_bytes(body[8 * i..8 * i + 8].try_into().expect("eight bytes"));
+        Some(Self {
+            tail: Place { position: word(0), sequence: word(1) },
+            ordered: Place { position: word(2), sequence: word(3) },
+            data_regions: word(4),
+            map_regions: word(5),
+            map_length: word(6),
+            catalog_slots: word(7),
+            next_id: word(8),
+        })
+    }
+}

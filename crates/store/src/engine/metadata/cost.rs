@@ -1,0 +1,131 @@
+//! What changes cost: bytes of the journal, and pages that they dirty at most.
+
+use super::{Effects, Meta};
+use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::log::{Cost, INITIAL_PAGES, PAGES_FLOOR};
+use crate::journal::Operation;
+use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES, TABLE_ENTRIES};
+use crate::{Result, tree};
+use std::ops::Range;
+
+/// What every operation may dirty beside what it is about: the catalog's page of its disk and summaries.
+const PAGES_BESIDE: u64 = 3;
+/// Pages that dropping one leaf dirties: entries of all its extents, counts of its node, the parent.
+const PAGES_PER_DROPPED_LEAF: u64 = 2 * 254 + 4;
+/// Nodes above a leaf, and what every operation may dirty beside.
+const PAGES_ON_PATH: u64 = tree::LEVELS_MAX as u64 + PAGES_BESIDE;
+/// Pages beside those of tables and nodes that a small datastore changes between two checkpoints.
+const FEW_PAGES: u64 = 64;
+
+/// What the changes of one step touch at most: pages that several of them change count once as far as the changes come
+/// in ascending order.
+#[derive(Default)]
+pub struct Touched {
+    seen: tree::Seen,
+    nodes: u64,
+    tables: u64,
+    /// The page of the data table that counted last.
+    last: Option<u64>,
+}
+
+impl Touched {
+    /// Adds a change of what the data table says of a run.
+    pub fn touch_run(&mut self, run: Run) {
+        let (first, last) = (run.start / TABLE_ENTRIES, (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES);
+        self.tables += last - first + 1 - u64::from(self.last == Some(first));
+        self.last = Some(last);
+    }
+}
+
+/// Pages of the data table that describe a run.
+pub fn table_pages(run: Run) -> u64 {
+    (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
+}
+
+impl Meta {
+    /// Pages that the next checkpoint would write.
+    pub fn dirty_pages(&self) -> u64 {
+        let summaries = |regions: u64| regions / SUMMARY_ENTRIES + 1;
+        self.pages.dirty() as u64
+            + self.catalog.changed()
+            + self.data.changed_regions().min(summaries(self.data.regions()))
+            + self.map.changed_regions().min(summaries(self.map.regions()))
+    }
+
+    /// Pages of all tables and summaries.
+    fn tables(&self) -> u64 {
+        let regions = self.data.regions() + self.map.regions();
+        regions * REGION_PAGES + regions / SUMMARY_ENTRIES + 2
+    }
+
+    /// How far a change of what a disk maps may go to dirty about `most` pages, at least one leaf of its map; and how
+    /// many pages that dirties at most.
+    pub fn reach(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64) -> Result<(u64, u64)> {
+        let mut touched = Touched::default();
+        let end = self.touch(disk, range, unmap, most, &mut touched)?;
+        Ok((end, self.pages_of(&touched)))
+    }
+
+    /// Adds a change of what a disk maps to those of the same step; where it has to end, as [`Meta::reach`] says.
+    fn touch(&mut self, disk: u64, range: Range<u64>, unmap: bool, most: u64, touched: &mut Touched) -> Result<u64> {
+        let Some(root) = self.catalog.get(disk)?.root else { return Ok(range.end) };
+        let (mut effects, seen) = (Effects::default(), &mut touched.seen);
+        let reach = tree::reach(&mut self.nodes(&mut effects), root, range, unmap, TABLE_ENTRIES, most, seen)?;
+        touched.nodes += reach.nodes;
+        touched.tables += reach.tables;
+        Ok(reach.end)
+    }
+
+    /// Adds mapping a range to a run.
+    pub fn touch_mapping(&mut self, disk: u64, logical: u64, run: Run, touched: &mut Touched) -> Result<()> {
+        self.touch(disk, logical..logical + run.blocks, false, u64::MAX, touched)?;
+        touched.touch_run(run);
+        Ok(())
+    }
+
+    /// How many pages these changes dirty at most.
+    pub fn pages_of(&self, touched: &Touched) -> u64 {
+        let summaries = touched.tables.min(self.tables() / REGION_PAGES / SUMMARY_ENTRIES + 2);
+        touched.nodes + (touched.tables + summaries).min(self.tables()) + PAGES_BESIDE
+    }
+
+    /// What an operation costs at most, its place in a batch included.
+    pub fn cost(&mut self, operation: &Operation) -> Result<Cost> {
+        let pages = match operation {
+            Operation::Map { disk, logical, run, .. }
+            | Operation::MapData { disk, logical, run, .. }
+            | Operation::Unwritten { disk, logical, run, .. }
+            | Operation::Written { disk, logical, run, .. } => {
+                let mut touched = Touched::default();
+                self.touch_mapping(*disk, *logical, *run, &mut touched)?;
+                self.pages_of(&touched)
+            }
+            Operation::Unmap { disk, logical, blocks } => {
+                self.reach(*disk, *logical..*logical + *blocks, true, u64::MAX)?.1
+            }
+            Operation::Overwrite { run, .. }
+            | Operation::OverwriteData { run, .. }
+            | Operation::Checksums { run, .. }
+            | Operation::Announce { run }
+            | Operation::Backed { run, .. } => table_pages(*run) + PAGES_BESIDE,
+            Operation::Drop { steps, .. } => {
+                (u64::from(*steps) * PAGES_PER_DROPPED_LEAF).min(self.tables() + PAGES_ON_PATH)
+            }
+            Operation::Resolve { .. } | Operation::Synced { .. } => PAGES_BESIDE,
+            Operation::Put { .. }
+            | Operation::Seal { .. }
+            | Operation::Clone { .. }
+            | Operation::Revert { .. }
+            | Operation::Trash { .. } => 2 * PAGES_BESIDE,
+        };
+        Ok(Cost { bytes: operation.size() as u64, pages })
+    }
+
+    /// Images that there must be room for at least, so that every single change of this datastore can be made.
+    pub fn images_needed(&self, records: u64) -> u64 {
+        let tables = (self.data.regions() + self.map.regions()) * REGION_PAGES;
+        let summaries = (self.data.regions() + self.map.regions()) / SUMMARY_ENTRIES + 2;
+        let catalog = (self.catalog.slots() + records) / SLOTS_PER_PAGE as u64;
+        (tables + summaries + catalog + self.map.counts().used + FEW_PAGES).clamp(INITIAL_PAGES, PAGES_FLOOR)
+    }
+}

@@ -1,0 +1,167 @@
+//! Metadata: the trees, tables and the catalog, the changes of them that are pending, and what these hold.
+//!
+//! One lock, taken after all others of the engine but those of [`super::log`] that are for a few instructions. Pages
+//! are read from the medium without it ([`fetch`]). The part takes no lock of another part.
+
+mod apply;
+mod cost;
+mod fetch;
+mod freed;
+mod pending;
+mod survey;
+mod view;
+
+pub(crate) use apply::{Effects, NODES_PER_OPERATION, Nodes};
+pub(crate) use cost::{Touched, table_pages};
+pub(crate) use fetch::Fetch;
+pub(crate) use freed::Freed;
+pub(crate) use pending::{Pending, Queue};
+pub(crate) use view::{Sight, View};
+
+use super::placement::{Holds, InFlight};
+use crate::Result;
+use crate::catalog::Catalog;
+use crate::journal::Operation;
+use crate::pages::{Kept, PageFile, PageStatistics, Pages};
+use crate::space::{Entry, Space};
+use crate::sync::{Mutex, MutexGuard};
+use backend::{Directory, File, SharedSlice};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The metadata of a store behind its lock, and the files of its pages.
+pub struct Metadata {
+    meta: Mutex<Meta>,
+    files: [Arc<dyn File>; PageFile::COUNT],
+    /// What a check still needs of pages that checkpoints write over.
+    kept: Arc<Kept>,
+}
+
+/// Everything behind the metadata lock.
+pub struct Meta {
+    pub pages: Pages,
+    pub map: Space,
+    pub data: Space,
+    pub catalog: Catalog,
+    /// Payload in the journal that is not home yet, by physical block.
+    pub logged: BTreeMap<u64, SharedSlice>,
+    /// Blocks being overwritten in place, by write-back, by a write past the buffer or by payload on its way home.
+    pub in_flight: InFlight,
+    /// Changes that the journal does not have.
+    pub pending: Queue,
+    /// Freed blocks that cannot be had.
+    pub freed: Freed,
+    /// Blocks and nodes that pending operations concern.
+    holds: Holds,
+    /// The catalog as the next checkpoint captures it, for a check that asked for it.
+    viewed: Option<Catalog>,
+}
+
+impl Metadata {
+    /// Over pages that a recovery has put in order.
+    pub fn new(
+        directory: Arc<dyn Directory>,
+        files: [Arc<dyn File>; PageFile::COUNT],
+        pages: Pages,
+        map: Space,
+        data: Space,
+        catalog: Catalog,
+    ) -> Self {
+        let meta = Meta {
+            pages,
+            map,
+            data,
+            catalog,
+            logged: BTreeMap::new(),
+            in_flight: InFlight::default(),
+            pending: Queue::default(),
+            freed: Freed::default(),
+            holds: Holds::default(),
+            viewed: None,
+        };
+        Self { meta: Mutex::new(meta), files, kept: Kept::new(directory) }
+    }
+
+    /// The metadata, locked.
+    pub fn lock(&self) -> MutexGuard<'_, Meta> {
+        self.meta.lock()
+    }
+
+    /// The file of a kind of pages.
+    pub fn file(&self, file: PageFile) -> &dyn File {
+        &*self.files[file as usize]
+    }
+
+    /// The files of all kinds of pages.
+    pub fn files(&self) -> &[Arc<dyn File>; PageFile::COUNT] {
+        &self.files
+    }
+
+    /// Counters of the cache of pages.
+    pub fn statistics(&self) -> PageStatistics {
+        self.lock().pages.statistics()
+    }
+}
+
+impl Meta {
+    /// The table entry of a data block.
+    pub fn entry(&mut self, block: u64) -> Result<Entry> {
+        self.data.entry(&mut self.pages, block)
+    }
+
+    /// Applies an operation and queues it for the journal.
+    pub fn enqueue(&mut self, operation: Operation, gate: u64) -> Result<()> {
+        let mut effects = Effects::default();
+        self.apply(&operation, &mut effects)?;
+        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
+        held.extend(operation.names());
+        for run in &held {
+            self.data.annotate(&mut self.pages, *run, |block, entry| {
+                self.holds.hold_block(block, entry.held);
+                entry.held = true;
+            })?;
+        }
+        self.holds.spread(&changed_nodes);
+        unshared_nodes.into_iter().for_each(|node| self.holds.hold_node(node));
+        self.freed.freed(&freed);
+        let number = self.holds.pushed();
+        self.pending.push(operation, gate, number, freed, held);
+        Ok(())
+    }
+
+    /// A pending change is in the journal: what it held is free to be overwritten, what it freed waits for its readers.
+    /// True if it freed something.
+    pub fn committed(&mut self, changes: Vec<Pending>) -> Result<bool> {
+        self.pending.appended();
+        let mut freed = Vec::new();
+        for change in changes {
+            for run in &change.held {
+                self.data.annotate(&mut self.pages, *run, |block, entry| {
+                    if self.holds.release_block(block, change.number) {
+                        entry.held = false;
+                    }
+                })?;
+            }
+            self.holds.committed(change.number);
+            freed.extend(change.freed);
+        }
+        Ok(self.freed.durable(freed))
+    }
+
+    /// Whether pending changes hold nodes of the map.
+    pub fn holds_nodes(&self) -> bool {
+        !self.holds.no_nodes()
+    }
+
+    /// Makes blocks allocatable whose freeing is durable and which no read names any more.
+    pub fn release_freed(&mut self) -> bool {
+        let mut any = false;
+        while let Some(runs) = self.freed.take() {
+            for run in runs {
+                self.data.release(run);
+                any = true;
+            }
+        }
+        any
+    }
+}

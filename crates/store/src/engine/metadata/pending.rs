@@ -1,0 +1,130 @@
+//! Pending changes: carried out in memory and not in the journal yet, in the order in which the journal takes them.
+
+use crate::journal::Operation;
+use crate::space::Run;
+use std::collections::VecDeque;
+
+/// A change that is in memory and not in the journal yet.
+pub struct Pending {
+    pub operation: Operation,
+    /// The data it points at is durable once so many home writes are.
+    pub gate: u64,
+    /// Its number among the operations that became pending.
+    pub number: u64,
+    /// Blocks that it freed.
+    pub freed: Vec<Run>,
+    /// Blocks that must not be overwritten in place before it is durable.
+    pub held: Vec<Run>,
+    /// It takes effect together with the next one or not at all: both go into one batch.
+    joined: bool,
+}
+
+/// The pending changes.
+#[derive(Default)]
+pub struct Queue {
+    changes: VecDeque<Pending>,
+    bytes: usize,
+    /// Bytes of what was taken from the queue and is being appended.
+    appending: usize,
+    /// How many of the changes are [`Operation::Checksums`].
+    checksums: usize,
+    /// Changes at the front that the checkpoint under way has captured already.
+    captured: Option<usize>,
+}
+
+/// The changes of one batch of the journal.
+#[derive(Default)]
+pub struct Taken {
+    pub changes: Vec<Pending>,
+    /// All that a checkpoint captured had been taken before: where the journal ends now is where it ends.
+    pub ordered: bool,
+}
+
+impl Queue {
+    pub fn push(&mut self, operation: Operation, gate: u64, number: u64, freed: Vec<Run>, held: Vec<Run>) {
+        self.bytes += operation.size();
+        self.checksums += usize::from(matches!(operation, Operation::Checksums { .. }));
+        self.changes.push_back(Pending { operation, gate, number, freed, held, joined: false });
+    }
+
+    /// The change queued last takes effect with the next one or not at all.
+    pub fn join_last(&mut self) {
+        if let Some(last) = self.changes.back_mut() {
+            last.joined = true;
+        }
+    }
+
+    fn pop(&mut self) -> Option<Pending> {
+        let next = self.changes.pop_front()?;
+        let size = next.operation.size();
+        self.bytes -= size;
+        self.appending += size;
+        self.checksums -= usize::from(matches!(next.operation, Operation::Checksums { .. }));
+        self.captured = self.captured.map(|left| left.saturating_sub(1));
+        Some(next)
+    }
+
+    /// Takes the changes that go into the next batch: those whose data is durable up to `synced`, while `more` says
+    /// that the batch has room. A batch ends where what a checkpoint captured ends.
+    pub fn take_batch(&mut self, synced: u64, mut more: impl FnMut(&Operation) -> bool) -> Taken {
+        let mut taken = Taken::default();
+        if self.captured == Some(0) {
+            self.captured = None;
+            taken.ordered = true;
+        }
+        let (mut joined, mut room) = (false, true);
+        while let Some(next) = self.changes.front()
+            && next.gate <= synced
+            && (room || joined)
+            && self.captured != Some(0)
+        {
+            room = more(&next.operation);
+            joined = next.joined;
+            taken.changes.extend(self.pop());
+        }
+        taken
+    }
+
+    /// Takes everything, never to be appended.
+    pub fn take_all(&mut self) -> Vec<Pending> {
+        let taken = std::iter::from_fn(|| self.pop()).collect();
+        self.appending = 0;
+        taken
+    }
+
+    /// What was taken is in the journal.
+    pub fn appended(&mut self) {
+        self.appending = 0;
+    }
+
+    /// A checkpoint captures all that is pending.
+    pub fn capture(&mut self) {
+        self.captured = Some(self.changes.len());
+    }
+
+    /// Bytes of what waits.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Bytes of what waits, and of what is being appended.
+    pub fn bytes_unappended(&self) -> usize {
+        self.bytes + self.appending
+    }
+
+    pub fn len(&self) -> usize {
+        self.changes.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.changes.is_empty()
+    }
+
+    pub fn has_checksums(&self) -> bool {
+        self.checksums > 0
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &Pending> {
+        self.changes.iter()
+    }
+}

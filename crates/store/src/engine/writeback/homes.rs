@@ -1,0 +1,212 @@
+//! A batch on its way: announced, written, and brought into the map.
+
+use super::plan::{Home, Plan};
+use super::{BATCH_STRIDE, Lane};
+use crate::engine::log::Committer;
+use crate::engine::metadata::Meta;
+use crate::engine::placement::Placement;
+use crate::engine::{Engine, Head};
+use crate::journal::{BatchKind, Operation, Writer};
+use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::sync::atomic::Ordering;
+use crate::tree::Aim;
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::{Completion, File, IoMode};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Runs of new places from this many bytes go to the medium at once, through the page cache as they may: left to the
+/// next flush, they would make it, and every append to the journal beside it, wait for hundreds of megabytes.
+const WRITE_OUT_MIN: u64 = 256 << 10;
+/// Blocks in one write (1 MiB).
+const GROUP_BLOCKS_MAX: u64 = 256;
+/// Short writes that are brought into the map together.
+const GROUPS_PER_FINISH: usize = 32;
+/// Slices per write: the kernel takes no more (`IOV_MAX`).
+pub const SLICES_MAX: usize = 1000;
+/// Operations in flight of one lane.
+pub const LANE_DEPTH: u32 = 64;
+
+impl Home {
+    /// What bringing it into the map will need.
+    fn survey(&self, meta: &mut Meta, disk: u64) {
+        meta.survey_run(self.run);
+        if self.placement != Placement::InPlace {
+            meta.survey_disk(disk, self.logical..self.logical + self.run.blocks, Aim::Map);
+        }
+    }
+}
+
+impl Engine {
+    /// Makes durable which blocks are about to be overwritten in place.
+    pub(super) fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
+        let mut writer = Writer::default();
+        for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
+            writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
+        }
+        if writer.is_empty() {
+            return Ok(());
+        }
+        self.log.begin_announced(&commit);
+        let appended = self.append(&mut commit, BatchKind::Urgent, &writer.finish());
+        // A snapshot or a flush may wait for it.
+        MutexGuard::unlock_fair(commit);
+        appended
+    }
+
+    /// Writes a batch and brings it into the map. What the map has no room for stays buffered, and is returned as an
+    /// error that came late: all that was announced has been written then.
+    pub(super) fn write_homes(&self, lane: &mut Lane, head: &Head, plan: &mut Plan) -> Result<Option<Error>> {
+        plan.sort();
+        let homes = plan.homes();
+        let mut groups: Vec<Range<usize>> = Vec::new();
+        let mut blocks = 0;
+        for (i, home) in homes.iter().enumerate() {
+            let joins = groups.last().is_some_and(|group| {
+                let before = homes[i - 1].run;
+                group.len() < SLICES_MAX
+                    && blocks < GROUP_BLOCKS_MAX
+                    && before.start + before.blocks == home.run.start
+                    && before.start / crate::space::FILE_BLOCKS == home.run.start / crate::space::FILE_BLOCKS
+            });
+            match groups.last_mut() {
+                Some(group) if joins => group.end = i + 1,
+                _ => {
+                    groups.push(i..i + 1);
+                    blocks = 0;
+                }
+            }
+            blocks += home.run.blocks;
+        }
+        match self.options.mode {
+            IoMode::Buffered => self.write_into_cache(head, homes, &groups),
+            IoMode::Direct => self.write_past_cache(lane, head, homes, &groups),
+        }
+    }
+
+    fn write_into_cache(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<Option<Error>> {
+        let (mut done, mut short) = (0, None);
+        let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
+        for (i, group) in groups.iter().enumerate() {
+            let part = &homes[group.clone()];
+            let (file, offset) = self.files.locate(part[0].run)?;
+            let slices: Vec<&[u8]> = part.iter().map(|home| &*home.data).collect();
+            file.write_at(&slices, offset, false)
+                .during(|| format!("writing block {} home", part[0].run.start))
+                .map_err(|error| self.stop(error))?;
+            let length: u64 = slices.iter().map(|slice| slice.len() as u64).sum();
+            let long = length >= WRITE_OUT_MIN && part[0].placement == Placement::New;
+            if long {
+                file.write_out(offset, length, false);
+            }
+            if long || i + 1 - done >= GROUPS_PER_FINISH {
+                short = self.finish_homes(head, homes, &groups[done..=i])?.or(short);
+                done = i + 1;
+            }
+            // Not more than two at a time: see WRITE_OUT_MIN.
+            if long && let Some((file, offset, length)) = going_out.replace((file, offset, length)) {
+                file.write_out(offset, length, true);
+            }
+        }
+        Ok(self.finish_homes(head, homes, &groups[done..])?.or(short))
+    }
+
+    fn write_past_cache(
+        &self,
+        lane: &mut Lane,
+        head: &Head,
+        homes: &[Home],
+        groups: &[Range<usize>],
+    ) -> Result<Option<Error>> {
+        let mut completions: Vec<Completion> = Vec::new();
+        let (mut next, mut short) = (0, None);
+        while next < groups.len() || lane.queue.in_flight() > 0 {
+            while next < groups.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
+                let group = &homes[groups[next].clone()];
+                let (file, offset) = self.files.locate(group[0].run)?;
+                let slices = group.iter().map(|home| home.data.clone()).collect();
+                lane.queue.write(&file, offset, slices, false, next as u64);
+                next += 1;
+            }
+            lane.queue
+                .wait(&mut completions, None)
+                .during(|| "waiting for write-back".into())
+                .map_err(|error| self.stop(error))?;
+            let mut finished = Vec::with_capacity(completions.len());
+            for completion in completions.drain(..) {
+                completion.result.during(|| "writing blocks home".into()).map_err(|error| self.stop(error))?;
+                finished.push(groups[completion.token as usize].clone());
+            }
+            short = self.finish_homes(head, homes, &finished)?.or(short);
+        }
+        Ok(short)
+    }
+
+    /// Lets the map name what has been written, and the buffer forget it.
+    fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<Option<Error>> {
+        let mut short = None;
+        let done: Vec<&Home> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
+        // After the writes and before the clock says so: a flush in between may have cleared the mark.
+        done.iter().for_each(|home| self.files.touch(home.run));
+        let gate = self.log.clocks.wrote_home();
+        for part in done.chunks(BATCH_STRIDE) {
+            let _fetch = self.meta.bring_in(|meta| part.iter().for_each(|home| home.survey(meta, head.id)));
+            let mut buffer = head.lock();
+            let mut meta = self.meta.lock();
+            let mut gone = (0, 0);
+            for home in part {
+                match self.finish_home(&mut meta, &mut buffer, head.id, home, gate) {
+                    Ok((claimed, data)) => gone = (gone.0 + claimed, gone.1 + data),
+                    Err(error) if error.kind() == ErrorKind::NoSpace => short = Some(error),
+                    Err(error) => return Err(error),
+                }
+            }
+            self.update_headroom(&meta);
+            self.count_changes(&meta);
+            let commit_wanted = meta.pending.bytes() > self.pending_limit();
+            MutexGuard::unlock_fair(meta);
+            MutexGuard::unlock_fair(buffer);
+            self.give_back(gone);
+            if commit_wanted {
+                self.request(|work| work.commit = true);
+            }
+        }
+        Ok(short)
+    }
+
+    /// One piece that is at home: into the map, out of the buffer. Returns what the buffer had set aside for it.
+    fn finish_home(
+        &self,
+        meta: &mut Meta,
+        buffer: &mut crate::engine::Buffer,
+        disk: u64,
+        home: &Home,
+        gate: u64,
+    ) -> Result<(u64, u64)> {
+        let checksums = home.checksums.clone();
+        let operation = match home.placement {
+            Placement::InPlace => {
+                meta.note_overwritten(home.run, &checksums)?;
+                None
+            }
+            Placement::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),
+            Placement::New => Some(Operation::Map { disk, logical: home.logical, run: home.run, checksums }),
+        };
+        if let Some(operation) = operation {
+            self.carry_out_new(meta, operation, gate)?;
+        }
+        self.counters.blocks_written.fetch_add(home.run.blocks, Ordering::Relaxed);
+        let (layer, _) = buffer.layers.oldest();
+        Ok(layer.remove(home.logical, home.run.blocks, home.stamp))
+    }
+}
+
+impl Meta {
+    fn note_overwritten(&mut self, run: Run, checksums: &[u32]) -> Result<()> {
+        self.data.annotate(&mut self.pages, run, |block, entry| {
+            entry.checksum = checksums[(block - run.start) as usize];
+            entry.suspect = false;
+        })
+    }
+}

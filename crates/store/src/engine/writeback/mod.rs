@@ -1,0 +1,291 @@
+//! Write-back: buffered entries to their places on the medium, in order of address.
+//!
+//! A batch runs under the gate: plan (which blocks may be overwritten in place, which need new places), announce the
+//! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
+//! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
+
+mod homes;
+mod others;
+mod payload;
+mod plan;
+mod through;
+
+pub(crate) use homes::{LANE_DEPTH, SLICES_MAX};
+pub(crate) use others::{STEPS_MAX, Step};
+pub(crate) use payload::LoggedLane;
+
+use super::log::Cost;
+use super::metadata::Fetch;
+use super::{Engine, Head};
+use crate::buffer::Piece;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard, RwLock};
+use crate::{ErrorKind, Result};
+use backend::{IoMode, Queue};
+pub(crate) use plan::Plan;
+
+/// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
+/// enough that announcements are few.
+fn batch_blocks(mode: IoMode) -> u64 {
+    match mode {
+        IoMode::Buffered => 1024,
+        IoMode::Direct => 256,
+    }
+}
+
+/// Pieces planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no longer
+/// than that.
+const BATCH_STRIDE: usize = 64;
+/// Pages that a block written somewhere dirties, about ...
+const PAGES_PER_BLOCK: u64 = 16;
+/// ... and the smallest batch that is cut no further, in blocks.
+const BATCH_MIN: u64 = 64;
+
+/// What write-back keeps between batches.
+pub struct Lane {
+    queue: Box<dyn Queue>,
+    /// Disk served last.
+    last: u64,
+}
+
+/// Write-back, and the other ways in which data gets to the medium.
+///
+/// Locks, in this order: `logged` (one round of journalled payload), the gate (no write-back under way), the journal,
+/// `through` (shared by writes past the buffer; exclusive where none may be under way). `copying` is held over one
+/// write, beside none.
+pub struct WriteBack {
+    gate: Mutex<Lane>,
+    logged: Mutex<LoggedLane>,
+    through: RwLock<()>,
+    copying: Mutex<()>,
+    /// The disk that was served last, for those without the lane.
+    served: AtomicU64,
+    /// Flushes waiting for the gate: write-back steps aside.
+    flushes_waiting: AtomicU64,
+}
+
+impl WriteBack {
+    /// With a queue for write-back and one for payload of the journal.
+    pub fn new(queue: Box<dyn Queue>, logged: Box<dyn Queue>) -> Self {
+        Self {
+            gate: Mutex::new(Lane { queue, last: 0 }),
+            logged: Mutex::new(LoggedLane::new(logged)),
+            through: RwLock::default(),
+            copying: Mutex::default(),
+            served: AtomicU64::new(0),
+            flushes_waiting: AtomicU64::new(0),
+        }
+    }
+
+    /// The gate: no write-back is under way while it is held.
+    pub fn lock(&self) -> MutexGuard<'_, Lane> {
+        self.gate.lock()
+    }
+
+    /// No write past the buffer is under way while this is held.
+    pub fn stop_through(&self) -> impl Drop + '_ {
+        self.through.write()
+    }
+
+    /// Held by writes past the buffer.
+    fn share_through(&self) -> impl Drop + '_ {
+        self.through.read()
+    }
+
+    fn lock_logged(&self) -> MutexGuard<'_, LoggedLane> {
+        self.logged.lock()
+    }
+
+    /// Held by the one bulk writer that copies into the page cache.
+    pub fn lock_copying(&self) -> MutexGuard<'_, ()> {
+        self.copying.lock()
+    }
+
+    fn set_served(&self, lane: &mut Lane, disk: u64) {
+        lane.last = disk;
+        self.served.store(disk, Ordering::Relaxed);
+    }
+
+    /// The gate, for a flush: write-back lets it go first.
+    pub fn lock_for_flush(&self) -> MutexGuard<'_, Lane> {
+        self.flushes_waiting.fetch_add(1, Ordering::AcqRel);
+        let gate = self.lock();
+        self.flushes_waiting.fetch_sub(1, Ordering::AcqRel);
+        gate
+    }
+
+    /// Whether a flush waits for the gate.
+    pub fn is_flush_waiting(&self) -> bool {
+        self.flushes_waiting.load(Ordering::Acquire) > 0
+    }
+}
+
+/// What became of a batch.
+enum Batch {
+    /// Nothing is buffered.
+    Empty,
+    /// Written.
+    Done,
+    /// Something of it is still buffered: there was no room for this.
+    Refused(Cost),
+}
+
+impl Engine {
+    /// Writes back one batch, of the disk that has waited longest. False when no buffer holds anything.
+    pub(super) fn write_back_once(&self) -> Result<bool> {
+        self.check_running()?;
+        self.pace()?;
+        let _fetch = self.bring_in_next();
+        let appends = self.admit_append()?;
+        let mut lane = self.writeback.lock();
+        let mut heads = self.buffers.heads();
+        let after = heads.partition_point(|head| head.id <= lane.last);
+        heads.rotate_left(after);
+        for head in heads {
+            match self.write_back(&mut lane, &head)? {
+                Batch::Empty => {}
+                Batch::Done => {
+                    self.writeback.set_served(&mut lane, head.id);
+                    MutexGuard::unlock_fair(lane);
+                    return Ok(true);
+                }
+                Batch::Refused(cost) => {
+                    self.writeback.set_served(&mut lane, head.id);
+                    MutexGuard::unlock_fair(lane);
+                    drop(appends);
+                    return self.make_room(cost).map(|()| true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// Writes back everything that is buffered for a disk now.
+    pub fn settle(&self, head: &Head) -> Result<()> {
+        loop {
+            self.check_running()?;
+            self.pace()?;
+            let _fetch = self.bring_in_batch(head);
+            let appends = self.admit_append()?;
+            let mut lane = self.writeback.lock();
+            let batch = self.write_back(&mut lane, head)?;
+            MutexGuard::unlock_fair(lane);
+            drop(appends);
+            match batch {
+                Batch::Empty => return Ok(()),
+                Batch::Done => {}
+                Batch::Refused(cost) => self.make_room(cost)?,
+            }
+        }
+    }
+
+    /// What the next batch will need of the metadata, before any lock is taken for it.
+    fn bring_in_next(&self) -> Fetch {
+        let heads = self.buffers.heads();
+        let after = heads.partition_point(|head| head.id <= self.writeback.served.load(Ordering::Relaxed));
+        let (before, after) = heads.split_at(after);
+        let next = after.iter().chain(before).find(|head| !head.lock().layers.is_empty());
+        next.map(|head| self.bring_in_batch(head)).unwrap_or_default()
+    }
+
+    fn bring_in_batch(&self, head: &Head) -> Fetch {
+        if self.meta.lock().pages.is_warm() {
+            return Fetch::default();
+        }
+        let pieces = head.lock().oldest_pieces(batch_blocks(self.options.mode));
+        self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
+    }
+
+    /// One batch of one disk.
+    fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<Batch> {
+        // Smaller where little room is left, so that it need not be cut.
+        let batch =
+            batch_blocks(self.options.mode).min((self.log.admission.pages_left() / PAGES_PER_BLOCK).max(BATCH_MIN));
+        let mut commit = self.log.lock();
+        let Some(mut pieces) = self.next_pieces(head, batch)? else { return Ok(Batch::Empty) };
+        let mut waited = false;
+        let (mut meta, mut plan, grant) = loop {
+            let mut meta = self.meta.lock();
+            let mut plan = Plan::default();
+            let planned = self
+                .plan_batch(&mut meta, head, &pieces, waited, &mut plan)
+                .and_then(|()| meta.cost_of_homes(head.id, plan.homes()));
+            // An announcement overtakes what is pending: of these blocks, checksums of older content.
+            let overtakes = planned.is_ok() && meta.awaits_checksums(plan.homes());
+            if let Ok(cost) = &planned
+                && !overtakes
+                && let Some(grant) = self.log.admission.try_admit(*cost)
+            {
+                break (meta, plan, grant);
+            }
+            plan.undo(&mut meta);
+            self.update_headroom(&meta);
+            drop(meta);
+            let lacks = matches!(&planned, Err(error) if error.kind() == ErrorKind::NoSpace);
+            if lacks && waited {
+                // What holds it now came since. The journal takes it in order, and needs no place beside its own.
+                let refused = self.log_batch(head, &pieces)?;
+                self.sync_all_data()?;
+                self.append_pending(&mut commit)?;
+                return Ok(refused.map_or(Batch::Done, Batch::Refused));
+            }
+            // What is held needs a new place, and may be overwritten in place once the journal has what holds it.
+            waited |= lacks;
+            let cost = if lacks { Cost::default() } else { planned? };
+            if overtakes || lacks {
+                self.sync_all_data()?;
+                self.append_pending(&mut commit)?;
+            } else if !shorten(&mut pieces, if self.log.admission.holds(cost) { BATCH_MIN } else { 1 }) {
+                return Ok(Batch::Refused(cost));
+            }
+        };
+        // Older payload of these must not go home beside or after what is written now. The journal still has it.
+        for run in plan.in_place() {
+            meta.forget_logged(run);
+        }
+        drop(meta);
+        self.announce(commit, plan.homes())?;
+        let short = self.write_homes(lane, head, &mut plan)?;
+        self.log.end_announced();
+        let others = plan.end(&mut self.meta.lock());
+        // What data needed is counted where it is now.
+        drop(grant);
+        if let Some(error) = short {
+            return Err(error);
+        }
+        let refused = self.finish_others(head, others)?;
+        let mut buffer = head.lock();
+        buffer.cursor = pieces.last().map_or(0, |piece| piece.logical + piece.entry.blocks);
+        let (layer, closed) = buffer.layers.oldest();
+        if closed && layer.is_empty() {
+            self.seal_oldest(&mut buffer)?;
+        }
+        Ok(refused.map_or(Batch::Done, Batch::Refused))
+    }
+
+    /// Up to `most` blocks of the oldest layer that holds any; snapshots that older ones complete are sealed.
+    fn next_pieces(&self, head: &Head, most: u64) -> Result<Option<Vec<Piece>>> {
+        let mut buffer = head.lock();
+        loop {
+            let (layer, closed) = buffer.layers.oldest();
+            if !layer.is_empty() {
+                return Ok(Some(buffer.oldest_pieces(most)));
+            }
+            if !closed {
+                return Ok(None);
+            }
+            self.seal_oldest(&mut buffer)?;
+        }
+    }
+}
+
+/// Makes a batch about half as long; false when it is one piece of `least` blocks.
+fn shorten(pieces: &mut Vec<Piece>, least: u64) -> bool {
+    if pieces.len() > 1 {
+        pieces.truncate(pieces.len() / 2);
+        return true;
+    }
+    let Some(piece) = pieces.first_mut().filter(|piece| piece.entry.blocks > least) else { return false };
+    *piece = piece.first(piece.entry.blocks / 2);
+    true
+}

@@ -1,0 +1,252 @@
+//! Where the blocks of a batch go.
+
+use super::BATCH_STRIDE;
+use crate::buffer::{Content, Piece};
+use crate::engine::admit::batch_bytes;
+use crate::engine::log::Cost;
+use crate::engine::metadata::{Effects, Meta, Touched};
+use crate::engine::placement::{BlockState, Placement, place};
+use crate::engine::{Engine, Head};
+use crate::journal::Operation;
+use crate::space::Run;
+use crate::sync::MutexGuard;
+use crate::tree::{self, Extent};
+use crate::{Error, ErrorKind, Result};
+use backend::{BLOCK_SIZE, SharedSlice};
+use std::ops::Range;
+
+/// A run of one piece with its place.
+pub struct Home {
+    pub placement: Placement,
+    pub logical: u64,
+    pub run: Run,
+    pub data: SharedSlice,
+    pub checksums: Vec<u32>,
+    pub stamp: u64,
+}
+
+/// Where everything of a batch goes. It ends by [`Plan::undo`] or [`Plan::end`].
+#[derive(Default)]
+pub struct Plan {
+    homes: Vec<Home>,
+    /// Discards and zeroes.
+    others: Vec<Piece>,
+    /// Runs to be overwritten in place.
+    claimed: Vec<Run>,
+}
+
+impl Plan {
+    /// The data of the batch, in the order of its pieces until [`Plan::sort`].
+    pub fn homes(&self) -> &[Home] {
+        &self.homes
+    }
+
+    /// Runs that are overwritten in place.
+    pub fn in_place(&self) -> impl Iterator<Item = Run> + '_ {
+        self.homes.iter().filter(|home| home.placement == Placement::InPlace).map(|home| home.run)
+    }
+
+    /// Orders the data by address on the medium: it is faster, and neighbours become one write.
+    pub fn sort(&mut self) {
+        self.homes.sort_unstable_by_key(|home| home.run.start);
+    }
+
+    /// Gives everything back: nothing was written.
+    pub fn undo(&mut self, meta: &mut Meta) {
+        for home in self.homes.drain(..).filter(|home| home.placement == Placement::New) {
+            meta.data.release(home.run);
+        }
+        self.claimed.drain(..).for_each(|run| meta.in_flight.release(run));
+    }
+
+    /// The data is written and in the map; what is left to do.
+    pub fn end(self, meta: &mut Meta) -> Vec<Piece> {
+        self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
+        self.others
+    }
+}
+
+impl Engine {
+    /// Splits pieces into runs and finds their places. `waited`: the journal has been waited for, and blocks that were
+    /// held then no longer are. After an error the plan holds what there is to undo.
+    pub(crate) fn plan_batch(
+        &self,
+        meta: &mut MutexGuard<'_, Meta>,
+        head: &Head,
+        pieces: &[Piece],
+        waited: bool,
+        plan: &mut Plan,
+    ) -> Result<()> {
+        let root = meta.catalog.get(head.id)?.root;
+        let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
+        let (mut new_blocks, mut not_claimed) = (0, 0);
+        let mut data = Vec::new();
+        for piece in pieces {
+            match &piece.entry.content {
+                Content::Data(slice, sums) => data.push((slice, sums, piece)),
+                Content::Unmapped | Content::Zero => plan.others.push(piece.clone()),
+            }
+        }
+        let mut parts = Vec::with_capacity(data.len());
+        for (i, (_, _, piece)) in data.iter().enumerate() {
+            if i % BATCH_STRIDE == BATCH_STRIDE - 1 {
+                // Other threads may go between: what is planned so far is claimed, so no payload goes home over it and
+                // no read resolves it.
+                MutexGuard::bump(meta);
+            }
+            let range = piece.logical..piece.logical + piece.entry.blocks;
+            meta.placements(root, range, &mut placements)?;
+            let new = placements.iter().filter(|(_, placement, _)| *placement == Placement::New);
+            let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();
+            new_blocks += new;
+            not_claimed += if piece.entry.claimed { 0 } else { new };
+            for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
+                let run = Run { start: *start, blocks: range.end - range.start };
+                meta.in_flight.claim(run);
+                plan.claimed.push(run);
+            }
+            parts.push(std::mem::take(&mut placements));
+        }
+        if not_claimed > 0 {
+            // What is set aside for the disk is for blocks that are shared: what is only held takes none of it unless
+            // waiting for the journal has not helped.
+            let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
+            if not_claimed > self.reserves.unclaimed() + aside {
+                return Err(Error::new(ErrorKind::NoSpace, "no free blocks beside what other writes count on"));
+            }
+        }
+        let mut spare = Run { start: 0, blocks: 0 };
+        for ((slice, sums, piece), parts) in data.into_iter().zip(parts) {
+            for (range, placement, physical) in parts {
+                let mut at = range.start;
+                while at < range.end {
+                    let mut run = Run { start: physical + (at - range.start), blocks: range.end - at };
+                    if placement == Placement::New {
+                        if spare.blocks == 0 {
+                            spare = self.allocate(meta, new_blocks)?;
+                        }
+                        run = Run { start: spare.start, blocks: run.blocks.min(spare.blocks) };
+                        spare = Run { start: spare.start + run.blocks, blocks: spare.blocks - run.blocks };
+                        new_blocks -= run.blocks;
+                    }
+                    let (from, to) = ((at - piece.logical) as usize, (at - piece.logical + run.blocks) as usize);
+                    plan.homes.push(Home {
+                        placement,
+                        logical: at,
+                        run,
+                        data: slice.slice(from * BLOCK_SIZE..to * BLOCK_SIZE),
+                        checksums: sums.as_slice()[from..to].to_vec(),
+                        stamp: piece.entry.stamp,
+                    });
+                    at += run.blocks;
+                }
+            }
+        }
+        debug_assert_eq!((spare.blocks, new_blocks), (0, 0));
+        Ok(())
+    }
+}
+
+impl Meta {
+    /// What announcing, writing and mapping these costs at most.
+    pub fn cost_of_homes(&mut self, disk: u64, homes: &[Home]) -> Result<Cost> {
+        let (mut announced, mut bytes, mut touched) = (0, 0, Touched::default());
+        for home in homes {
+            let record = 32 + 4 * home.run.blocks;
+            if home.placement == Placement::InPlace {
+                announced += record as usize;
+                touched.touch_run(home.run);
+            } else {
+                bytes += record;
+                self.touch_mapping(disk, home.logical, home.run, &mut touched)?;
+            }
+        }
+        if announced > 0 {
+            bytes += batch_bytes(announced);
+        }
+        Ok(Cost { bytes, pages: self.pages_of(&touched) })
+    }
+
+    /// True when checksums are pending of a block that is about to be overwritten in place.
+    pub fn awaits_checksums(&self, homes: &[Home]) -> bool {
+        // The list is long when much was written to new places, and then holds no checksums as a rule.
+        if !self.pending.has_checksums() {
+            return false;
+        }
+        let mut in_place: Vec<Run> =
+            homes.iter().filter(|home| home.placement == Placement::InPlace).map(|home| home.run).collect();
+        in_place.sort_unstable_by_key(|run| run.start);
+        self.pending.iter().any(|pending| {
+            let Operation::Checksums { run, .. } = &pending.operation else { return false };
+            let next = in_place.partition_point(|other| other.start + other.blocks <= run.start);
+            in_place.get(next).is_some_and(|other| other.start < run.start + run.blocks)
+        })
+    }
+
+    /// Where a range may be overwritten in place: (range, first physical block), `None` for what needs new places.
+    pub fn places(&mut self, root: Option<tree::NodeId>, range: Range<u64>) -> Result<Vec<(Range<u64>, Option<u64>)>> {
+        let mut placements = Vec::new();
+        self.placements(root, range, &mut placements)?;
+        let place = |placement, physical| (placement == Placement::InPlace).then_some(physical);
+        Ok(placements.into_iter().map(|(range, placement, physical)| (range, place(placement, physical))).collect())
+    }
+
+    /// Where a write of one block of an extent goes.
+    pub fn placement(&mut self, extent: &Extent, block: u64) -> Result<Placement> {
+        let entry = self.entry(block)?;
+        Ok(place(BlockState {
+            references: entry.references,
+            shared_path: extent.shared_path,
+            held: entry.held,
+            in_flight: self.in_flight.contains(block),
+            unwritten: extent.unwritten,
+        }))
+    }
+
+    /// Cuts a logical range by where its parts go: (range, placement, physical block for in place and fill).
+    pub fn placements(
+        &mut self,
+        root: Option<tree::NodeId>,
+        range: Range<u64>,
+        out: &mut Vec<(Range<u64>, Placement, u64)>,
+    ) -> Result<()> {
+        let mut extents: Vec<Extent> = Vec::new();
+        if let Some(root) = root {
+            let mut effects = Effects::default();
+            tree::lookup_exclusive(&mut self.nodes(&mut effects), root, range.clone(), &mut extents)?;
+        }
+        let mut at = range.start;
+        for extent in extents {
+            if at < extent.logical {
+                push_placement(out, at..extent.logical, Placement::New, 0);
+            }
+            at = extent.logical + extent.blocks;
+            if extent.shared_path {
+                push_placement(out, extent.logical..at, Placement::New, 0);
+                continue;
+            }
+            for i in 0..extent.blocks {
+                let block = extent.physical + i;
+                let placement = self.placement(&extent, block)?;
+                let logical = extent.logical + i;
+                push_placement(out, logical..logical + 1, placement, block);
+            }
+        }
+        if at < range.end {
+            push_placement(out, at..range.end, Placement::New, 0);
+        }
+        Ok(())
+    }
+}
+
+fn push_placement(out: &mut Vec<(Range<u64>, Placement, u64)>, range: Range<u64>, placement: Placement, physical: u64) {
+    if let Some((last, last_placement, start)) = out.last_mut()
+        && last.end == range.start
+        && *last_placement == placement
+        && (placement == Placement::New || *start + (last.end - last.start) == physical)
+    {
+        last.end = range.end;
+        return;
+    }
+    out.push((range, placement, physical));
+}
