@@ -1,4 +1,4 @@
-//! Filling a disk that nobody uses yet, past the buffer: full clones, eager zeroing, imports.
+//! Filling a disk that is not in use yet, past the buffer: full clones, eager zeroing, imports.
 
 use super::Engine;
 use super::admit::STEP_PAGES;
@@ -11,7 +11,7 @@ use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use std::ops::Range;
 
-/// Writes a disk that nobody else writes, from as many threads as there are; of two writes to a block the later counts.
+/// Writes a disk that nothing else writes, from as many threads as there are; of two writes to a block the later counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,
@@ -123,7 +123,7 @@ impl<'a> BulkWriter<'a> {
     }
 
     /// File systems let one writer at a time into the cached pages of a file, and the kernel burns the time of all
-    /// others: whoever waits for this instead leaves the processor to who has something to do. Past the page cache they
+    /// others: a wait for this lock instead leaves the processor to other threads. Past the page cache they
     /// write side by side.
     fn turn(&self) -> Option<MutexGuard<'a, ()>> {
         (self.engine.options.mode == IoMode::Buffered).then(|| self.engine.writeback.lock_copying())

@@ -1,9 +1,9 @@
 //! `check`: walks everything the catalog reaches, counts references, and compares with what the tables say.
 //!
-//! Without `repair` the store goes on meanwhile: what is walked is the state that a checkpoint left ([`crate::engine::metadata::view`]),
-//! whole and exact, read from the medium. So a check reports what was wrong at that moment, and nothing that changes
-//! look like; it stops others no longer than a checkpoint does. Data blocks are verified as they are when they are
-//! read ([`super::verify`]), and the room of the file system region by region.
+//! Without `repair` the store goes on meanwhile: what is walked is the state that a checkpoint left
+//! (`metadata/view.rs`), whole and exact, read from the medium. So a check reports what was wrong at that moment, and
+//! nothing that changes look like; it stops others no longer than a checkpoint does. Data blocks are verified as they
+//! are when they are read ([`super::verify`]), and the room of the file system region by region.
 //!
 //! With `repair` everything stands still from the first count to the last change: writes wait in the buffer, and reads
 //! too.

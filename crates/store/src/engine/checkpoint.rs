@@ -7,7 +7,7 @@
 //!    pending changes that were captured are appended; where they end is where replay of such changes will begin.
 //!    (Urgent batches, which overtake pending ones, are replayed from the tail on.)
 //! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home
-//!    and flushed: nobody would look at them if this checkpoint did not end.
+//!    and flushed: nothing would look at them if this checkpoint did not end.
 //! 4. Images of the other captured pages go to the images file and are flushed.
 //! 5. One write of the superblock commits the checkpoint: it names the images, lets go of the journal before the tail,
 //!    and holds the sizes. From here on recovery takes the pages from the images.

@@ -21,7 +21,7 @@ pub fn data_file_name(number: u64) -> String {
 }
 
 /// Data files are written out in pieces of this many bytes: few enough requests of the medium at a time that an append
-/// to the journal, for which somebody waits, does not wait long behind them (at 64 of 4 KiB, about a millisecond).
+/// to the journal, which a flush waits for, does not wait long behind them (at 64 of 4 KiB, about a millisecond).
 const WRITE_OUT_PIECE: u64 = 256 << 10;
 /// What was written is remembered by parts of this many bytes.
 const PART: u64 = 1 << 20;

@@ -1,4 +1,4 @@
-//! Flush: making what was acknowledged durable, once for everybody who waits.
+//! Flush: making what was acknowledged durable, once for all that wait.
 //!
 //! A flush that finds little buffered puts it into the journal, payload and all, behind the pending changes: one
 //! durable append. One that finds much writes it home first. Pending changes that point at data written home wait for
@@ -46,7 +46,7 @@ impl Engine {
         self.commit_pending(false)
     }
 
-    /// The same; `gently` where nobody waits for it, but others for the medium.
+    /// The same; `gently` where nothing waits for it, but others for the medium.
     pub(super) fn commit_pending(&self, gently: bool) -> Result<()> {
         self.check_running()?;
         self.make_journal_room()?;

@@ -52,7 +52,7 @@ pub struct BlockCounts {
     pub allocated: u64,
     /// Of these, never written: to be zeroed on first write.
     pub unwritten: u64,
-    /// Of the allocated, seen by nobody else.
+    /// Of the allocated, seen by no other.
     pub exclusive: u64,
     /// Extents: runs that lie together logically and physically.
     pub extents: u64,

@@ -1,4 +1,4 @@
-//! What goes on by itself: write-back, commits that nobody asked for, checkpoints, dropping deleted trees, and giving
+//! What goes on by itself: write-back, commits by time, checkpoints, dropping deleted trees, and giving
 //! space back to the file system.
 
 use super::Engine;
@@ -13,7 +13,7 @@ use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How often maintenance looks round when nobody asks.
+/// How often maintenance looks round when it is not asked.
 const TICK: Duration = Duration::from_millis(100);
 /// How often an owner that appends nothing to the journal looks whether it still is the owner.
 const OWNER_CHECK: Duration = Duration::from_secs(2);
@@ -35,7 +35,7 @@ const PUNCH_RUN: u64 = 16;
 /// Blocks given back per round in long runs (256 MiB), and while writes come in (16 MiB) ...
 const PUNCH_BLOCKS: u64 = 1 << 16;
 const PUNCH_BLOCKS_BUSY: u64 = 1 << 12;
-/// ... and one by one: nobody can have them while they are being punched.
+/// ... and one by one: they cannot be had while they are being punched.
 const PUNCH_SINGLES: u64 = 512;
 /// Free backed blocks kept for the writes to come while the datastore is busy: one part in so many of what is used ...
 const SLACK_SHARE: u64 = 32;
@@ -169,7 +169,7 @@ impl Engine {
         if writes > 0 {
             self.extend_ahead()?;
         }
-        // Commits flush data, which in buffered mode costs whoever writes now: not more often than of use.
+        // Commits flush data, which in buffered mode costs the writes of the moment: not more often than of use.
         let undurable = pending > 0 || !self.log.clocks.is_durable(clock);
         let since = watch.last_commit.elapsed();
         let interval = match self.options.mode {

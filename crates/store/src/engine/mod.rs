@@ -113,7 +113,7 @@ pub struct EngineOptions {
     pub metadata_cache: usize,
     /// Bound of the write buffer in bytes.
     pub write_buffer: usize,
-    /// Longest time that an acknowledged write stays undurable while nobody flushes.
+    /// Longest time that an acknowledged write stays undurable without a flush.
     pub commit_interval: Duration,
     /// Let large writes go past the buffer (buffered mode only).
     pub write_through: bool,
@@ -135,7 +135,7 @@ impl Default for EngineOptions {
     }
 }
 
-/// Counters for people and tests.
+/// Counters for `status` and tests.
 #[derive(Default)]
 pub struct Counters {
     /// Blocks that failed their checksum.

@@ -326,7 +326,7 @@ impl Engine {
             return Ok(Verdict::Again);
         }
         if entry.suspect {
-            // A write that nobody was told is durable was cut off here: what is left of it is the content now.
+            // A write that was never acknowledged as durable was cut off here: what is left of it is the content now.
             let operation = Operation::Resolve { block: run.start, checksum: found };
             meta.enqueue(operation, 0)?;
             self.count_changes(&meta);

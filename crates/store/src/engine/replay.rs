@@ -3,7 +3,7 @@
 //! What an announcement leaves in doubt is kept in [`crate::engine::placement::Doubts`].
 //!
 //! What must hold at the end: the entry of each block in use has the checksum of what is on the medium, or is suspect.
-//! Suspect blocks were being overwritten by a write of which nobody was told that it is durable: what is found there is
+//! Suspect blocks were being overwritten by a write that was not acknowledged as durable: what is found there is
 //! their content.
 
 use super::metadata::Effects;

@@ -49,7 +49,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Changes part of a block: reads it, lets `change` edit it, and writes it unless somebody else wrote it meanwhile;
+    /// Changes part of a block: reads it, lets `change` edit it, and writes it unless another write came meanwhile;
     /// then starts over.
     pub fn modify_block(&self, head: &Head, name: &str, block: u64, change: &dyn Fn(&mut [u8])) -> Result<()> {
         loop {

@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_is_woken_by_a_grant_that_ends_and_by_a_checkpoint() {
+    fn a_wait_ends_with_a_grant_and_with_a_checkpoint() {
         let admission = admission();
         let all = admission.try_admit(cost(0, 1500)).unwrap();
         std::thread::scope(|scope| {

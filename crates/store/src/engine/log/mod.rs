@@ -1,7 +1,8 @@
 //! The commit log: the journal, the superblock, what is durable, and the room for what becomes durable next.
 //!
-//! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `permits`; `syncing` (one flush of the
-//! data files at a time) before the journal and never under it. The log takes no lock of another part.
+//! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `syncing` (one flush of the data files
+//! at a time), `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of another
+//! part.
 
 mod admission;
 mod clocks;
@@ -171,7 +172,7 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Makes sure of room for so many images, `room` being what the file system has left.
+    /// Makes sure of room for so many images in the file system of `directory`.
     pub fn reserve_images(&self, pages: u64, directory: &dyn Directory) -> Result<()> {
         if pages <= self.admission.capacity() {
             return Ok(());
@@ -189,7 +190,8 @@ impl CommitLog {
         Ok(())
     }
 
-    /// Announces overwrites in place, durably. They stay unsettled until [`CommitLog::end_announced`].
+    /// Overwrites in place are about to be announced with the next batch: no flush settles them until
+    /// [`CommitLog::end_announced`].
     pub fn begin_announced(&self, commit: &Committer) {
         self.announced.store(commit.journal.head().position, Ordering::Release);
     }
@@ -213,7 +215,7 @@ impl CommitLog {
 
     /// Appends the announcement of runs with `append`, and permits them.
     pub fn permit(&self, runs: &[Run], append: impl FnOnce() -> Result<()>) -> Result<()> {
-        // Held over the append: ending permits reads the head of the journal after it has ended these too.
+        // Held over the append: what ends permits reads the head of the journal after it has ended these too.
         let mut permits = self.permits.lock();
         append()?;
         runs.iter().for_each(|run| permits.add(*run));

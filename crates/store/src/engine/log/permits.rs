@@ -1,5 +1,5 @@
-//! Permits: blocks that the journal has durably announced, so that they may be overwritten in place until the next flush
-//! of the data files.
+//! Permits: blocks that the journal has durably announced, so that they may be overwritten in place until the next
+//! flush of the data files.
 
 use crate::space::Run;
 use std::collections::BTreeMap;

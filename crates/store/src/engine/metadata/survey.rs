@@ -1,4 +1,4 @@
-//! What changes will need of the metadata: for [`Engine::bring_in`](crate::engine::Engine::bring_in), before they are made.
+//! What changes will need of the metadata, for [`Metadata::bring_in`](super::Metadata::bring_in) before they are made.
 
 use super::Meta;
 use super::fetch::ABSENT_MAX;

@@ -131,7 +131,7 @@ impl Engine {
             ));
         }
         if let Err(error) = file.reserve(offset, length) {
-            // A file system that runs full on the way keeps what it had found: nobody would know of it.
+            // A file system that runs full on the way keeps what it had found, without a record of it.
             let _ = file.punch(offset, length);
             return Err(error).during(|| format!("reserving {length} bytes for data"));
         }

@@ -1,4 +1,4 @@
-//! Payload of the journal on its way home: what flushes made durable in the ring, written to its place when nobody
+//! Payload of the journal on its way home: what flushes made durable in the ring, written to its place when nothing
 //! waits for it, once however often it was overwritten there.
 //!
 //! The journal protects it until the next checkpoint, so nothing has to be announced or flushed here; but what its

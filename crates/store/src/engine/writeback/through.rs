@@ -11,7 +11,7 @@
 //! 1. Blocks are overwritten in place only under a *permit*: an announcement in the journal that they may hold anything
 //!    from now on. Permits are taken ahead of a sequential stream, many megabytes at once, and end with the next flush
 //!    of the data files: what was written under them is durable then and its checksums follow it into the journal.
-//! 2. While a range is being written, reads and writes of it wait: nobody sees a block that is half old.
+//! 2. While a range is being written, reads and writes of it wait: no read sees a block that is half old.
 //! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
 
 use crate::buffer::Checksums;
@@ -33,6 +33,7 @@ const THROUGH_MIN: u64 = 32;
 const PERMIT_AHEAD: u64 = 8192;
 /// Runs that are permitted with one announcement.
 const PERMITS_AT_ONCE: usize = 512;
+
 /// What a write-through needs to go on.
 enum Outcome {
     /// Written.
@@ -74,7 +75,7 @@ impl Engine {
                 meta.survey_allocation(new);
             }
         });
-        // A permit may end between being taken and being used; whoever is that unlucky three times can wait.
+        // A permit may end between being taken and being used; after three times the buffer takes the write.
         for _ in 0..3 {
             match self.try_through(head, logical..logical + blocks, data, checksums)? {
                 Outcome::Done => return Ok(true),
