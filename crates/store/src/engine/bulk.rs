@@ -11,7 +11,8 @@ use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use std::ops::Range;
 
-/// Writes a disk that nothing else writes, from as many threads as there are; of two writes to a block the later counts.
+/// Writes a disk that nothing else writes, from as many threads as there are; of two writes to a block the later
+/// counts.
 pub struct BulkWriter<'a> {
     engine: &'a Engine,
     disk: u64,

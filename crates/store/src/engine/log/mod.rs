@@ -1,8 +1,8 @@
 //! The commit log: the journal, the superblock, what is durable, and the room for what becomes durable next.
 //!
 //! Locks, in this order: `checkpoint` (one checkpoint at a time), the journal, `syncing` (one flush of the data files
-//! at a time), `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of another
-//! part.
+//! at a time), `permits`. `growing` (of the images file) may be taken under all of them. The log takes no lock of
+//! another part.
 
 mod admission;
 mod clocks;

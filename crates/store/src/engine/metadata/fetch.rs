@@ -1,9 +1,9 @@
 //! Looking at metadata, and making sure that it is in memory, without waiting for the medium under the metadata lock.
 //!
 //! A look-up that misses pages lets go of the lock, reads them and looks again ([`Metadata::look`], [`Fetch`]). A
-//! change cannot begin again, so it is prepared instead: a survey (`survey.rs`) of what it will need, under the lock, by turns
-//! with reads without it ([`Metadata::bring_in`]). What a change misses all the same, because something changed in
-//! between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
+//! change cannot begin again, so it is prepared instead: a survey (`survey.rs`) of what it will need, under the lock,
+//! by turns with reads without it ([`Metadata::bring_in`]). What a change misses all the same, because something
+//! changed in between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
 
 use super::{Meta, Metadata};
 use crate::Result;
