@@ -15,9 +15,9 @@
 //!
 //! # What must hold
 //!
-//! 1. All changes of metadata go through `metadata/apply.rs`, at run time and in replay, in the order of the journal. Its
-//!    effect depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed snapshots
-//!    may be appended ahead of pending changes: they commute with them, see `flush`.)
+//! 1. All changes of metadata go through `metadata/apply.rs`, at run time and in replay, in the order of the journal.
+//!    Its effect depends on nothing but the operation and the metadata. (Announcements of overwrites and new unsealed
+//!    snapshots may be appended ahead of pending changes: they commute with them, see `flush`.)
 //! 2. A checkpoint captures the pages at one moment, with nothing being overwritten, and ends only when all that they
 //!    describe is durable at home: data written back, payload of the journal, and the pending changes in their order.
 //! 3. A freed block is given out again only when the operation that freed it is durable and no read that was planned
@@ -50,9 +50,9 @@
 //! past the buffer under way), extending (space from the file system), the buffers of disks (ascending by id), the
 //! metadata, permits. Data I/O happens under the gate or `through` at most, journal I/O under the journal.
 //!
-//! Metadata pages are read without the metadata lock, and before the journal and the buffers are locked: look-ups let go
-//! of their locks and look again, changes are prepared (`Metadata::bring_in`). Only what a change misses
-//! although it was prepared, and all that recovery and a repair read, is read under the metadata lock.
+//! Metadata pages are read without the metadata lock, and before the journal and the buffers are locked: look-ups let
+//! go of their locks and look again, changes are prepared (`Metadata::bring_in`). Only what a change misses although
+//! it was prepared, and all that recovery and a repair read, is read under the metadata lock.
 
 mod admit;
 mod buffers;
@@ -154,8 +154,8 @@ pub struct Counters {
 
 /// An open native store. All methods may be called from any thread.
 ///
-/// Each part has its own locks and takes none of another. What needs several parts is a flow: a method of this struct in
-/// the file that is named after it.
+/// Each part has its own locks and takes none of another. What needs several parts is a flow: a method of this struct
+/// in the file that is named after it.
 pub struct Engine {
     directory: Arc<dyn Directory>,
     options: EngineOptions,
