@@ -33,8 +33,8 @@ fn batch_blocks(mode: IoMode) -> u64 {
     }
 }
 
-/// Pieces planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no longer
-/// than that.
+/// Pieces planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no
+/// longer than that.
 const BATCH_STRIDE: usize = 64;
 /// Pages that a block written somewhere dirties, about ...
 const PAGES_PER_BLOCK: u64 = 16;
