@@ -213,18 +213,7 @@ fn an_overwrite_is_not_planned_where_payload_is_on_its_way_home() {
 
 #[test]
 fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
-    let (disk, engine) = made();
-    write_to(&engine, 1, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
-    let physical = physical_of(&engine, 0);
-    write_to(&engine, 1, 0, 2);
-    write_back_all(&engine);
-    drop(engine);
-    // The overwrite was cut off: some of its sectors are as they were.
-    tear(&disk, physical, 1);
-    let engine = open(&disk).unwrap();
+    let (disk, engine, _) = cut_off();
     assert!(torn(&engine).is_ok(), "what is left of it is the content");
     write_to(&engine, 1, 0, 3);
     write_back_all(&engine);
@@ -237,17 +226,7 @@ fn a_torn_block_that_was_read_and_overwritten_holds_the_overwrite() {
 
 #[test]
 fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
-    let (disk, engine) = made();
-    write_to(&engine, 1, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
-    let physical = physical_of(&engine, 0);
-    write_to(&engine, 1, 0, 2);
-    write_back_all(&engine);
-    drop(engine);
-    tear(&disk, physical, 1);
-    let engine = open(&disk).unwrap();
+    let (disk, engine, physical) = cut_off();
     // Taken ahead of a stream of large writes that ends before it gets here; a flush ends it.
     engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
     engine.sync_all_data().unwrap();
@@ -284,6 +263,23 @@ fn physical_of(engine: &Engine, logical: u64) -> u64 {
     extents[0].physical
 }
 
+/// A store opened after a crash that cut off an overwrite of block 0 of disk 1: some sectors of the block are as they
+/// were. With the number of the block on the medium.
+fn cut_off() -> (SimulatedDisk, Arc<Engine>, u64) {
+    let (disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let physical = physical_of(&engine, 0);
+    write_to(&engine, 1, 0, 2);
+    write_back_all(&engine);
+    drop(engine);
+    tear(&disk, physical, 1);
+    let engine = open(&disk).unwrap();
+    (disk, engine, physical)
+}
+
 /// Makes the first sector of a data block hold `value` in every word.
 fn tear(disk: &SimulatedDisk, physical: u64, value: u32) {
     let file = disk.directory().open("data.0000", IoMode::Buffered).unwrap();
@@ -298,17 +294,7 @@ fn torn(engine: &Engine) -> Result<Buffer> {
 
 #[test]
 fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
-    let (disk, engine) = made();
-    write_to(&engine, 1, 0, 1);
-    engine.settle(&engine.head(1)).unwrap();
-    engine.flush().unwrap();
-    engine.checkpoint().unwrap();
-    let physical = physical_of(&engine, 0);
-    write_to(&engine, 1, 0, 2);
-    write_back_all(&engine);
-    drop(engine);
-    tear(&disk, physical, 1);
-    let engine = open(&disk).unwrap();
+    let (_disk, engine, physical) = cut_off();
     let run = Run { start: physical, blocks: 1 };
     engine.meta.lock().in_flight.claim(run);
     let head = engine.head(1);

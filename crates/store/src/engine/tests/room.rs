@@ -54,6 +54,22 @@ fn write_until_full(engine: &Engine, disk: u64) -> u64 {
     unreachable!("the file system was full")
 }
 
+/// Takes all that is left of the file system for another disk.
+fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
+    let other = add_disk(engine, "other", 1 << 20, Provisioning::Thin);
+    fill_up(disk);
+    write_until_full(engine, other);
+    engine.flush().unwrap();
+}
+
+/// The place of a block of disk 1 that could be overwritten there.
+fn own_block(engine: &Engine, logical: u64) -> Run {
+    let mut meta = engine.meta.lock();
+    let root = meta.catalog.get(1).unwrap().root;
+    let start = meta.places(root, logical..logical + 1).unwrap()[0].1.unwrap();
+    Run { start, blocks: 1 }
+}
+
 fn allocated(disk: &SimulatedDisk) -> u64 {
     let directory = disk.directory();
     let data: Arc<dyn File> = directory.open("data.0000", IoMode::Buffered).unwrap();
@@ -113,17 +129,9 @@ fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flig
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
     engine.checkpoint().unwrap();
-    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
-    fill_up(&disk);
-    write_until_full(&engine, other);
-    engine.flush().unwrap();
+    fill_with_other(&disk, &engine);
     write(&engine, 5, 2);
-    let run = {
-        let mut meta = engine.meta.lock();
-        let root = meta.catalog.get(1).unwrap().root;
-        let start = meta.places(root, 5..6).unwrap()[0].1.unwrap();
-        Run { start, blocks: 1 }
-    };
+    let run = own_block(&engine, 5);
     // Payload of the block is on its way home.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
@@ -141,17 +149,9 @@ fn zeroes_acknowledged_on_a_full_file_system_go_home_over_blocks_that_are_held()
     (0..64).for_each(|block| write(&engine, block, 1));
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
-    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
-    fill_up(&disk);
-    write_until_full(&engine, other);
-    engine.flush().unwrap();
+    fill_with_other(&disk, &engine);
     engine.zero_blocks(&engine.head(1), 0..32).unwrap();
-    let run = {
-        let mut meta = engine.meta.lock();
-        let root = meta.catalog.get(1).unwrap().root;
-        let start = meta.places(root, 5..6).unwrap()[0].1.unwrap();
-        Run { start, blocks: 1 }
-    };
+    let run = own_block(&engine, 5);
     engine.meta.lock().in_flight.claim(run);
     engine.flush().unwrap();
     engine.meta.lock().in_flight.release(run);
@@ -193,10 +193,7 @@ fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
     let (disk, engine) = made();
     let thick = add_disk(&engine, "thick", SIZE, Provisioning::ZeroedThick);
     take(&engine, thick, "one");
-    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
-    fill_up(&disk);
-    write_until_full(&engine, other);
-    engine.flush().unwrap();
+    fill_with_other(&disk, &engine);
     // Buffered without a claim: out of what is set aside.
     (0..100).for_each(|block| write_to(&engine, thick, block, 1).unwrap());
     let refused = engine.snapshot(&[NewSnapshot { disk: thick, name: "two".into(), uuid: [2; 16], incomplete: false }]);
