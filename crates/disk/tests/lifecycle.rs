@@ -2,18 +2,55 @@
 use backend::Buffer;
 use disk::*;
 
+fn options() -> OpenOptions {
+    OpenOptions {
+        mode: backend::IoMode::Buffered,
+        queue: QueueChoice::Auto,
+        metadata_cache: 16 << 20,
+        write_buffer: 8 << 20,
+    }
+}
+
+/// A datastore with one disk, `a`, that has a snapshot `s1`.
+fn made() -> (tempfile::TempDir, std::sync::Arc<Datastore>) {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("ds");
+    Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+    let ds = Datastore::open(&path, options()).unwrap();
+    ds.create_disk("a", &NewDisk::native(64 << 20, Provisioning::Thin), &NoProgress).unwrap();
+    ds.create_snapshots(&[("a".into(), "s1".into())], &SnapshotOptions::default()).unwrap();
+    (dir, ds)
+}
+
+#[test]
+fn a_disk_stays_while_one_of_its_snapshots_is_open() {
+    let (_dir, ds) = made();
+    let reader = ds.device("a@s1", true).unwrap();
+    assert_eq!(ds.delete_disk("a", true).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(ds.delete_snapshot("a", "s1", None, &NoProgress).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(reader.read(0, 4096).unwrap(), vec![0; 4096]);
+    drop(reader);
+    ds.delete_disk("a", true).unwrap();
+    assert_eq!(ds.device("a", true).err().unwrap().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn a_disk_gets_no_name_that_means_something_else() {
+    let (_dir, ds) = made();
+    for name in ["", "a@b", "a/b", "..", "a b", "-a", "\u{7f}", &"n".repeat(300)] {
+        assert_eq!(ds.rename_disk("a", name).unwrap_err().kind(), ErrorKind::Invalid, "'{name}'");
+    }
+    ds.rename_disk("a", "b").unwrap();
+    assert_eq!(ds.device("a", true).err().unwrap().kind(), ErrorKind::NotFound);
+    ds.device("b@s1", true).unwrap();
+}
+
 #[test]
 fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("ds");
     Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
-    let options = OpenOptions {
-        mode: backend::IoMode::Buffered,
-        queue: QueueChoice::Auto,
-        metadata_cache: 16 << 20,
-        write_buffer: 8 << 20,
-    };
-    let open = || Datastore::open(&path, options).unwrap();
+    let open = || Datastore::open(&path, options()).unwrap();
     let ds = open();
     ds.create_disk("a", &NewDisk::native((64 << 20) + 512, Provisioning::Thin), &NoProgress).unwrap();
     let dev = ds.device("a", false).unwrap();
