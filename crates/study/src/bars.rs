@@ -43,6 +43,8 @@ pub struct Setting {
     pub scratch: Scratch,
     /// The product.
     pub lamina: PathBuf,
+    /// Another lamina to compare it with.
+    pub baseline: Option<PathBuf>,
     /// Where earlier results lie.
     pub results: PathBuf,
 }

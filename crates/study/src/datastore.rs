@@ -27,6 +27,8 @@ pub struct Datastore {
     path: PathBuf,
     socket: PathBuf,
     log: PathBuf,
+    /// Whether the program knows `serve --client-grace`: 0.1.0 does not.
+    has_grace: bool,
 }
 
 /// Longest wait for an answer on the control socket.
@@ -122,7 +124,8 @@ impl Datastore {
         let path = scratch.path(name);
         process::run(Command::new(program).arg("init").arg(&path))?;
         let (socket, log) = (scratch.socket(name), scratch.path(&format!("{name}.log")));
-        Ok(Datastore { program: program.into(), path, socket, log })
+        let has_grace = process::run(Command::new(program).args(["serve", "--help"]))?.contains("--client-grace");
+        Ok(Datastore { program: program.into(), path, socket, log, has_grace })
     }
 
     /// Its folder.
@@ -216,7 +219,9 @@ impl Datastore {
         let mut command = Command::new(&self.program);
         command.arg("serve").arg(&self.path).arg("--socket").arg(&self.socket).args(["--io", serving.mode.word()]);
         // fio closes its connections without a disconnect request, and its disks are reverted and deleted right after.
-        command.args(["--client-grace", "0"]);
+        if self.has_grace {
+            command.args(["--client-grace", "0"]);
+        }
         if let Some(bytes) = serving.metadata_cache {
             command.args(["--metadata-cache", &bytes.to_string()]);
         }

@@ -112,6 +112,8 @@ pub struct Sample {
     pub max_us: f64,
     /// Processor time of the load generator, in per cent of one core.
     pub client_cpu: f64,
+    /// Processor time of the server for each request, microseconds, where it was measured.
+    pub server_cpu_us: Option<f64>,
 }
 
 /// Runs one job.
@@ -166,6 +168,7 @@ fn parse(text: &str, writes: bool) -> Result<Sample> {
         p99_us: field(&side["clat_ns"]["percentile"]["99.000000"], "99th percentile")? / 1000.0,
         max_us: field(&side["clat_ns"]["max"], "worst latency")? / 1000.0,
         client_cpu: field(&job["usr_cpu"], "usr_cpu")? + field(&job["sys_cpu"], "sys_cpu")?,
+        server_cpu_us: None,
     };
     if sample.rate <= 0.0 {
         return Err(Error::Answer("fio did nothing in the time given: raise --seconds".into()));

@@ -49,7 +49,8 @@ fn measure(options: &Options) -> Result<bool> {
         machine.processor, machine.processors, machine.file_system, machine.load
     );
     let lamina = settings.lamina.clone().unwrap_or_else(beside);
-    let mut setting = Setting { plan, scratch, lamina, results: settings.results.clone() };
+    let (baseline, results) = (settings.baseline.clone(), settings.results.clone());
+    let mut setting = Setting { plan, scratch, lamina, baseline, results };
     let studies = if options.study == Study::All { Study::EACH.to_vec() } else { vec![options.study] };
     let mut all = Vec::new();
     let mut failed = None;

@@ -37,6 +37,8 @@ pub enum Kind {
     Image,
     /// lamina.
     Ours,
+    /// Another lamina, that this one is compared with.
+    Baseline,
 }
 
 /// A running server with one disk.

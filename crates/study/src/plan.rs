@@ -153,6 +153,9 @@ pub struct Settings {
     /// The lamina to measure [default: the one beside this program]
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub lamina: Option<PathBuf>,
+    /// speed: another lamina to measure in the same run, of a release for example
+    #[arg(long, global = true, value_name = "PROGRAM")]
+    pub baseline: Option<PathBuf>,
     /// Work folder; its file system is what is measured on
     #[arg(long, global = true, value_name = "FOLDER", default_value = "target/bench")]
     pub work: PathBuf,

@@ -1,5 +1,8 @@
 //! Bar 3: requests over NBD on a unix socket, against the peers, buffered and direct.
 //!
+//! With `--baseline` another lamina, of a release for example, is one of the servers. Beside the rates stands the
+//! processor time of each server for a request.
+//!
 //! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
 //! rotates with the run. Before it: dirty pages are written back; then everybody's data is read once, because the
 //! medium (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache.
@@ -15,10 +18,13 @@ use crate::report::{Finding, Outcome, figure, table};
 use crate::statistics::{median, ratio};
 use crate::{process, scratch};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::process::Command;
 
 /// Least share of the best raw server.
 const RAW_SHARE_MIN: f64 = 0.95;
+/// Least share of the baseline.
+const BASELINE_SHARE_MIN: f64 = 0.97;
 /// Least multiple of the best qcow2 server, random cells only.
 const QCOW2_MULTIPLE_MIN: f64 = 1.5;
 
@@ -57,7 +63,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     }
     say("filling the disks");
     let images = Images::make(&setting.scratch, plan.disk_size, plan.seed)?;
-    let ours = if plan.peers_only { None } else { Some(import(setting, &images)?) };
+    let ours = if plan.peers_only { None } else { Some(import(setting, &setting.lamina, "speed", &images)?) };
+    let baseline =
+        setting.baseline.as_ref().map(|program| import(setting, program, "baseline", &images)).transpose()?;
     let mut findings = Vec::new();
     let mut raw = Vec::new();
     for &mode in &plan.modes {
@@ -66,18 +74,26 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         if let Some(datastore) = &ours {
             servers.push(datastore.serve(&Serving::plain(mode), DISK)?.0);
         }
-        let mut rows = Vec::new();
+        if let Some(datastore) = &baseline {
+            let server = datastore.serve(&Serving::plain(mode), DISK)?.0;
+            servers.push(Server { name: "baseline".into(), kind: Kind::Baseline, ..server });
+        }
+        let (mut rows, mut processor) = (Vec::new(), Vec::new());
         for cell in &cells {
             say(&format!("{} {}", mode.word(), cell.name));
             let samples = measure_cell(setting, mode, cell, &servers)?;
             judge(mode, cell, &servers, &samples, &mut findings);
             rows.push(row(mode, cell, &servers, &samples));
+            processor.push(processor_row(mode, cell, &samples));
             raw.push(record(mode, cell, &servers, &samples));
         }
         let mut head = vec!["cell (requests/s, or MiB/s for 512k)", "mode"];
         head.extend(servers.iter().map(|s| s.name.as_str()));
         head.extend(["lamina/raw", "lamina/qcow2"]);
         println!("{}", table(&head, &rows));
+        let mut head = vec!["processor time of the server, us/request", "mode"];
+        head.extend(servers.iter().map(|s| s.name.as_str()));
+        println!("{}", table(&head, &processor));
         for server in servers {
             server.service.stop()?;
         }
@@ -88,8 +104,8 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
 const DISK: &str = "disk";
 
 /// A datastore with one disk of the same content.
-fn import(setting: &Setting, images: &Images) -> Result<Datastore> {
-    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "speed")?;
+fn import(setting: &Setting, program: &Path, name: &str, images: &Images) -> Result<Datastore> {
+    let datastore = Datastore::init(program, &setting.scratch, name)?;
     datastore.create(DISK, setting.plan.disk_size)?;
     let (server, _) = datastore.serve(&Serving::plain(Mode::Buffered), DISK)?;
     process::run(Command::new("nbdcopy").arg("--flush").arg(&images.raw).arg(server.endpoint.uri()))?;
@@ -121,7 +137,11 @@ fn measure_cell(setting: &Setting, mode: Mode, cell: &Cell, servers: &[Server]) 
                 size: plan.disk_size,
                 seed: plan.seed + run as u64,
             };
-            samples[side].push(fio::run(&setting.scratch, &server.endpoint, &job)?);
+            let before = server.service.processor_time()?;
+            let mut sample = fio::run(&setting.scratch, &server.endpoint, &job)?;
+            let used = server.service.processor_time()?.saturating_sub(before);
+            sample.server_cpu_us = Some(used.as_secs_f64() * 1e6 / (sample.rate * (plan.seconds + plan.ramp)));
+            samples[side].push(sample);
         }
     }
     Ok(samples)
@@ -157,6 +177,11 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
             "",
         ));
     }
+    let baseline = best(Kind::Baseline, servers, samples);
+    if baseline > 0.0 {
+        let what = format!("{name}: share of the baseline");
+        findings.push(Finding::at_least(3, what, ratio(ours, baseline), BASELINE_SHARE_MIN, ""));
+    }
     let what = format!("{name}: multiple of the best qcow2");
     findings.push(if cell.pattern.random() {
         Finding::at_least(3, what, to_qcow2, QCOW2_MULTIPLE_MIN, "")
@@ -174,6 +199,13 @@ fn row(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>]) -> 
         let other = best(kind, servers, samples);
         row.push(if ours > 0.0 { figure(ratio(ours, other)) } else { "-".into() });
     }
+    row
+}
+
+fn processor_row(mode: Mode, cell: &Cell, samples: &[Vec<Sample>]) -> Vec<String> {
+    let time = |all: &Vec<Sample>| median(&all.iter().filter_map(|sample| sample.server_cpu_us).collect::<Vec<_>>());
+    let mut row = vec![cell.name.to_string(), mode.word().to_string()];
+    row.extend(samples.iter().map(|all| figure(time(all))));
     row
 }
 
