@@ -131,6 +131,8 @@ impl Engine {
     pub(super) fn sync_data(&self) -> Result<()> {
         let wanted = self.written.load(Ordering::Acquire);
         let _sync = self.sync.lock();
+        // After a flush that failed the next one succeeds without what was lost.
+        self.check_running()?;
         if self.synced.load(Ordering::Acquire) >= wanted {
             return Ok(());
         }
@@ -144,6 +146,7 @@ impl Engine {
     /// written, because flushes need not wait for it.
     pub(super) fn sync_all_data(&self) -> Result<()> {
         let _sync = self.sync.lock();
+        self.check_running()?;
         let through = self.through.write();
         let (settled, written) = self.begin_sync();
         drop(through);
@@ -334,6 +337,8 @@ impl Engine {
 
     /// Appends what is pending, as far as the data behind it is durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
+        // Whoever had the journal before may have failed with what was pending: it is neither here nor durable then.
+        self.check_running()?;
         let body_max = BODY_MAX.min(self.journal_size() as usize / 4);
         loop {
             let synced = self.synced.load(Ordering::Acquire);
