@@ -47,9 +47,9 @@ fuzz: setup ## Every fuzz target for FUZZ_SECONDS (60)
 	@scripts/fuzz $(FUZZ_SECONDS)
 
 MODEL_STATES ?= 1000000
-soak: ## Every order of steps to MODEL_STATES, then random power cuts without end; prints the seed that fails
+soak: ## Every order of steps to MODEL_STATES, then power cuts and schedules without end; prints the seed that fails
 	LAMINA_MODEL_STATES=$(MODEL_STATES) cargo test --release -p lamina-store --lib no_order_of_steps -- --nocapture
-	cargo run --release -p lamina-simulation --bin lamina-soak -- $(SOAK)
+	@scripts/soak $(SOAK)
 
 mutants: ## Deliberate faults, one at a time: which do the tests miss? MUTANTS="--only NAME" for a part
 	cargo run -p lamina-mutants -- $(MUTANTS)

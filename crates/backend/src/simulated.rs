@@ -84,6 +84,12 @@ impl SimulatedDisk {
         SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash())) }
     }
 
+    /// A disk that holds what is durable on this one, with a seed and options of its own. All of it has to be durable:
+    /// then nothing about the new disk depends on what happened to this one, or how often it was asked.
+    pub fn copy_of_durable(&self, seed: u64, options: SimulatedOptions) -> SimulatedDisk {
+        SimulatedDisk { world: Arc::new(Mutex::new(self.world.lock().crash().reseeded(seed, options))) }
+    }
+
     /// Operations so far that change something or make it durable. A number of an operation is the count before it.
     pub fn operations(&self) -> u64 {
         self.world.lock().operations
@@ -94,6 +100,13 @@ impl SimulatedDisk {
     /// else, reads included, until [`SimulatedDisk::crash`] starts the machine again.
     pub fn cut_after(&self, count: u64) {
         self.world.lock().cut_after = Some(count);
+    }
+
+    /// As [`SimulatedDisk::cut_after`], but what changes nothing goes on as if the power were there: threads that only
+    /// read, and try again what they cannot, come to the first change and learn of the cut by that.
+    pub fn cut_changes_after(&self, count: u64) {
+        let mut world = self.world.lock();
+        (world.cut_after, world.readable) = (Some(count), true);
     }
 
     /// Whether the cut asked for by [`SimulatedDisk::cut_after`] has happened, or the disk has crashed.

@@ -62,6 +62,8 @@ pub(super) struct World {
     pub(super) failing: BTreeSet<u64>,
     pub(super) failing_syncs: u32,
     pub(super) off: bool,
+    /// While it is off, what changes nothing still succeeds.
+    pub(super) readable: bool,
     cached_reads: u64,
     used: u64,
     files: BTreeMap<FileId, FileState>,
@@ -81,6 +83,7 @@ impl World {
             failing: BTreeSet::new(),
             failing_syncs: 0,
             off: false,
+            readable: false,
             cached_reads: 0,
             used: 0,
             files: BTreeMap::new(),
@@ -93,7 +96,7 @@ impl World {
 
     /// One outcome of cutting the power now.
     pub(super) fn crash(&mut self) -> World {
-        self.off = true;
+        (self.off, self.readable) = (true, false);
         let mut random = self.random.fork();
         let fate = Fate::draw(&mut random);
         let mut names = self.durable_names.clone();
@@ -125,9 +128,16 @@ impl World {
         after
     }
 
+    /// The same with all that is random about it anew.
+    pub(super) fn reseeded(self, seed: u64, options: SimulatedOptions) -> World {
+        World { random: Random::new(seed), options, ..self }
+    }
+
     /// Counts an operation and says what is to become of it.
     pub(super) fn begin(&mut self) -> io::Result<Verdict> {
-        self.check_power()?;
+        if self.off {
+            return Err(no_power());
+        }
         if self.cut_after.is_some_and(|count| self.operations >= count) {
             self.off = true;
             return Ok(Verdict::Cut);
@@ -148,7 +158,7 @@ impl World {
     }
 
     pub(super) fn check_power(&self) -> io::Result<()> {
-        if self.off { Err(no_power()) } else { Ok(()) }
+        if self.off && !self.readable { Err(no_power()) } else { Ok(()) }
     }
 
     pub(super) fn file(&mut self, id: FileId) -> io::Result<&mut FileState> {

@@ -125,6 +125,8 @@ impl Engine {
     pub(super) fn sync_data(&self) -> Result<()> {
         let wanted = self.log.clocks.home();
         let one = self.log.lock_syncing();
+        // After a flush that failed the next one succeeds without what was lost.
+        self.check_running()?;
         if self.log.clocks.synced() >= wanted {
             return Ok(());
         }
@@ -138,6 +140,7 @@ impl Engine {
     }
 
     fn sync_locked(&self, one: MutexGuard<'_, ()>) -> Result<()> {
+        self.check_running()?;
         let through = self.writeback.stop_through();
         let syncing = self.log.begin_sync(one);
         drop(through);
@@ -309,6 +312,8 @@ impl Engine {
 
     /// Appends what is pending, as far as the data behind it is durable.
     pub(super) fn append_pending(&self, commit: &mut MutexGuard<'_, Committer>) -> Result<()> {
+        // What held the journal before may have failed with what was pending: it is neither here nor durable then.
+        self.check_running()?;
         let body_max = BODY_MAX.min(self.log.ring() as usize / 4);
         loop {
             let synced = self.log.clocks.synced();

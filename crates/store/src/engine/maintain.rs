@@ -8,10 +8,11 @@ use super::write::chunks;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
+use crate::sync::time::Instant;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How often maintenance looks round when it is not asked.
 const TICK: Duration = Duration::from_millis(100);

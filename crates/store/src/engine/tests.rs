@@ -226,3 +226,30 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
 mod cost;
 mod ownership;
 mod room;
+
+#[test]
+fn a_flush_fails_when_one_that_it_waited_for_failed_with_its_writes() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    // Room for it was reserved.
+    engine.sync_all_data().unwrap();
+    let mut commit = engine.log.lock();
+    assert!(engine.log_buffers().unwrap().is_none());
+    disk.fail_operation(disk.operations());
+    engine.append_pending(&mut commit).unwrap_err();
+    // What the other finds once it has the journal: nothing buffered, nothing pending, and nothing durable.
+    assert!(engine.log_buffers().unwrap().is_none());
+    assert_eq!(engine.append_pending(&mut commit).unwrap_err().kind(), ErrorKind::Stopped);
+}
+
+#[test]
+fn data_is_not_flushed_again_after_a_flush_that_failed() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    disk.fail_syncs(1);
+    engine.sync_data().unwrap_err();
+    // The medium would say yes, without what it has lost.
+    assert_eq!(engine.sync_data().unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(engine.sync_all_data().unwrap_err().kind(), ErrorKind::Stopped);
+}

@@ -1,4 +1,4 @@
-//! Locks, atomics and threads, from one place: a controlled scheduler can stand in for them.
+//! The locks of parking_lot; atomics, threads and clock of the standard library.
 
 pub use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 
@@ -10,4 +10,9 @@ pub mod atomic {
 /// Threads.
 pub mod thread {
     pub use std::thread::{Builder, JoinHandle, sleep, yield_now};
+}
+
+/// The clock that waits and rests go by.
+pub mod time {
+    pub use std::time::Instant;
 }

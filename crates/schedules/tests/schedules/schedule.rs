@@ -1,0 +1,206 @@
+//! One schedule: a store from a base, threads at work on it, a power cut, and what is found afterwards. All of it
+//! follows from a seed.
+
+use crate::client::{Client, Share};
+use crate::control::Control;
+use crate::model::SECTORS;
+use crate::random::Random;
+use crate::scheduler::Chooser;
+use crate::store::{Base, Checked, DISKS, End, Statistics, Store, count, options};
+use crate::verify::{after_close, after_cut};
+use backend::simulated::SimulatedOptions;
+use scheduled_store::Engine;
+use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+/// Choices after which a schedule counts as going on for ever.
+const STEPS_MAX: usize = 2_000_000;
+/// Stack of a thread.
+const STACK: usize = 512 << 10;
+/// A client's operations at most.
+const OPERATIONS_MAX: u64 = 9;
+/// Bits of the number of operations of the medium before the power cut.
+const CUT_BITS: u32 = 8;
+
+/// Runs `body` under the scheduler of `seed`; its violation, or its panic's text.
+fn scheduled(
+    seed: u64,
+    statistics: &Statistics,
+    body: impl Fn() -> Result<(), String> + Send + Sync + 'static,
+) -> Result<(), String> {
+    let mut config = Config::new();
+    config.stack_size = STACK;
+    config.failure_persistence = FailurePersistence::None;
+    config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
+    config.silence_warnings = true;
+    let chooser = Chooser::new(seed, Arc::clone(&statistics.steps));
+    let outcome = Arc::new(Mutex::new(Ok(())));
+    let told = Arc::clone(&outcome);
+    let run = catch_unwind(AssertUnwindSafe(|| {
+        Runner::new(chooser, config).run(move || {
+            let found = body();
+            *told.lock().expect("only held to tell") = found;
+        })
+    }));
+    if let Err(panic) = run {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|text| (*text).to_owned()));
+        return Err(format!("panic: {}", text.unwrap_or_default()));
+    }
+    std::mem::replace(&mut *outcome.lock().expect("only held to tell"), Ok(()))
+}
+
+/// Makes a base.
+pub fn base(number: usize, statistics: &Statistics) -> Result<Base, String> {
+    let made = Arc::new(Mutex::new(None));
+    let out = Arc::clone(&made);
+    scheduled(0, statistics, move || {
+        let base = Base::new(number).map_err(|error| format!("making base {number}: {error}"))?;
+        *out.lock().expect("only held to tell") = Some(base);
+        Ok(())
+    })?;
+    let base = made.lock().expect("only held to tell").take();
+    base.ok_or_else(|| "no base was made".into())
+}
+
+/// Runs the schedule of a seed.
+pub fn run(seed: u64, bases: &Arc<Vec<Base>>, statistics: &Arc<Statistics>) -> Result<(), String> {
+    let (bases, counted) = (Arc::clone(bases), Arc::clone(statistics));
+    scheduled(seed, statistics, move || body(Random::new(!seed), &bases, &counted))
+}
+
+fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Result<(), String> {
+    let base = random.pick(bases);
+    let medium = SimulatedOptions {
+        reorder: random.percent(50),
+        unflushed_max: *random.pick(&[8, 64, 4096]),
+        ..SimulatedOptions::default()
+    };
+    let disk = base.disk.copy_of_durable(random.next(), medium);
+    let options = options(&mut random);
+    let engine = Engine::open(disk.directory(), options).map_err(|error| format!("opening: {error}"))?;
+    if random.percent(75) {
+        disk.cut_changes_after(disk.operations() + random.scaled(CUT_BITS));
+    }
+    let store = Arc::new(Store::new(engine, disk, base.model.clone(), Arc::clone(statistics)));
+
+    let mut outcome = work(&store, &mut random);
+    let closes = outcome.is_ok() && !store.disk.is_off() && random.percent(20);
+    if outcome.is_ok() && closes && random.percent(50) {
+        outcome = store.check();
+    }
+    count_cut(&store);
+    store.note(|| format!("ends, {options:?}, power is off: {}", store.disk.is_off()));
+    if !closes {
+        store.disk.cut_changes_after(store.disk.operations());
+    }
+    let closed = store.engine.close();
+    if closes && !store.disk.is_off() {
+        closed.map_err(|error| format!("closing: {error}"))?;
+    }
+    statistics.checkpoints.fetch_add(store.engine.counters.checkpoints.load(Ordering::Relaxed), Ordering::Relaxed);
+    let damaged = if store.disk.is_off() { 0 } else { store.engine.counters.checksum_errors.load(Ordering::Relaxed) };
+    let (disk, model) = (store.disk.clone(), store.model().clone());
+    drop(store);
+    if let Err(End::Violation(violation)) = outcome {
+        return Err(violation);
+    }
+    if damaged > 0 {
+        return Err(format!("{damaged} blocks failed their checksums"));
+    }
+    if closes && !disk.is_off() {
+        return after_close(disk, model, options);
+    }
+    after_cut(disk, model, options, &mut random, statistics)
+}
+
+fn count_cut(store: &Store) {
+    if store.disk.is_off() {
+        count(&store.statistics.cuts);
+    }
+}
+
+/// Sets the threads to work, and waits for them.
+fn work(store: &Arc<Store>, random: &mut Random) -> Checked {
+    let clients = 1 + random.below(3) as usize;
+    let mut threads = Vec::new();
+    for shares in shares(clients, random) {
+        let operations = 1 + random.below(OPERATIONS_MAX);
+        let client = Client { store: Arc::clone(store), shares, random: random.fork(), operations };
+        threads.push(shuttle::thread::spawn(move || client.run()));
+    }
+    if random.percent(85) {
+        let operations = 1 + random.below(4);
+        let control = Control { store: Arc::clone(store), random: random.fork(), operations, names: 0 };
+        threads.push(shuttle::thread::spawn(move || control.run()));
+    }
+    if random.percent(25) {
+        let (store, random) = (Arc::clone(store), random.fork());
+        threads.push(shuttle::thread::spawn(move || upkeep(&store, random)));
+    }
+    let mut outcome = Ok(());
+    for thread in threads {
+        // A panic of a thread ends the schedule; it does not come this way.
+        let Ok(end) = thread.join() else { continue };
+        match (end, &outcome) {
+            (Err(End::Violation(violation)), _) => outcome = Err(End::Violation(violation)),
+            (Err(End::Off), Ok(())) => outcome = Err(End::Off),
+            _ => {}
+        }
+    }
+    outcome
+}
+
+/// What a program does beside its clients.
+fn upkeep(store: &Store, mut random: Random) -> Checked {
+    for _ in 0..1 + random.below(3) {
+        let engine = &store.engine;
+        match random.below(4) {
+            0 => engine.checkpoint().map_err(|error| store.judge(error, "checkpoint"))?,
+            1 => engine.reclaim().map(drop).map_err(|error| store.judge(error, "giving space back"))?,
+            2 => store.flush()?,
+            _ => store.check()?,
+        }
+    }
+    Ok(())
+}
+
+/// Who writes what: blocks that belong to one client, blocks that two share by sectors, and a run for large writes.
+fn shares(clients: usize, random: &mut Random) -> Vec<Vec<Share>> {
+    let mut shares = vec![Vec::new(); clients];
+    for (disk, blocks) in DISKS {
+        let mut runs: Vec<Vec<Range<usize>>> = vec![Vec::new(); clients];
+        let mut give = |client: usize, sectors: Range<usize>| match runs[client].last_mut() {
+            Some(last) if last.end == sectors.start => last.end = sectors.end,
+            _ => runs[client].push(sectors),
+        };
+        let large = if blocks > 32 && random.percent(70) { blocks as usize - 4 } else { 0 };
+        let mut owner = random.below(clients as u64) as usize;
+        give(owner, 0..large * SECTORS);
+        for block in large..blocks as usize {
+            let sectors = block * SECTORS..(block + 1) * SECTORS;
+            let next = random.below(clients as u64) as usize;
+            if random.percent(30) {
+                let middle = sectors.start + 1 + random.below(SECTORS as u64 - 1) as usize;
+                give(owner, sectors.start..middle);
+                give(next, middle..sectors.end);
+            } else {
+                give(owner, sectors);
+            }
+            if random.percent(40) {
+                owner = next;
+            }
+        }
+        for (share, mut runs) in shares.iter_mut().zip(runs) {
+            runs.retain(|run| !run.is_empty());
+            if !runs.is_empty() {
+                share.push(Share { disk: disk.into(), runs });
+            }
+        }
+    }
+    shares.retain(|share| !share.is_empty());
+    shares
+}

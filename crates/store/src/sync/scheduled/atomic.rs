@@ -1,0 +1,74 @@
+//! Atomic numbers. Every operation that orders anything lets other threads go first; those that do not, the counters,
+//! are read for reports alone and would only slow the schedules down.
+
+pub use std::sync::atomic::Ordering;
+
+/// Lets the scheduler choose who goes on.
+fn step(order: Ordering) {
+    if order != Ordering::Relaxed {
+        // Of all of shuttle's calls this is the one that is nothing but a choice.
+        shuttle::thread::sleep(std::time::Duration::ZERO);
+    }
+}
+
+macro_rules! atomic {
+    ($name:ident, $value:ty) => {
+        /// An atomic value.
+        #[derive(Debug, Default)]
+        pub struct $name(std::sync::atomic::$name);
+
+        impl $name {
+            /// With a first value.
+            pub const fn new(value: $value) -> Self {
+                Self(std::sync::atomic::$name::new(value))
+            }
+
+            /// The value.
+            pub fn load(&self, order: Ordering) -> $value {
+                step(order);
+                self.0.load(Ordering::SeqCst)
+            }
+
+            /// Sets the value.
+            pub fn store(&self, value: $value, order: Ordering) {
+                step(order);
+                self.0.store(value, Ordering::SeqCst);
+            }
+
+            /// Sets the value, and returns the one before.
+            pub fn swap(&self, value: $value, order: Ordering) -> $value {
+                step(order);
+                self.0.swap(value, Ordering::SeqCst)
+            }
+        }
+    };
+}
+
+atomic!(AtomicBool, bool);
+atomic!(AtomicU64, u64);
+
+impl AtomicU64 {
+    /// Adds, and returns the value before.
+    pub fn fetch_add(&self, value: u64, order: Ordering) -> u64 {
+        step(order);
+        self.0.fetch_add(value, Ordering::SeqCst)
+    }
+
+    /// Subtracts, and returns the value before.
+    pub fn fetch_sub(&self, value: u64, order: Ordering) -> u64 {
+        step(order);
+        self.0.fetch_sub(value, Ordering::SeqCst)
+    }
+
+    /// Raises to `value`, and returns the value before.
+    pub fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
+        step(order);
+        self.0.fetch_max(value, Ordering::SeqCst)
+    }
+
+    /// Sets bits, and returns the value before.
+    pub fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
+        step(order);
+        self.0.fetch_or(bits, Ordering::SeqCst)
+    }
+}

@@ -1,0 +1,147 @@
+//! Locks in the shape of parking_lot's over those of shuttle, which runs all threads of a store as coroutines of one
+//! thread and lets its scheduler choose at every lock, release and atomic operation which goes on.
+//!
+//! 1. A plain wait is a plain wait: when no thread can go on, shuttle reports a deadlock.
+//! 2. A wait with a timeout ends by notification or after a number of steps drawn at random, so it is never part of a
+//!    deadlock. It does not block: it yields until it ends.
+//! 3. Time passes by timeouts and sleeps alone, each as long as it was asked for ([`time`]). No real clock decides
+//!    anything, so a seed repeats a schedule.
+//! 4. Threads interleave as with sequentially consistent memory. What weaker orderings allow beside that is not tried.
+
+pub mod atomic;
+pub mod thread;
+pub mod time;
+
+use shuttle::rand::{Rng, thread_rng};
+use std::ops::{Deref, DerefMut};
+use std::sync::PoisonError;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A timed wait ends after at most `1 << TIMEOUT_BITS` steps of its thread.
+const TIMEOUT_BITS: u32 = 8;
+
+/// A lock.
+#[derive(Default)]
+pub struct Mutex<T> {
+    inner: shuttle::sync::Mutex<T>,
+}
+
+impl<T> Mutex<T> {
+    /// An open lock.
+    pub const fn new(value: T) -> Self {
+        Self { inner: shuttle::sync::Mutex::new(value) }
+    }
+
+    /// Takes the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        MutexGuard { mutex: self, inner: Some(self.inner.lock().unwrap_or_else(PoisonError::into_inner)) }
+    }
+
+    /// Takes the lock if it is open.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
+        let inner = self.inner.try_lock().ok()?;
+        Some(MutexGuard { mutex: self, inner: Some(inner) })
+    }
+}
+
+/// A lock that is held.
+pub struct MutexGuard<'a, T> {
+    mutex: &'a Mutex<T>,
+    /// Absent only while a method of this module has let go of the lock.
+    inner: Option<shuttle::sync::MutexGuard<'a, T>>,
+}
+
+impl<T> MutexGuard<'_, T> {
+    /// Opens the lock.
+    pub fn unlock_fair(guard: Self) {
+        drop(guard);
+    }
+
+    /// Opens the lock, and takes it again.
+    pub fn bump(guard: &mut Self) {
+        guard.inner = None;
+        *guard = guard.mutex.lock();
+    }
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        self.inner.as_ref().expect("the lock is held")
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        self.inner.as_mut().expect("the lock is held")
+    }
+}
+
+/// A lock that many hold for reading, or one for writing.
+#[derive(Default)]
+pub struct RwLock<T> {
+    inner: shuttle::sync::RwLock<T>,
+}
+
+impl<T> RwLock<T> {
+    /// An open lock.
+    pub const fn new(value: T) -> Self {
+        Self { inner: shuttle::sync::RwLock::new(value) }
+    }
+
+    /// Takes the lock for reading.
+    pub fn read(&self) -> shuttle::sync::RwLockReadGuard<'_, T> {
+        self.inner.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the lock for writing.
+    pub fn write(&self) -> shuttle::sync::RwLockWriteGuard<'_, T> {
+        self.inner.write().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What threads wait for under a lock.
+#[derive(Default)]
+pub struct Condvar {
+    inner: shuttle::sync::Condvar,
+    /// Notifications so far, for timed waits.
+    notified: AtomicU64,
+}
+
+impl Condvar {
+    /// Nothing waits yet.
+    pub const fn new() -> Self {
+        Self { inner: shuttle::sync::Condvar::new(), notified: AtomicU64::new(0) }
+    }
+
+    /// Opens the lock until a notification.
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        let inner = guard.inner.take().expect("the lock is held");
+        guard.inner = Some(self.inner.wait(inner).unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Opens the lock until a notification or for some time.
+    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, time: Duration) {
+        let seen = self.notified.load(Ordering::Relaxed);
+        // Short ones as likely as long ones.
+        let bits = thread_rng().gen_range(0..=TIMEOUT_BITS);
+        let mut steps = thread_rng().gen_range(0..1u32 << bits);
+        guard.inner = None;
+        while self.notified.load(Ordering::Relaxed) == seen {
+            if steps == 0 {
+                time::pass(time);
+                break;
+            }
+            steps -= 1;
+            shuttle::thread::yield_now();
+        }
+        *guard = guard.mutex.lock();
+    }
+
+    /// Ends all waits.
+    pub fn notify_all(&self) {
+        self.notified.fetch_add(1, Ordering::Relaxed);
+        self.inner.notify_all();
+    }
+}
