@@ -28,17 +28,35 @@ pub struct Client {
     pub random: Random,
     /// How often.
     pub operations: u64,
+    /// What kinds of work come often.
+    pub habit: Habit,
+}
+
+/// What a schedule does often. Faults of order need one kind of work to meet itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Habit {
+    /// All kinds of work alike.
+    Mixed,
+    /// The same few blocks are overwritten, flushed and written back again and again.
+    Hot,
+    /// Writes that go past the buffer, over blocks that are mapped.
+    Large,
 }
 
 impl Client {
     /// Does everything.
     pub fn run(mut self) -> Checked {
         for _ in 0..self.operations {
-            if self.random.percent(18) {
+            let flushes = if self.habit == Habit::Mixed { 18 } else { 30 };
+            if self.random.percent(flushes) {
                 self.store.flush()?;
                 continue;
             }
             let share = self.random.pick(&self.shares).clone();
+            if self.habit == Habit::Hot && self.random.percent(25) {
+                self.settle(&share.disk)?;
+                continue;
+            }
             if !self.random.percent(25) {
                 self.write(&share)?;
                 if self.random.percent(15) {
@@ -65,7 +83,8 @@ impl Client {
             return self.change(&share.disk, &head, generation, start..end, Kind::Part);
         }
         let length = blocks.end - blocks.start;
-        let (first, count) = if self.random.percent(30) {
+        let whole = if self.habit == Habit::Large { 80 } else { 30 };
+        let (first, count) = if self.random.percent(whole) {
             (blocks.start, length)
         } else {
             let count = 1 + self.random.below(length.min(4));
@@ -78,6 +97,15 @@ impl Client {
             _ => Kind::Whole,
         };
         self.change(&share.disk, &head, generation, sectors, kind)
+    }
+
+    /// Brings what is buffered for a disk home.
+    fn settle(&mut self, disk: &str) -> Checked {
+        let Some((head, generation)) = self.store.enter(disk) else { return Ok(()) };
+        match self.store.engine.settle(&head) {
+            Ok(()) => Ok(()),
+            Err(error) => self.gone(disk, generation, error, "write-back"),
+        }
     }
 
     fn change(&self, disk: &str, head: &Head, generation: u64, sectors: Range<usize>, kind: Kind) -> Checked {

@@ -1,6 +1,6 @@
 //! The thread that takes snapshots, clones, deletes, reverts and checks.
 
-use crate::client::{Client, Share};
+use crate::client::{Client, Habit, Share};
 use crate::model::{Fate, Image, Object, SECTORS};
 use crate::random::Random;
 use crate::store::{Checked, DISKS, End, Store, count, new_disk};
@@ -112,7 +112,8 @@ impl Control {
         let shares = vec![Share { disk: name, runs: std::iter::once(0..blocks as usize * SECTORS).collect() }];
         let random = self.random.fork();
         let operations = self.random.below(4);
-        Client { store: Arc::clone(&self.store), shares, random, operations }.run()
+        let habit = Habit::Mixed;
+        Client { store: Arc::clone(&self.store), shares, random, operations, habit }.run()
     }
 
     fn delete_snapshot(&mut self) -> Checked {

@@ -1,13 +1,14 @@
 //! One schedule: a store from a base, threads at work on it, a power cut, and what is found afterwards. All of it
 //! follows from a seed.
 
-use crate::client::{Client, Share};
+use crate::client::{Client, Habit, Share};
 use crate::control::Control;
 use crate::model::SECTORS;
 use crate::random::Random;
 use crate::scheduler::Chooser;
 use crate::store::{Base, Checked, DISKS, End, Statistics, Store, count, options};
 use crate::verify::{after_close, after_cut};
+use backend::IoMode;
 use backend::simulated::SimulatedOptions;
 use scheduled_store::Engine;
 use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
@@ -22,6 +23,8 @@ const STEPS_MAX: usize = 2_000_000;
 const STACK: usize = 512 << 10;
 /// A client's operations at most.
 const OPERATIONS_MAX: u64 = 9;
+/// Blocks of a disk that hot schedules write, beside the run for large writes.
+const HOT_BLOCKS: usize = 3;
 /// Bits of the number of operations of the medium before the power cut.
 const CUT_BITS: u32 = 8;
 
@@ -80,14 +83,18 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
         ..SimulatedOptions::default()
     };
     let disk = base.disk.copy_of_durable(random.next(), medium);
-    let options = options(&mut random);
+    let habit = *random.pick(&[Habit::Mixed, Habit::Mixed, Habit::Hot, Habit::Large]);
+    let mut options = options(&mut random);
+    if habit == Habit::Large {
+        options.mode = IoMode::Buffered;
+    }
     let engine = Engine::open(disk.directory(), options).map_err(|error| format!("opening: {error}"))?;
     if random.percent(75) {
         disk.cut_changes_after(disk.operations() + random.scaled(CUT_BITS));
     }
     let store = Arc::new(Store::new(engine, disk, base.model.clone(), Arc::clone(statistics)));
 
-    let mut outcome = work(&store, &mut random);
+    let mut outcome = work(&store, &mut random, habit);
     let closes = outcome.is_ok() && !store.disk.is_off() && random.percent(20);
     if outcome.is_ok() && closes && random.percent(50) {
         outcome = store.check();
@@ -124,20 +131,21 @@ fn count_cut(store: &Store) {
 }
 
 /// Sets the threads to work, and waits for them.
-fn work(store: &Arc<Store>, random: &mut Random) -> Checked {
+fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
     let clients = 1 + random.below(3) as usize;
     let mut threads = Vec::new();
-    for shares in shares(clients, random) {
-        let operations = 1 + random.below(OPERATIONS_MAX);
-        let client = Client { store: Arc::clone(store), shares, random: random.fork(), operations };
+    for shares in shares(clients, random, habit) {
+        let most = if habit == Habit::Mixed { OPERATIONS_MAX } else { 2 * OPERATIONS_MAX };
+        let operations = 1 + random.below(most);
+        let client = Client { store: Arc::clone(store), shares, random: random.fork(), operations, habit };
         threads.push(shuttle::thread::spawn(move || client.run()));
     }
-    if random.percent(85) {
+    if random.percent(if habit == Habit::Mixed { 85 } else { 30 }) {
         let operations = 1 + random.below(4);
         let control = Control { store: Arc::clone(store), random: random.fork(), operations, names: 0 };
         threads.push(shuttle::thread::spawn(move || control.run()));
     }
-    if random.percent(25) {
+    if random.percent(if habit == Habit::Mixed { 25 } else { 60 }) {
         let (store, random) = (Arc::clone(store), random.fork());
         threads.push(shuttle::thread::spawn(move || upkeep(&store, random)));
     }
@@ -169,18 +177,24 @@ fn upkeep(store: &Store, mut random: Random) -> Checked {
 }
 
 /// Who writes what: blocks that belong to one client, blocks that two share by sectors, and a run for large writes.
-fn shares(clients: usize, random: &mut Random) -> Vec<Vec<Share>> {
+fn shares(clients: usize, random: &mut Random, habit: Habit) -> Vec<Vec<Share>> {
     let mut shares = vec![Vec::new(); clients];
     for (disk, blocks) in DISKS {
+        let large_only = habit == Habit::Large;
+        if large_only && blocks <= 32 {
+            continue;
+        }
         let mut runs: Vec<Vec<Range<usize>>> = vec![Vec::new(); clients];
         let mut give = |client: usize, sectors: Range<usize>| match runs[client].last_mut() {
             Some(last) if last.end == sectors.start => last.end = sectors.end,
             _ => runs[client].push(sectors),
         };
-        let large = if blocks > 32 && random.percent(70) { blocks as usize - 4 } else { 0 };
+        let large = if blocks > 32 && (large_only || random.percent(70)) { blocks as usize - 4 } else { 0 };
         let mut owner = random.below(clients as u64) as usize;
         give(owner, 0..large * SECTORS);
-        for block in large..blocks as usize {
+        // A hot schedule leaves all blocks but a few alone.
+        let end = if habit == Habit::Hot { large + HOT_BLOCKS } else { blocks as usize };
+        for block in large..end {
             let sectors = block * SECTORS..(block + 1) * SECTORS;
             let next = random.below(clients as u64) as usize;
             if random.percent(30) {
