@@ -125,8 +125,8 @@ impl Image {
         }
     }
 
-    /// Makes whole blocks read as zeros, not durably; of those never written nothing is remembered, so that the range may
-    /// be terabytes.
+    /// Makes whole blocks read as zeros, not durably; of those never written nothing is remembered, so that the range
+    /// may be terabytes.
     pub fn zero_known(&mut self, blocks: Range<u64>) {
         let zeros = Arc::new(ZEROS);
         for block in self.known(blocks) {

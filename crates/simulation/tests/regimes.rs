@@ -1,5 +1,6 @@
-//! Power cuts in every regime: metadata and maps beyond what memory and journal hold, disks of 16 TiB, journals of several
-//! sizes, hardly any room, shared blocks without a snapshot, cut after cut. `lamina-soak --cuts 10000` makes many more.
+//! Power cuts in every regime: metadata and maps beyond what memory and journal hold, disks of 16 TiB, journals of
+//! several sizes, hardly any room, shared blocks without a snapshot, cut after cut. `lamina-soak --cuts 10000` makes
+//! many more.
 
 use simulation::operation::Profile;
 use simulation::run::Statistics;

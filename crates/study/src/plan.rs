@@ -39,7 +39,7 @@ pub enum Study {
     Wide,
     /// Space given back after discards and overwrites (bar 9)
     Reclaim,
-    /// Scattered writes over 1 TiB against qcow2; stops and kills in the middle of large deletions and discards (bar 10)
+    /// Scattered writes over 1 TiB against qcow2; opening after stops and kills amid large deletions (bar 10)
     Scattered,
     /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
     Chains,
@@ -172,8 +172,8 @@ pub struct Settings {
     /// Runs of each cell [default: 5, quick 3]; chains and grains make N runs of 2 N - 1 rounds of short slices
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
-    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together; in scattered,
-    /// of the whole load on each side [default: 600, quick 20]
+    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together; in
+    /// scattered, of the whole load on each side [default: 600, quick 20]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
     /// Only this mode [default: both where a bar has two]

@@ -65,6 +65,8 @@ impl Drop for Volume {
         if !done {
             eprintln!("cannot unmount {}", self.folder.display());
         }
+        // The folder only once it is empty: another volume may take its place.
+        let _ = fs::remove_dir(&self.folder);
         let _ = fs::remove_file(&self.image);
     }
 }

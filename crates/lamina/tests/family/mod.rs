@@ -1,7 +1,7 @@
 //! A disk with its snapshots and linked clones under random load, and what a killed server may leave of them.
 //!
-//! 1. Every write of the family has a number of its own, so that content which belongs to another disk or snapshot of it
-//!    is seen as foreign: no number is right in two places by chance.
+//! 1. Every write of the family has a number of its own, so that content which belongs to another disk or snapshot of
+//!    it is seen as foreign: no number is right in two places by chance.
 //! 2. For each sector it is known which numbers a crash may leave: that of the last write made durable, by FUA or by a
 //!    flush of the same disk, and those sent since. What was found after a crash is durable.
 //! 3. A snapshot holds what its disk held when it was taken, a clone what its snapshot held.
@@ -109,8 +109,8 @@ impl Content {
         runs
     }
 
-    /// Reads an export and holds it against what may be there, which it is from now on. How many sectors are younger than
-    /// what was durable.
+    /// Reads an export and holds it against what may be there, which it is from now on. How many sectors are younger
+    /// than what was durable.
     fn verify(&mut self, store: &Store, export: &str, family: u64, capacity: u64) -> u64 {
         let mut client = Client::connect(&store.socket(), export).unwrap();
         assert_eq!(client.size, capacity, "{export}");
@@ -197,8 +197,8 @@ impl Family {
         Ok(self.clients.get_mut(name).unwrap())
     }
 
-    /// Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner. Over a large disk, one of a
-    /// fixed number of places all over it.
+    /// Mostly single blocks, some larger, some not aligned to blocks; often in a hot corner. Over a large disk, one of
+    /// a fixed number of places all over it.
     fn place(&mut self) -> std::ops::Range<u64> {
         let sectors = self.capacity / SECTOR as u64;
         let (align, length) = match self.random.below(8) {

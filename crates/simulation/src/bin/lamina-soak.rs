@@ -1,5 +1,6 @@
-//! Random runs without end: power cuts in every regime, failing media, full file systems, plain use. Prints the seed that
-//! fails. With `--cuts N` exactly N power cuts, shared out evenly over all regimes (or those named), and counts of each.
+//! Random runs without end: power cuts in every regime, failing media, full file systems, plain use. Prints the seed
+//! that fails. With `--cuts N` exactly N power cuts, shared out evenly over all regimes (or those named), and counts of
+//! each.
 //!
 //! `lamina-soak [PROFILE ...] [--seed N] [--runs N] [--from N] [--cuts N] [--jobs N]`
 
@@ -125,7 +126,6 @@ struct Counted {
 fn count_cuts(arguments: &Arguments, cuts: u64) -> bool {
     let regimes = arguments.profiles.len() as u64;
     let shares = (0..regimes).map(|number| cuts / regimes + u64::from(number < cuts % regimes));
-    // The ones that take longest are begun first.
     let waiting = Mutex::new(arguments.profiles.iter().copied().zip(shares).collect::<Vec<_>>());
     let counted = Mutex::new(Vec::new());
     let stop = AtomicBool::new(false);

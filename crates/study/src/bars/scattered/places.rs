@@ -1,5 +1,5 @@
-//! Blocks in random order over a disk, none of them twice: each write is a first write, and the places follow from a seed
-//! and a count, so that what was written can be compared without remembering it.
+//! Blocks in random order over a disk, none of them twice: each write is a first write, and the places follow from a
+//! seed and a count, so that what was written can be compared without remembering it.
 
 use super::super::BLOCK;
 use super::{CAPACITY, DEPTH};
@@ -45,6 +45,11 @@ impl Places {
     /// How many were sent.
     pub(super) fn sent(&self) -> u64 {
         self.next
+    }
+
+    /// Sends again what was sent after `kept`: it may be lost.
+    pub(super) fn go_back(&mut self, kept: u64) {
+        self.next = kept;
     }
 
     fn request(&mut self) -> Request {

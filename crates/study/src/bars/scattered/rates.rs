@@ -1,8 +1,9 @@
 //! The rate against qcow2: every side has a disk of 1 TiB, the sides take turns in slices of a few seconds, in an order
 //! that rotates, until each was written to for the whole time.
 //!
-//! Every write is a first write. A side that has taken its share of the room gets an empty disk between two slices: qcow2
-//! takes a whole cluster for each write and gets the largest share.
+//! Every write is a first write. A side that has taken its share of the room gets an empty disk between two slices:
+//! qcow2 takes a whole cluster for each write and gets the largest share. How fast the sides are when a flush behind
+//! each slice counts is told beside.
 
 use super::places::Places;
 use super::{BAR, CAPACITY, JOURNALS, Journal};
@@ -18,7 +19,7 @@ use crate::{process, volume};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Longest slice of one side.
 const SLICE_MAX_S: f64 = 10.0;
@@ -56,6 +57,8 @@ struct Side {
     most: u64,
     renewed: u64,
     seconds: f64,
+    /// Seconds of the flushes behind the slices.
+    flushing: f64,
     latencies: Vec<f64>,
 }
 
@@ -63,7 +66,7 @@ impl Side {
     fn new(name: &str, kind: Kind, share: Share, room: u64) -> Side {
         let most = room * share.parts / PARTS / share.each;
         let (places, latencies) = (Places::new(0, most), Vec::new());
-        Side { name: name.into(), kind, server: None, places, most, renewed: 0, seconds: 0.0, latencies }
+        Side { name: name.into(), kind, server: None, places, most, renewed: 0, seconds: 0.0, flushing: 0.0, latencies }
     }
 
     /// An empty disk, served.
@@ -99,11 +102,19 @@ impl Side {
         let time = Duration::from_secs_f64(seconds.min(before - self.seconds).max(0.0));
         let taken = self.places.write_first(&mut client, time, &mut self.latencies)?;
         self.seconds += taken.as_secs_f64();
+        let began = Instant::now();
+        client.flush()?;
+        self.flushing += began.elapsed().as_secs_f64();
         Ok(())
     }
 
     fn rate(&self) -> f64 {
         ratio(self.latencies.len() as f64, self.seconds)
+    }
+
+    /// The rate when the flush behind each slice counts.
+    fn flushed_rate(&self) -> f64 {
+        ratio(self.latencies.len() as f64, self.seconds + self.flushing)
     }
 }
 
@@ -171,7 +182,7 @@ pub(super) fn measure(setting: &Setting, findings: &mut Vec<Finding>) -> Result<
 
 fn described(side: &Side) -> Value {
     json!({
-        "side": side.name, "writes": side.latencies.len(), "seconds": side.seconds, "rate": side.rate(),
+        "side": side.name, "writes": side.latencies.len(), "seconds": side.seconds, "rate": side.rate(), "flushing_seconds": side.flushing,
         "p99_us": percentile(&side.latencies, 0.99), "longest_us": largest(&side.latencies), "disks": side.renewed,
     })
 }
@@ -180,6 +191,7 @@ fn judge(mode: Mode, sides: &[Side], findings: &mut Vec<Finding>) {
     for side in sides {
         let name = format!("{} {}", mode.word(), side.name);
         findings.push(Finding::note(BAR, format!("{name}: writes"), side.rate(), "/s"));
+        findings.push(Finding::note(BAR, format!("{name}: with a flush behind each slice"), side.flushed_rate(), "/s"));
         findings.push(Finding::note(BAR, format!("{name}: p99"), percentile(&side.latencies, 0.99) / 1e3, "ms"));
         findings.push(Finding::note(BAR, format!("{name}: longest"), largest(&side.latencies) / 1e3, "ms"));
         if matches!(side.kind, Kind::Lamina(_)) {
