@@ -14,14 +14,14 @@ fn run(profile: Profile, seeds: u64) -> Statistics {
 
 #[test]
 fn with_more_dirty_metadata_than_the_journal_holds_nothing_is_lost() {
-    let statistics = run(Profile::Scattered, 10);
+    let statistics = run(Profile::Scattered, 6);
     // The journal has room for 1,024 pages.
     assert!(statistics.dirty_max > 1024, "{statistics:?}");
 }
 
 #[test]
 fn with_maps_beyond_the_metadata_cache_nothing_is_lost() {
-    let statistics = run(Profile::Maps, 5);
+    let statistics = run(Profile::Maps, 3);
     // The larger one of the caches has room for 256 pages.
     assert!(statistics.nodes_max > 256, "{statistics:?}");
 }
