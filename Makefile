@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build test lint deny demo bench fuzz soak mutants install
+.PHONY: help setup build test lint deny demo bench fuzz soak kills mutants install
 
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 PROGRAM := $(TARGET)/release/lamina
@@ -50,6 +50,10 @@ MODEL_STATES ?= 1000000
 soak: ## Every order of steps to MODEL_STATES, then power cuts and schedules without end; prints the seed that fails
 	LAMINA_MODEL_STATES=$(MODEL_STATES) cargo test --release -p lamina-store --lib no_order_of_steps -- --nocapture
 	@scripts/soak $(SOAK)
+
+KILLS ?= 1000
+kills: ## A server killed with SIGKILL under load, KILLS times (1000); LAMINA_SEED for another seed
+	LAMINA_KILLS=$(KILLS) cargo test --release -p lamina --test kill_load -- --nocapture
 
 mutants: ## Deliberate faults, one at a time: which do the tests miss? MUTANTS="--only NAME" for a part
 	cargo run -p lamina-mutants -- $(MUTANTS)

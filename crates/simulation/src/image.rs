@@ -125,6 +125,15 @@ impl Image {
         }
     }
 
+    /// Makes whole blocks read as zeros, not durably; of those never written nothing is remembered, so that the range
+    /// may be terabytes.
+    pub fn zero_known(&mut self, blocks: Range<u64>) {
+        let zeros = Arc::new(ZEROS);
+        for block in self.known(blocks) {
+            self.put(block, Arc::clone(&zeros));
+        }
+    }
+
     /// True when everything written is durable.
     pub fn is_settled(&self) -> bool {
         self.history.is_empty()
@@ -232,8 +241,17 @@ impl Image {
     }
 }
 
+/// True when all bytes are zeros.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    // Whole blocks at a time: most of what a comparison reads of a large disk is holes.
+    bytes.chunks(BLOCK_SIZE).all(|part| *part == ZEROS[..part.len()])
+}
+
 /// Says where two contents of a block differ.
 pub fn compare(block: u64, found: &[u8], expected: &[u8]) -> Result<(), String> {
+    if found == expected {
+        return Ok(());
+    }
     match found.iter().zip(expected).position(|(a, b)| a != b) {
         None if found.len() == expected.len() => Ok(()),
         None => Err(format!("block {block}: {} bytes instead of {}", found.len(), expected.len())),

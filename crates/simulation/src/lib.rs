@@ -20,5 +20,6 @@ pub mod image;
 pub mod model;
 pub mod operation;
 pub mod random;
+pub mod regime;
 pub mod run;
 pub mod scenario;

@@ -22,6 +22,10 @@ pub struct Span {
 pub enum Operation {
     /// Write data that follows from `fill`; with `again`, the bytes that are there already.
     Write { disk: u64, span: Span, fill: u64, again: bool, fua: bool },
+    /// Write single blocks at this many places of a disk; places and bytes follow from `fill`.
+    Scatter { disk: u64, places: u64, fill: u64 },
+    /// Discard whole blocks, up to the whole disk.
+    DiscardLarge { disk: u64, at: u64, length: u64 },
     /// Write zeroes.
     WriteZeroes { disk: u64, span: Span, allocate: bool, fua: bool },
     /// Discard.
@@ -76,6 +80,8 @@ pub enum Operation {
     Kill,
     /// Cut the power after so many operations of the medium from now; then, with `again`, after so many of recovery.
     Cut { after: u64, again: Option<u64> },
+    /// The next recovery is cut off after so many operations of the medium, the one after it likewise, and so on.
+    CutRecoveries { after: Vec<u64> },
     /// Fail an operation of the medium some way from now.
     FailOperation { after: u64 },
     /// Fail the next flushes of the medium.
@@ -97,6 +103,20 @@ pub enum Profile {
     Full,
     /// Power cuts, slow reads and hardly any room: what is freed is given out again at once.
     Tight,
+    /// Power cuts; writes scattered over 16 TiB, and more dirty metadata than the journal has room for.
+    Scattered,
+    /// Power cuts; maps larger than the metadata cache.
+    Maps,
+    /// Power cuts; disks of 16 TiB that shrink and grow, discards of terabytes.
+    Wide,
+    /// Power cuts; journals from the smallest to the default, and many flushes.
+    Journals,
+    /// Power cuts on a small file system that is mostly full.
+    NearlyFull,
+    /// Power cuts; heads that share blocks although no snapshot is left.
+    Shared,
+    /// Power cuts one after the other, in recovery too.
+    Again,
 }
 
 /// Most disks that a run keeps; beyond them creation gives way to deletion.
@@ -113,18 +133,20 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Tight => 20,
         Profile::Errors => 6,
         Profile::Full => 12,
+        // Their cuts come with the regime.
+        _ => 0,
     };
     if random.below(1000) < special {
         return match profile {
-            Profile::Model | Profile::PowerCuts | Profile::Tight => {
-                let again = random.percent(30).then(|| random.below(40));
-                Operation::Cut { after: random.below(*random.clone().choose(&[3, 20, 200])), again }
-            }
             Profile::Errors if random.percent(30) => Operation::FailSyncs { count: random.between(1, 2) },
             Profile::Errors => Operation::FailOperation { after: random.below(30) },
             Profile::Full => {
                 let most = *random.choose(&[0, 64 << 10, 1 << 20, 16 << 20, 1 << 30]);
                 Operation::Room { bytes: random.below(most + 1) }
+            }
+            _ => {
+                let again = random.percent(30).then(|| random.below(40));
+                Operation::Cut { after: random.below(*random.clone().choose(&[3, 20, 200])), again }
             }
         };
     }

@@ -1,7 +1,8 @@
 //! Whole runs from a seed, and what to say when one fails.
 
-use crate::operation::{Operation, Profile, generate};
+use crate::operation::{Operation, Profile};
 use crate::random::Random;
+use crate::regime::{self, World};
 use crate::run::{Run, Statistics};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,6 +24,8 @@ pub struct Failure {
     pub operations: Vec<Operation>,
     /// What was done, targets resolved.
     pub trace: Vec<String>,
+    /// Most power cuts that it was to make.
+    pub cuts_max: Option<u64>,
 }
 
 impl Failure {
@@ -45,13 +48,32 @@ impl fmt::Display for Failure {
             writeln!(f, "  {line}")?;
         }
         writeln!(f, "violation: {}", self.violation)?;
-        write!(f, "again: lamina-soak {} --seed {}", self.profile.name(), self.seed)
+        write!(f, "again: lamina-soak {} --seed {}", self.profile.name(), self.seed)?;
+        self.cuts_max.map_or(Ok(()), |most| write!(f, " --cuts {most}"))
     }
 }
 
 impl Profile {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Model, Self::PowerCuts, Self::Tight, Self::Errors, Self::Full];
+    pub const ALL: [Self; 12] = [
+        Self::Model,
+        Self::PowerCuts,
+        Self::Tight,
+        Self::Errors,
+        Self::Full,
+        Self::Scattered,
+        Self::Maps,
+        Self::Wide,
+        Self::Journals,
+        Self::NearlyFull,
+        Self::Shared,
+        Self::Again,
+    ];
+
+    /// Whether its runs cut the power.
+    pub fn cuts(self) -> bool {
+        !matches!(self, Self::Model | Self::Errors | Self::Full)
+    }
 
     /// The word for it on a command line.
     pub fn name(self) -> &'static str {
@@ -61,6 +83,13 @@ impl Profile {
             Self::Errors => "errors",
             Self::Full => "full",
             Self::Tight => "tight",
+            Self::Scattered => "scattered",
+            Self::Maps => "maps",
+            Self::Wide => "wide",
+            Self::Journals => "journals",
+            Self::NearlyFull => "nearly-full",
+            Self::Shared => "shared",
+            Self::Again => "again",
         }
     }
 
@@ -72,6 +101,9 @@ impl Profile {
             Self::Tight => 300,
             Self::Errors => 400,
             Self::Full => 800,
+            Self::Scattered | Self::Maps => 120,
+            Self::Wide | Self::Journals | Self::NearlyFull => 200,
+            Self::Shared | Self::Again => 150,
         }
     }
 }
@@ -79,29 +111,52 @@ impl Profile {
 /// The operations of a run.
 pub fn operations(seed: u64, profile: Profile, count: usize) -> Vec<Operation> {
     let mut random = Random::new(seed ^ 0x6f70_6572);
-    let mut operations: Vec<Operation> = (0..count).map(|_| generate(&mut random, profile)).collect();
-    // Something to work on from the start.
-    let (small, large) = if profile == Profile::Tight { (1 << 20, 2 << 20) } else { (3 << 20, 40 << 20) };
-    operations.insert(0, Operation::Create { capacity: small, kind: 7 });
-    operations
-        .insert(1, Operation::Create { capacity: large + 512, kind: if profile == Profile::Tight { 7 } else { seed } });
+    let mut operations = Vec::with_capacity(count + 8);
+    while operations.len() < count {
+        regime::extend(&mut random, profile, &mut operations);
+    }
+    operations.splice(0..0, beginning(&mut random, profile, seed));
     match profile {
         Profile::Tight => operations.insert(2, Operation::Room { bytes: random.between(256 << 10, 2 << 20) }),
-        Profile::PowerCuts => operations.push(Operation::Cut { after: 0, again: Some(random.below(20)) }),
         Profile::Full => operations.insert(2, Operation::Room { bytes: random.below(8 << 20) }),
         Profile::Model | Profile::Errors => {}
+        _ => operations.push(Operation::Cut { after: 0, again: Some(random.below(20)) }),
     }
     operations.extend([Operation::Checkpoint, Operation::Compare, Operation::Check, Operation::Reopen]);
     operations
 }
 
+/// Something to work on from the start.
+fn beginning(random: &mut Random, profile: Profile, seed: u64) -> Vec<Operation> {
+    regime::beginning(random, profile).unwrap_or_else(|| {
+        let tight = profile == Profile::Tight;
+        let (small, large) = if tight { (1 << 20, 2 << 20) } else { (3 << 20, 40 << 20) };
+        vec![
+            Operation::Create { capacity: small, kind: 7 },
+            Operation::Create { capacity: large + 512, kind: if tight { 7 } else { seed } },
+        ]
+    })
+}
+
 /// Carries operations out one after another; panics count as violations.
 pub fn carry_out(seed: u64, profile: Profile, operations: &[Operation]) -> Result<Statistics, Box<Failure>> {
+    carry_out_within(seed, profile, operations, None)
+}
+
+/// The same, with no more power cuts than these.
+fn carry_out_within(
+    seed: u64,
+    profile: Profile,
+    operations: &[Operation],
+    cuts_max: Option<u64>,
+) -> Result<Statistics, Box<Failure>> {
     let fail = |violation: String, done: usize, trace: Vec<String>| {
         let operations = operations[..done].to_vec();
-        Box::new(Failure { violation, seed, profile, operations, trace })
+        Box::new(Failure { violation, seed, profile, operations, trace, cuts_max })
     };
-    let mut run = Run::new(seed).map_err(|violation| fail(violation, 0, Vec::new()))?;
+    let made = Run::within(seed, World::of(profile, seed));
+    let mut run = made.map_err(|violation| fail(violation, 0, Vec::new()))?;
+    run.limit_cuts(cuts_max.unwrap_or(u64::MAX));
     for (number, operation) in operations.iter().enumerate() {
         let step = catch_unwind(AssertUnwindSafe(|| run.step(operation)));
         let violation = match step {
@@ -125,7 +180,12 @@ pub fn carry_out(seed: u64, profile: Profile, operations: &[Operation]) -> Resul
 
 /// A whole run of a seed.
 pub fn run(seed: u64, profile: Profile) -> Result<Statistics, Box<Failure>> {
-    carry_out(seed, profile, &operations(seed, profile, profile.length()))
+    run_within(seed, profile, None)
+}
+
+/// A whole run of a seed, with no more power cuts than these.
+pub fn run_within(seed: u64, profile: Profile, cuts_max: Option<u64>) -> Result<Statistics, Box<Failure>> {
+    carry_out_within(seed, profile, &operations(seed, profile, profile.length()), cuts_max)
 }
 
 /// A shorter list of operations that fails too, as far as it is found in the time given.
@@ -141,7 +201,7 @@ pub fn shrink(mut failure: Box<Failure>, time: Duration) -> Box<Failure> {
             let end = (at + part).min(failure.operations.len());
             let mut fewer = failure.operations.clone();
             fewer.drain(at..end);
-            match carry_out(failure.seed, failure.profile, &fewer) {
+            match carry_out_within(failure.seed, failure.profile, &fewer, failure.cuts_max) {
                 Err(shorter) if shorter.kind() == failure.kind() => failure = shorter,
                 _ => at = end,
             }

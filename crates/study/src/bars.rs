@@ -12,6 +12,7 @@ pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
 pub mod remote;
+pub mod scattered;
 mod slices;
 pub mod snapshots;
 pub mod speed;
@@ -68,6 +69,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Clones => clones::measure(setting),
         Study::Wide => wide::measure(setting),
         Study::Reclaim => reclaim::measure(setting),
+        Study::Scattered => scattered::measure(setting),
         Study::Chains => chains::measure(setting),
         Study::Grains => grains::measure(setting),
         Study::PeersChain => peers_chain::measure(setting),

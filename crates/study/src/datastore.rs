@@ -115,14 +115,25 @@ impl Serving {
 impl Datastore {
     /// Makes one.
     pub fn init(program: &Path, scratch: &Scratch, name: &str) -> Result<Datastore> {
+        Self::init_at(program, scratch, name, scratch.path(name), None)
+    }
+
+    /// Makes one in a folder of the caller's choice, with a journal of this size, such as `4M`.
+    pub fn init_at(
+        program: &Path,
+        scratch: &Scratch,
+        name: &str,
+        path: PathBuf,
+        journal: Option<&str>,
+    ) -> Result<Datastore> {
         if !program.is_file() {
             let program = program.display();
             return Err(Error::Usage(format!(
                 "no lamina at {program}: build it (make build) or name it with --lamina"
             )));
         }
-        let path = scratch.path(name);
-        process::run(Command::new(program).arg("init").arg(&path))?;
+        let size = journal.map(|size| ["--journal-size", size]);
+        process::run(Command::new(program).arg("init").args(size.into_iter().flatten()).arg(&path))?;
         let (socket, log) = (scratch.socket(name), scratch.path(&format!("{name}.log")));
         let has_grace = process::run(Command::new(program).args(["serve", "--help"]))?.contains("--client-grace");
         Ok(Datastore { program: program.into(), path, socket, log, has_grace })
@@ -158,7 +169,12 @@ impl Datastore {
 
     /// Creates a thin disk.
     pub fn create(&self, disk: &str, size: u64) -> Result<()> {
-        self.verb(&["disk", "create", disk, "--size", &size.to_string(), "--provisioning", "thin"]).map(|_| ())
+        self.create_as(disk, size, "thin").map(|_| ())
+    }
+
+    /// Creates a disk of a provisioning type; how long that took.
+    pub fn create_as(&self, disk: &str, size: u64, provisioning: &str) -> Result<Duration> {
+        self.verb(&["disk", "create", disk, "--size", &size.to_string(), "--provisioning", provisioning])
     }
 
     /// Creates a disk in one of VMware's formats: flat, with snapshots that are deltas of this format.

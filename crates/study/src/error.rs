@@ -13,6 +13,9 @@ pub enum Error {
         /// What the system said.
         source: io::Error,
     },
+    /// A server answered a request with an error.
+    #[error("NBD request refused by the server: {0}")]
+    Refused(io::Error),
     /// A program failed, or did not end in time.
     #[error("{command}: {detail}")]
     Command {

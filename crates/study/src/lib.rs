@@ -10,7 +10,8 @@
 //! 4. Raw samples are kept beside the verdict, with the machine and the options that made them.
 //! 5. Processes and files of a run end with it, also when it fails or is interrupted.
 //!
-//! The parts: [`plan`] (options and sizes), [`scratch`] (work folder), [`process`] (children and interruption),
+//! The parts: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a
+//! file system larger than the medium), [`process`] (children and interruption),
 //! [`nbd`] (a small pipelined client for layouts and latencies), [`fio`] (the load generator), [`peers`] (other
 //! servers), [`datastore`] (lamina's command line), [`statistics`], [`report`], [`machine`], and a module per bar in
 //! [`bars`].
@@ -30,5 +31,6 @@ pub mod random;
 pub mod report;
 pub mod scratch;
 pub mod statistics;
+pub mod volume;
 
 pub use error::{Error, Result};

@@ -302,7 +302,7 @@ impl Client {
         };
         if error != 0 {
             let error = std::io::Error::from_raw_os_error(error as i32);
-            return Err(Error::Io { what: "NBD request refused by the server".into(), source: error });
+            return Err(Error::Refused(error));
         }
         let length = if let Request::Read { length, .. } = request { length } else { 0 };
         let mut left = length as usize;

@@ -95,6 +95,16 @@ impl Images {
     }
 }
 
+/// Makes an empty qcow2 image.
+pub fn create_qcow2(path: &Path, size: u64, options: Option<&str>) -> Result<()> {
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", "qcow2"]);
+    if let Some(options) = options {
+        command.args(["-o", options]);
+    }
+    process::run(command.arg(path).arg(size.to_string())).map(|_| ())
+}
+
 fn convert(from: &Path, to: &Path, options: Option<&str>) -> Result<()> {
     let mut command = Command::new("qemu-img");
     command.args(["convert", "-f", "raw", "-O", "qcow2"]);
@@ -143,12 +153,24 @@ fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: In
 
 /// Starts qemu-nbd on an image of any of its formats, with what lies below it; its name in reports is `qemu-nbd`.
 pub fn start_image(scratch: &Scratch, image: &Path, format: &str, mode: Mode, writable: bool) -> Result<Server> {
+    start_named(scratch, "qemu-nbd", image, format, mode, writable)
+}
+
+/// The same, with a name of its own.
+pub fn start_named(
+    scratch: &Scratch,
+    name: &str,
+    image: &Path,
+    format: &str,
+    mode: Mode,
+    writable: bool,
+) -> Result<Server> {
     let engine = if mode == Mode::Direct { "native" } else { "threads" };
     let mut command = qemu_nbd(image, format, mode, engine);
     if !writable {
         command.arguments.insert(0, "--read-only".into());
     }
-    start_one(scratch, "qemu-nbd", Kind::Image, image, command)
+    start_one(scratch, name, Kind::Image, image, command)
 }
 
 struct Invocation {

@@ -39,6 +39,8 @@ pub enum Study {
     Wide,
     /// Space given back after discards and overwrites (bar 9)
     Reclaim,
+    /// Scattered writes over 1 TiB against qcow2; opening after stops and kills amid large deletions (bar 10)
+    Scattered,
     /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
     Chains,
     /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
@@ -65,7 +67,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 17] = [
+    pub const EACH: [Study; 18] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -73,6 +75,7 @@ impl Study {
         Study::Clones,
         Study::Wide,
         Study::Reclaim,
+        Study::Scattered,
         Study::Chains,
         Study::Grains,
         Study::PeersChain,
@@ -95,6 +98,7 @@ impl Study {
             Study::Clones => "clones",
             Study::Wide => "wide",
             Study::Reclaim => "reclaim",
+            Study::Scattered => "scattered",
             Study::Chains => "chains",
             Study::Grains => "grains",
             Study::PeersChain => "peers-chain",
@@ -171,7 +175,8 @@ pub struct Settings {
     /// Runs of each cell [default: 5, quick 3]; chains and grains make N runs of 2 N - 1 rounds of short slices
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
-    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together
+    /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together; in
+    /// scattered, of the whole load on each side [default: 600, quick 20]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
     /// Only this mode [default: both where a bar has two]
@@ -217,6 +222,8 @@ pub struct Plan {
     pub runs: u32,
     /// Seconds of each run.
     pub seconds: f64,
+    /// Seconds of a load that has to last.
+    pub lasting: f64,
     /// Seconds before each run that are not counted.
     pub ramp: f64,
     /// Modes asked for.
@@ -268,6 +275,7 @@ impl Settings {
             seed: self.seed,
             runs: self.runs.unwrap_or(pick(5, 3)),
             seconds,
+            lasting: self.seconds.unwrap_or(if quick { 20.0 } else { 600.0 }),
             ramp: (seconds / 2.0).min(0.5),
             modes: self.mode.map_or_else(|| vec![Mode::Buffered, Mode::Direct], |m| vec![m]),
             disk_size,

@@ -231,6 +231,13 @@ impl Service {
         self.end()
     }
 
+    /// Kills it, as a crash would, and waits until it is gone.
+    pub fn kill(mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        signal(child.id(), Signal::KILL);
+        reap(&mut child).map(|_| ())
+    }
+
     fn end(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };
         {

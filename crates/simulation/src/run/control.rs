@@ -11,8 +11,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// The largest thick disk made: its blocks are real in the simulation too.
-const THICK_MAX: u64 = 8 << 20;
 
 /// Stops the work it watches at the second look.
 #[derive(Default)]
@@ -75,7 +73,7 @@ impl Run {
             1 => Provisioning::EagerZeroedThick,
             _ => Provisioning::Thin,
         };
-        let capacity = if provisioning == Provisioning::Thin { capacity } else { capacity.min(THICK_MAX) };
+        let capacity = if provisioning == Provisioning::Thin { capacity } else { capacity.min(self.thick_max) };
         let name = self.new_name("d");
         let mut after = self.model.clone();
         after.disks.insert(
@@ -101,7 +99,7 @@ impl Run {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
         let known = &self.model.disks[&name];
         let thick = known.provisioning != Provisioning::Thin;
-        let capacity = if thick { capacity.min(THICK_MAX) } else { capacity };
+        let capacity = if thick { capacity.min(self.thick_max) } else { capacity };
         let old = known.capacity;
         let shrink = capacity < old;
         let mut after = self.model.clone();
@@ -251,7 +249,7 @@ impl Run {
         let mut image = (*image).clone();
         image.flush();
         let provisioning = known.provisioning;
-        if provisioning != Provisioning::Thin && capacity > THICK_MAX {
+        if provisioning != Provisioning::Thin && capacity > self.thick_max {
             return Ok(());
         }
         let mut after = self.model.clone();

@@ -3,7 +3,7 @@
 use super::{Checked, Outcome, Run};
 use crate::image::{Block, compare, touched};
 use crate::operation::Span;
-use crate::random::pattern;
+use crate::random::{Random, pattern};
 use backend::{BLOCK_SIZE, Buffer};
 use disk::{Allocation, Device, ErrorKind, Provisioning, ReadPlan, Segment, Verdict};
 use std::sync::Arc;
@@ -24,10 +24,14 @@ pub(super) struct Held {
 impl Run {
     pub(super) fn write(&mut self, disk: u64, span: Span, fill: u64, again: bool, fua: bool) -> Checked {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
-        let (offset, length) = span.fit(self.model.disks[&name].capacity);
+        self.write_to(&name, span, fill, again, fua)
+    }
+
+    fn write_to(&mut self, name: &str, span: Span, fill: u64, again: bool, fua: bool) -> Checked {
+        let (offset, length) = span.fit(self.model.disks[name].capacity);
         let data =
-            if again { self.model.disks[&name].image.read(offset, length) } else { pattern(fill, length as usize) };
-        let device = self.device(&name)?;
+            if again { self.model.disks[name].image.read(offset, length) } else { pattern(fill, length as usize) };
+        let device = self.device(name)?;
         let skip = (offset % BLOCK) as usize;
         let mut buffer = Buffer::with_bytes(skip + length as usize);
         // What surrounds the data in the buffer must not get anywhere.
@@ -36,7 +40,7 @@ impl Run {
         let mut result = device.write(offset, buffer.clone(), length as usize, fua);
         if let Err(error) = &result
             && error.kind() == ErrorKind::NoSpace
-            && self.must_fit(&name, &*device, offset, length)?
+            && self.must_fit(name, &*device, offset, length)?
         {
             // The claim on space of what is still buffered ends with a flush, what a deleted snapshot shares with the
             // disk once that is gone in the background; then an overwrite needs none.
@@ -52,10 +56,41 @@ impl Run {
                 return Err(format!("{name}: an overwrite of {length} bytes at {offset} found no space: {error}"));
             }
         }
-        let before = self.model.disks[&name].image.read(offset / BLOCK * BLOCK, padded(offset, length));
-        self.image_mut(&name).write(offset, &data);
-        self.changed(&name, offset, length);
-        self.end_of_change(&name, offset, length, fua, before, result)
+        let before = self.model.disks[name].image.read(offset / BLOCK * BLOCK, padded(offset, length));
+        self.image_mut(name).write(offset, &data);
+        self.changed(name, offset, length);
+        self.end_of_change(name, offset, length, fua, before, result)
+    }
+
+    /// Writes single blocks at places all over a disk, until the power goes.
+    pub(super) fn scatter(&mut self, disk: u64, places: u64, fill: u64) -> Checked {
+        let Some(name) = self.pick_disk(disk) else { return Ok(()) };
+        let mut random = Random::new(fill);
+        for _ in 0..places {
+            let restarts = self.statistics.restarts;
+            let span = Span { at: random.next_u64() | 15, length: BLOCK, align: BLOCK };
+            self.write_to(&name, span, random.next_u64(), false, false)?;
+            if self.statistics.restarts > restarts {
+                break;
+            }
+        }
+        self.measure();
+        Ok(())
+    }
+
+    /// Discards whole blocks, up to the whole disk.
+    pub(super) fn discard_large(&mut self, disk: u64, at: u64, length: u64) -> Checked {
+        let Some(name) = self.pick_disk(disk) else { return Ok(()) };
+        let blocks = self.model.disks[&name].capacity / BLOCK;
+        let count = length.div_ceil(BLOCK).min(blocks);
+        let first = at % (blocks - count + 1);
+        let result = self.device(&name)?.discard(first * BLOCK, count * BLOCK, false);
+        self.image_mut(&name).zero_known(first..first + count);
+        self.changed(&name, first * BLOCK, count * BLOCK);
+        match self.judge(result, None)? {
+            Outcome::Restarted | Outcome::Done(()) => Ok(()),
+            Outcome::Refused(error) => Err(format!("{name}: discarding {count} blocks from {first}: {error}")),
+        }
     }
 
     pub(super) fn zero(&mut self, disk: u64, span: Span, allocate: Option<bool>, fua: bool) -> Checked {

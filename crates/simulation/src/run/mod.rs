@@ -10,8 +10,9 @@ mod data;
 mod recover;
 
 use crate::model::Model;
-use crate::operation::Operation;
+use crate::operation::{Operation, Profile};
 use crate::random::Random;
+use crate::regime::World;
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use data::Held;
@@ -24,7 +25,7 @@ use store::EngineOptions;
 /// Operations remembered for the report of a failure.
 const TRACE_MAX: usize = 400;
 /// The smallest journal there is: the ring wraps often.
-const JOURNAL_SIZE: u64 = 4 << 20;
+pub const JOURNAL_SIZE: u64 = 4 << 20;
 
 /// What a violation is told with.
 pub type Checked<T = ()> = Result<T, String>;
@@ -45,21 +46,30 @@ pub struct Statistics {
     pub operations: u64,
     /// Power cuts and kills survived.
     pub restarts: u64,
-    /// Of these, with a power cut inside recovery.
+    /// Power cuts at an operation of the medium, those inside recovery included.
+    pub cuts: u64,
+    /// Power cuts inside recovery.
     pub interrupted_recoveries: u64,
     /// Operations refused for want of space.
     pub refused: u64,
     /// Checkpoints seen.
     pub checkpoints: u64,
+    /// Most metadata pages seen that waited for a checkpoint.
+    pub dirty_max: u64,
+    /// Most nodes of the map seen.
+    pub nodes_max: u64,
 }
 
 impl std::ops::AddAssign for Statistics {
     fn add_assign(&mut self, other: Self) {
         self.operations += other.operations;
         self.restarts += other.restarts;
+        self.cuts += other.cuts;
         self.interrupted_recoveries += other.interrupted_recoveries;
         self.refused += other.refused;
         self.checkpoints += other.checkpoints;
+        self.dirty_max = self.dirty_max.max(other.dirty_max);
+        self.nodes_max = self.nodes_max.max(other.nodes_max);
     }
 }
 
@@ -81,28 +91,37 @@ pub struct Run {
     unsure: bool,
     /// The file system may be full.
     full: bool,
-    cut_in_recovery: Option<u64>,
+    cuts_in_recovery: VecDeque<u64>,
+    /// Power cuts that may still be made.
+    cuts_left: u64,
+    thick_max: u64,
     trace: VecDeque<String>,
     /// What happened.
     pub statistics: Statistics,
 }
 
 impl Run {
-    /// A new datastore on a new medium.
+    /// A new datastore on a new medium, in the usual world.
     pub fn new(seed: u64) -> Checked<Self> {
+        Self::within(seed, World::of(Profile::Model, seed))
+    }
+
+    /// A new datastore on a new medium.
+    pub fn within(seed: u64, world: World) -> Checked<Self> {
         let mut random = Random::new(seed);
         let options = EngineOptions {
             mode: if random.percent(50) { IoMode::Buffered } else { IoMode::Direct },
-            metadata_cache: *random.choose(&[1 << 20, 2 << 20]),
+            metadata_cache: *random.choose(&world.metadata_caches),
             write_buffer: *random.choose(&[64 << 10, 256 << 10, 1 << 20]),
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: random.percent(75),
         };
         let unflushed_max = *random.choose(&[16, 256, 4096]);
-        let medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };
+        let mut medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };
+        medium.capacity = world.room.unwrap_or(medium.capacity);
         let disk = SimulatedDisk::new(random.next_u64(), medium);
-        let made = Datastore::init_in(disk.directory(), InitOptions { journal_size: JOURNAL_SIZE });
+        let made = Datastore::init_in(disk.directory(), InitOptions { journal_size: world.journal_size });
         made.map_err(|error| format!("making the datastore: {error}"))?;
         let datastore =
             Datastore::open_in(disk.directory(), options).map_err(|error| format!("opening it: {error}"))?;
@@ -117,11 +136,39 @@ impl Run {
             next_name: 0,
             faulty: false,
             unsure: false,
-            full: false,
-            cut_in_recovery: None,
+            full: world.room.is_some(),
+            cuts_in_recovery: VecDeque::new(),
+            cuts_left: u64::MAX,
+            thick_max: world.thick_max,
             trace: VecDeque::new(),
             statistics: Statistics::default(),
         })
+    }
+
+    /// Lets no more power cuts happen than these.
+    pub fn limit_cuts(&mut self, most: u64) {
+        self.cuts_left = most;
+    }
+
+    /// Remembers how much metadata there is.
+    fn measure(&mut self) {
+        let Some(datastore) = &self.datastore else { return };
+        let counts = datastore.engine().counts();
+        self.statistics.dirty_max = self.statistics.dirty_max.max(counts.pages_dirty);
+        self.statistics.nodes_max = self.statistics.nodes_max.max(counts.map.used);
+    }
+
+    /// The power went at an operation of the medium.
+    fn count_cut(&mut self) {
+        self.statistics.cuts += 1;
+        self.cuts_left = self.cuts_left.saturating_sub(1);
+    }
+
+    /// Cuts the power again in the recovery that comes, if that was asked for.
+    fn arm_recovery(&mut self) {
+        if let Some(after) = self.cuts_in_recovery.pop_front().filter(|_| self.cuts_left > 0) {
+            self.disk.cut_after(self.disk.operations() + after);
+        }
     }
 
     /// What was done, newest last.
@@ -155,6 +202,8 @@ impl Run {
     fn carry_out(&mut self, operation: &Operation) -> Checked {
         match operation {
             Operation::Write { disk, span, fill, again, fua } => self.write(*disk, *span, *fill, *again, *fua),
+            Operation::Scatter { disk, places, fill } => self.scatter(*disk, *places, *fill),
+            Operation::DiscardLarge { disk, at, length } => self.discard_large(*disk, *at, *length),
             Operation::WriteZeroes { disk, span, allocate, fua } => self.zero(*disk, *span, Some(*allocate), *fua),
             Operation::Discard { disk, span, fua } => self.zero(*disk, *span, None, *fua),
             Operation::Read { title, span } => self.read(*title, *span),
@@ -191,8 +240,14 @@ impl Run {
             Operation::Reopen => self.reopen(),
             Operation::Kill => self.restart(None),
             Operation::Cut { after, again } => {
-                self.disk.cut_after(self.disk.operations() + after);
-                self.cut_in_recovery = *again;
+                if self.cuts_left > 0 {
+                    self.disk.cut_after(self.disk.operations() + after);
+                }
+                self.cuts_in_recovery = again.iter().copied().collect();
+                Ok(())
+            }
+            Operation::CutRecoveries { after } => {
+                self.cuts_in_recovery = after.iter().copied().collect();
                 Ok(())
             }
             Operation::FailOperation { after } => {

@@ -2,7 +2,7 @@
 
 use super::control::{differences, observed};
 use super::{Checked, Outcome, Run};
-use crate::image::{Block, compare};
+use crate::image::{Block, compare, is_zero};
 use crate::model::Model;
 use backend::{BLOCK_SIZE, Buffer};
 use disk::{Allocation, CheckOptions, Datastore, ErrorKind, NoProgress};
@@ -60,14 +60,15 @@ impl Run {
         self.devices.clear();
         self.datastore = None;
         let power = self.disk.is_off() || self.unsure || self.faulty && self.random.percent(50);
+        if self.disk.is_off() {
+            self.count_cut();
+        }
         if power {
             // Faults do not survive it.
             self.disk = self.disk.crash();
             (self.faulty, self.unsure) = (false, false);
         }
-        if let Some(after) = self.cut_in_recovery.take() {
-            self.disk.cut_after(self.disk.operations() + after);
-        }
+        self.arm_recovery();
         self.open()?;
         self.settle_on(after)?;
         self.check()?;
@@ -127,7 +128,9 @@ impl Run {
             }
             self.note("  the power goes during recovery");
             self.statistics.interrupted_recoveries += 1;
+            self.count_cut();
             self.disk = self.disk.crash();
+            self.arm_recovery();
         }
         Err("the datastore could not be opened".into())
     }
@@ -150,6 +153,7 @@ impl Run {
             self.disk = self.disk.crash();
         }
         if self.disk.is_off() {
+            self.count_cut();
             self.disk = self.disk.crash();
         }
         self.open()?;
@@ -212,7 +216,7 @@ impl Run {
             let Outcome::Done(found) = self.compare_outcome(result, "reading where it is empty")? else {
                 return Ok(());
             };
-            if found.iter().any(|byte| *byte != 0) {
+            if !is_zero(&found) {
                 return Err(format!(
                     "{length} bytes at {place} are said to be {:?} and are not zeros",
                     extent.allocation

@@ -1,0 +1,236 @@
+//! How soon a datastore is open again: after a clean stop and after a SIGKILL, under scattered writes, in the middle of
+//! discarding 200 GiB of a thick disk and of a scattered one, and in the middle of deleting a thick disk of 500 GiB.
+//!
+//! Each time blocks that were flushed before are compared, no request may fail but by the kill, and at the end `check`
+//! looks at everything. Where the work folder's file system has no room for the thick disk, all of it happens on a
+//! sparse file system of 2 TiB.
+
+use super::places::Places;
+use super::{BAR, CAPACITY, DEPTH, GIB, Journal};
+use crate::bars::{Setting, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::{Error, Result};
+use crate::nbd::{Client, Request};
+use crate::peers::Server;
+use crate::report::Finding;
+use crate::statistics::{largest, percentile, ratio};
+use crate::volume::{self, Volume};
+use crate::{process, scratch};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Capacity of the thick disk.
+const THICK: u64 = 500 * GIB;
+/// What is discarded of each disk.
+const DISCARDED: u64 = 200 * GIB;
+/// One discard.
+const PIECE: u64 = GIB;
+const VOLUME: u64 = 2 << 40;
+/// Room that a file system needs to be used as it is.
+const ROOM_MIN: u64 = THICK + 100 * GIB;
+/// Longest opening.
+const OPEN_MAX_S: f64 = 2.0;
+/// Part of the time that the load before each stop lasts, and its bounds.
+const LOAD_PART: f64 = 0.1;
+const LOAD_MIN_S: f64 = 1.0;
+const LOAD_MAX_S: f64 = 30.0;
+/// Part of the real room that the blocks written may take, and what one of them takes.
+const ROOM_PERCENT: u64 = 40;
+const WRITE_BYTES: u64 = 6 << 10;
+/// All space counts as given back when this little is left of a thick disk.
+const LEFT_MAX: u64 = 4 * GIB;
+/// Longest look at how space is given back.
+const GIVEN_BACK_TIME_MAX: Duration = Duration::from_secs(120);
+const WIDE: &str = "wide";
+const THICK_DISK: &str = "thick";
+
+/// What ends a life of the server.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// SIGTERM once the work is done.
+    Stop,
+    /// SIGKILL a moment after the work has begun.
+    Kill(Duration),
+}
+
+struct Bench<'a> {
+    setting: &'a Setting,
+    datastore: Datastore,
+    server: Option<Server>,
+    places: Places,
+    latencies: Vec<f64>,
+    opened: Vec<(String, f64)>,
+    lost: u64,
+}
+
+/// Measures it with one journal.
+pub(super) fn measure(setting: &Setting, journal: Journal, findings: &mut Vec<Finding>) -> Result<Value> {
+    let (name, size) = journal;
+    let room = volume::room(setting.scratch.root())?;
+    // Made before the datastore, and so unmounted after its server has ended.
+    let volume = if room >= ROOM_MIN { None } else { Some(Volume::new(&setting.scratch, "volume", VOLUME)?) };
+    let folder: PathBuf = volume.as_ref().map_or(setting.scratch.root(), Volume::path).join("stops");
+    let datastore = Datastore::init_at(&setting.lamina, &setting.scratch, "stops", folder, size)?;
+    datastore.create(WIDE, CAPACITY)?;
+    let most = room / 100 * ROOM_PERCENT / WRITE_BYTES;
+    let mut bench = Bench {
+        setting,
+        datastore,
+        server: None,
+        places: Places::new(setting.plan.seed, most),
+        latencies: Vec::new(),
+        opened: Vec::new(),
+        lost: 0,
+    };
+    let done = bench.go_through(name);
+    if let Some(server) = bench.server.take() {
+        server.service.stop()?;
+    }
+    let (created, given_back) = done?;
+    let check = bench.datastore.text(&["check"])?;
+    let Bench { datastore, latencies, opened, lost, .. } = bench;
+    setting.scratch.remove(datastore.path())?;
+    drop(volume);
+    for (what, seconds) in &opened {
+        findings.push(Finding::at_most(BAR, format!("{name}: open after {what}"), *seconds, OPEN_MAX_S, "s"));
+    }
+    findings.push(Finding::at_most(BAR, format!("{name}: flushed blocks lost"), lost as f64, 0.0, ""));
+    findings.push(Finding::note(BAR, format!("{name}: p99 of writes meanwhile"), millis(&latencies, 0.99), "ms"));
+    findings.push(Finding::note(BAR, format!("{name}: longest write meanwhile"), largest(&latencies) / 1e3, "ms"));
+    findings.push(Finding::note(BAR, format!("{name}: creating a thick disk of 500 GiB"), created, "s"));
+    findings.push(Finding::note(BAR, format!("{name}: its space given back"), given_back, "GiB/s"));
+    Ok(json!({
+        "journal": name, "opened": opened, "lost": lost, "writes": latencies.len(),
+        "create_s": created, "given_back_gib_s": given_back,
+        "p99_us": percentile(&latencies, 0.99), "longest_us": largest(&latencies), "check": check.trim(),
+    }))
+}
+
+fn millis(latencies: &[f64], share: f64) -> f64 {
+    percentile(latencies, share) / 1e3
+}
+
+impl Bench<'_> {
+    /// Every kind of work, with a stop after it and a kill in its middle; seconds that creating the thick disk took,
+    /// and GiB per second at which its space is given back.
+    fn go_through(&mut self, name: &str) -> Result<(f64, f64)> {
+        let load = (self.setting.plan.lasting * LOAD_PART).clamp(LOAD_MIN_S, LOAD_MAX_S);
+        let load = Duration::from_secs_f64(load);
+        self.serve("making it")?;
+        self.opened.clear();
+        let nothing = |_: &Datastore| Ok(());
+        say(&format!("{name}: stops and kills under writes"));
+        self.life("writes and a stop", load, End::Stop, nothing)?;
+        self.life("writes and a kill", load, End::Kill(load / 2), nothing)?;
+        say(&format!("{name}: a thick disk of 500 GiB"));
+        let before = scratch::allocated(self.datastore.path())?;
+        let created = self.datastore.create_as(THICK_DISK, THICK, "zeroedthick")?.as_secs_f64();
+        say(&format!("{name}: discarding 200 GiB of it"));
+        let kill = End::Kill(Duration::from_millis(100));
+        self.life("a kill in a discard of 200 GiB, thick", load, kill, |ds| discard(ds, THICK_DISK))?;
+        self.life("a discard of 200 GiB, thick, and a stop", load, End::Stop, |ds| discard(ds, THICK_DISK))?;
+        say(&format!("{name}: discarding 200 GiB of the scattered disk"));
+        // Flushed blocks in the first part of the disk are gone with it: those written from now on are compared.
+        self.life("a kill in a discard of 200 GiB, scattered", load, kill, |ds| discard(ds, WIDE))?;
+        self.life("a discard of 200 GiB, scattered, and a stop", load, End::Stop, |ds| discard(ds, WIDE))?;
+        say(&format!("{name}: deleting the thick disk"));
+        let delete = |ds: &Datastore| ds.delete(THICK_DISK);
+        self.life("a kill in deleting 500 GiB", load, End::Kill(Duration::from_millis(300)), delete)?;
+        // The deletion goes on by itself after the kill, if it had been acknowledged.
+        let listed = self.datastore.ask(&["disk", "list"])?;
+        let disks = listed["disks"].as_array().map(Vec::as_slice).unwrap_or_default();
+        if disks.iter().any(|disk| disk["name"] == THICK_DISK) {
+            self.datastore.delete(THICK_DISK)?;
+        }
+        self.life("deleting 500 GiB and a stop", load, End::Stop, nothing)?;
+        let left = before + self.places.sent() * WRITE_BYTES + LEFT_MAX;
+        let path = self.datastore.path();
+        let (all, time) = (scratch::allocated(path)?, Duration::from_secs_f64(self.setting.plan.lasting));
+        let (rest, taken) = scratch::wait_allocated(path, left, time.min(GIVEN_BACK_TIME_MAX))?;
+        let given_back = ratio(all.saturating_sub(rest) as f64 / GIB as f64, taken.as_secs_f64());
+        self.life("giving space back and a stop", load, End::Stop, nothing)?;
+        Ok((created, given_back))
+    }
+
+    fn serve(&mut self, after: &str) -> Result<()> {
+        let (server, time) = self.datastore.serve(&Serving::plain(self.setting.plan.mode()), WIDE)?;
+        self.opened.push((after.into(), time.as_secs_f64()));
+        self.server = Some(server);
+        Ok(())
+    }
+
+    /// Scattered writes, `act` beside them, and the end of the server; then it is opened again, and what was flushed is
+    /// compared.
+    fn life(
+        &mut self,
+        what: &str,
+        load: Duration,
+        end: End,
+        act: impl FnOnce(&Datastore) -> Result<()> + Send,
+    ) -> Result<()> {
+        process::go_on()?;
+        let Some(server) = self.server.take() else { return Ok(()) };
+        let endpoint = server.endpoint.clone();
+        let killed = AtomicBool::new(false);
+        let flushed = AtomicBool::new(false);
+        let (places, latencies) = (&mut self.places, &mut self.latencies);
+        let datastore = &self.datastore;
+        let half = load / 2;
+        let kept = std::thread::scope(|scope| {
+            // The writes of the first half are flushed, those of the second may be lost in a kill.
+            let writer = scope.spawn(|| {
+                let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+                places.write(&mut client, half, latencies)?;
+                client.flush()?;
+                let kept = places.sent();
+                flushed.store(true, Ordering::SeqCst);
+                let rest = places.write(&mut client, half, latencies).and_then(|_| client.flush());
+                excused(rest, &killed).map(|()| kept)
+            });
+            // `act` begins with the second half.
+            while !flushed.load(Ordering::SeqCst) && !writer.is_finished() {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let actor = scope.spawn(|| excused(act(datastore), &killed));
+            let ended = match end {
+                End::Kill(after) => {
+                    std::thread::sleep(after);
+                    killed.store(true, Ordering::SeqCst);
+                    server.service.kill().map(|()| None)
+                }
+                End::Stop => Ok(Some(server)),
+            };
+            let panicked = || Error::Answer("a thread of the load panicked".into());
+            let acted = actor.join().map_err(|_| panicked())?;
+            let kept = writer.join().map_err(|_| panicked())?;
+            let server = ended?;
+            acted.and(kept).and_then(|kept| server.map_or(Ok(()), |server| server.service.stop()).map(|()| kept))
+        })?;
+        if end != End::Stop {
+            self.places.go_back(kept);
+        }
+        self.serve(what)?;
+        // What lies before that may have been discarded.
+        self.lost += self.places.lost(&self.datastore.endpoint(WIDE), kept, DISCARDED)?;
+        Ok(())
+    }
+}
+
+/// Errors that come of a kill are none; that the server refuses something always is.
+fn excused(result: Result<()>, killed: &AtomicBool) -> Result<()> {
+    match result {
+        Err(Error::Io { .. } | Error::Answer(_) | Error::Command { .. }) if killed.load(Ordering::SeqCst) => Ok(()),
+        other => other,
+    }
+}
+
+/// Discards the first part of a disk.
+fn discard(datastore: &Datastore, disk: &str) -> Result<()> {
+    let endpoint = datastore.endpoint(disk);
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let pieces = (0..DISCARDED / PIECE).map(|piece| Request::Trim { offset: piece * PIECE, length: PIECE as u32 });
+    client.run(DEPTH, pieces, |_| ())?;
+    client.flush()
+}
