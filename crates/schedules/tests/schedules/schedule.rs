@@ -83,7 +83,7 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
         ..SimulatedOptions::default()
     };
     let disk = base.disk.copy_of_durable(random.next(), medium);
-    let habit = *random.pick(&[Habit::Mixed, Habit::Mixed, Habit::Hot, Habit::Large]);
+    let habit = *random.pick(&[Habit::Mixed, Habit::Mixed, Habit::Hot, Habit::Large, Habit::Large]);
     let mut options = options(&mut random);
     if habit == Habit::Large {
         options.mode = IoMode::Buffered;
@@ -145,9 +145,9 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
         let control = Control { store: Arc::clone(store), random: random.fork(), operations, names: 0 };
         threads.push(shuttle::thread::spawn(move || control.run()));
     }
-    if random.percent(if habit == Habit::Mixed { 25 } else { 60 }) {
+    if random.percent(if habit == Habit::Mixed { 25 } else { 80 }) {
         let (store, random) = (Arc::clone(store), random.fork());
-        threads.push(shuttle::thread::spawn(move || upkeep(&store, random)));
+        threads.push(shuttle::thread::spawn(move || upkeep(&store, random, habit)));
     }
     let mut outcome = Ok(());
     for thread in threads {
@@ -163,13 +163,14 @@ fn work(store: &Arc<Store>, random: &mut Random, habit: Habit) -> Checked {
 }
 
 /// What a program does beside its clients.
-fn upkeep(store: &Store, mut random: Random) -> Checked {
-    for _ in 0..1 + random.below(3) {
+fn upkeep(store: &Store, mut random: Random, habit: Habit) -> Checked {
+    let most = if habit == Habit::Mixed { 3 } else { 8 };
+    for _ in 0..1 + random.below(most) {
         let engine = &store.engine;
-        match random.below(4) {
+        match random.below(if habit == Habit::Large { 2 } else { 4 }) {
             0 => engine.checkpoint().map_err(|error| store.judge(error, "checkpoint"))?,
-            1 => engine.reclaim().map(drop).map_err(|error| store.judge(error, "giving space back"))?,
-            2 => store.flush()?,
+            2 => engine.reclaim().map(drop).map_err(|error| store.judge(error, "giving space back"))?,
+            1 => store.flush()?,
             _ => store.check()?,
         }
     }

@@ -92,11 +92,19 @@ impl Engine {
             }
             let covered = self.log.clocks.acknowledged();
             let left = self.log_buffers()?;
+            // No batch of write-back is under way now: its writes are among those to be made durable.
+            let announced = self.log.announced_end();
             drop(gate);
             if self.log.needs_sync() {
                 drop(commit);
                 self.sync_data()?;
                 commit = self.log.lock();
+            }
+            if !self.log.is_settled(announced) {
+                // A flush of the data files came between the end of a write home and the end of its batch: what was
+                // written is durable, and recovery would still put older payload of the journal over it once the next
+                // overwrite has begun.
+                self.sync_all_data()?;
             }
             self.append_pending(&mut commit)?;
             if let Some(cost) = left {

@@ -53,11 +53,33 @@ struct Watch {
     last_write: Instant,
     last_commit: Instant,
     region: u64,
-    singles_done: bool,
+    passes: Passes,
     /// Until when dropping and punching rest for the sake of writers.
     rest: Instant,
     /// Until when punching rests after a failure.
     punch_after: Instant,
+}
+
+/// Passes over all free runs that found nothing to punch, since something was written or freed.
+#[derive(Clone, Copy, Default)]
+struct Passes {
+    runs: bool,
+    singles: bool,
+}
+
+impl Passes {
+    /// The shortest run to be punched now. Long runs come first: a hole costs about the same whatever its length.
+    fn least(self, idle: Duration) -> u64 {
+        if idle > LONG_IDLE && self.runs && !self.singles { 1 } else { PUNCH_RUN }
+    }
+
+    /// A pass over runs of at least `least` blocks has found nothing.
+    fn end(&mut self, least: u64) {
+        match least {
+            1 => self.singles = true,
+            _ => self.runs = true,
+        }
+    }
 }
 
 impl Engine {
@@ -110,7 +132,7 @@ impl Engine {
             last_write: Instant::now(),
             last_commit: Instant::now(),
             region: 0,
-            singles_done: false,
+            passes: Passes::default(),
             rest: Instant::now(),
             punch_after: Instant::now(),
         };
@@ -142,7 +164,8 @@ impl Engine {
         let activity = clock + self.log.clocks.home();
         let writes = activity - watch.activity;
         if writes > 0 {
-            (watch.activity, watch.last_write, watch.singles_done) = (activity, Instant::now(), false);
+            (watch.activity, watch.last_write) = (activity, Instant::now());
+            watch.passes = Passes::default();
         }
         let idle = watch.last_write.elapsed();
         let wanted = self.running.take_work(|work| {
@@ -198,7 +221,11 @@ impl Engine {
             return Ok(());
         }
         let began = Instant::now();
-        if self.drop_trash(DROP_ROUNDS)? {
+        let more = self.drop_trash(DROP_ROUNDS)?;
+        if more || freeing > 0 {
+            watch.passes = Passes::default();
+        }
+        if more {
             self.request(|work| work.commit |= work.reclaim);
         }
         self.meta.lock().release_freed();
@@ -241,7 +268,7 @@ impl Engine {
 
     /// Punches free runs: long ones soon, single blocks when nothing else goes on.
     fn give_space_back(&self, watch: &mut Watch, idle: Duration, calm: bool) -> Result<()> {
-        let least = if idle > LONG_IDLE && !watch.singles_done { 1 } else { PUNCH_RUN };
+        let least = watch.passes.least(idle);
         let keep = if idle > IDLE {
             SLACK_IDLE
         } else {
@@ -266,8 +293,8 @@ impl Engine {
         while given > 0 && began.elapsed() < TICK && quiet() && self.running.goes_on() {
             given = self.punch_free(&mut watch.region, least, keep, most)?;
         }
-        if given == 0 && least == 1 && watch.region == 0 {
-            watch.singles_done = true;
+        if given == 0 && watch.region == 0 {
+            watch.passes.end(least);
         }
         Ok(())
     }
@@ -412,5 +439,21 @@ impl Engine {
             }
         }
         Ok(given)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn single_blocks_are_punched_when_no_long_run_is_left() {
+        let mut passes = Passes::default();
+        let long = LONG_IDLE + TICK;
+        assert_eq!(passes.least(long), PUNCH_RUN, "long runs first, however long nothing was written");
+        passes.end(PUNCH_RUN);
+        assert_eq!((passes.least(IDLE), passes.least(long)), (PUNCH_RUN, 1));
+        passes.end(1);
+        assert_eq!(passes.least(long), PUNCH_RUN);
     }
 }

@@ -322,7 +322,13 @@ impl Engine {
             };
         }
         if meta.in_flight.contains(run.start) {
-            // A write of it has begun, whose announcement may be in the journal already.
+            drop(meta);
+            // A write of it has begun, whose announcement may be in the journal already. One that failed never ends.
+            self.check_running().map_err(|error| {
+                let offset = logical * BLOCK_SIZE as u64;
+                error
+                    .context(format!("{name}: the 4 KiB at offset {offset} were being overwritten when writes stopped"))
+            })?;
             return Ok(Verdict::Again);
         }
         if entry.suspect {

@@ -57,6 +57,8 @@ pub struct CommitLog {
     tail: AtomicU64,
     /// Journal position of announced overwrites still under way; `u64::MAX`: none.
     announced: AtomicU64,
+    /// Just behind the position of the announcement made last.
+    announced_end: AtomicU64,
     /// Overwrites announced before this journal position are durable.
     settled: AtomicU64,
 }
@@ -95,6 +97,7 @@ impl CommitLog {
             images,
             growing: Mutex::new(()),
             announced: AtomicU64::new(u64::MAX),
+            announced_end: AtomicU64::new(0),
             settled: AtomicU64::new(0),
         })
     }
@@ -193,7 +196,19 @@ impl CommitLog {
     /// Overwrites in place are about to be announced with the next batch: no flush settles them until
     /// [`CommitLog::end_announced`].
     pub fn begin_announced(&self, commit: &Committer) {
-        self.announced.store(commit.journal.head().position, Ordering::Release);
+        let position = commit.journal.head().position;
+        self.announced.store(position, Ordering::Release);
+        self.announced_end.store(position + 1, Ordering::Release);
+    }
+
+    /// The position that has to be settled for all overwrites announced so far to be.
+    pub fn announced_end(&self) -> u64 {
+        self.announced_end.load(Ordering::Acquire)
+    }
+
+    /// Whether a flush of the data files has settled all that was announced before a position.
+    pub fn is_settled(&self, position: u64) -> bool {
+        self.settled.load(Ordering::Acquire) >= position
     }
 
     /// What was announced is written, and the data files know of it.

@@ -14,12 +14,23 @@ use rustc_hash::{FxHashMap, FxHashSet};
 /// Blocks in doubt at one moment of replay.
 #[derive(Clone, Default)]
 pub struct Doubts {
-    /// Overwrites that were announced: position, and the checksum of what was to be written.
-    overwritten: FxHashMap<u64, (u64, u32)>,
+    /// Overwrites that were announced.
+    overwritten: FxHashMap<u64, Overwritten>,
     /// Permits to overwrite with anything: position.
     permitted: FxHashMap<u64, u64>,
     /// Blocks with permits that were suspect before, by what an earlier crash left.
     inherited: FxHashSet<u64>,
+}
+
+/// Announced overwrites of a block that nothing has settled.
+#[derive(Clone, Copy)]
+struct Overwritten {
+    /// Position of the first of them. Once it is settled, older payload is out of date, whatever came of the others.
+    first: u64,
+    /// Position of the last of them.
+    last: u64,
+    /// Checksum of what the last of them was to write.
+    checksum: u32,
 }
 
 /// What a flush of the data files settled about one block.
@@ -37,7 +48,8 @@ pub struct Settled {
 impl Doubts {
     /// An overwrite of a block was announced at a position of the journal.
     pub fn announced(&mut self, block: u64, position: u64, checksum: u32) {
-        self.overwritten.insert(block, (position, checksum));
+        let first = self.overwritten.get(&block).map_or(position, |before| before.first);
+        self.overwritten.insert(block, Overwritten { first, last: position, checksum });
     }
 
     /// A permit for a block was given at a position of the journal; `suspect` is the mark of the block before.
@@ -67,18 +79,18 @@ impl Doubts {
 
     /// The checksum of the overwrite that was announced last and that nothing has settled.
     pub fn awaited(&self, block: u64) -> Option<u32> {
-        self.overwritten.get(&block).map(|(_, checksum)| *checksum)
+        self.overwritten.get(&block).map(|announced| announced.checksum)
     }
 
     /// A flush of the data files covered what was announced before position `settled`.
     pub fn settle(&mut self, settled: u64) -> Vec<Settled> {
         let mut done = Vec::new();
-        self.overwritten.retain(|block, (at, _)| {
-            let keep = *at >= settled;
-            if !keep {
+        self.overwritten.retain(|block, announced| {
+            if announced.first < settled {
                 done.push(Settled { block: *block, overwritten: true, certain: false });
+                announced.first = announced.last;
             }
-            keep
+            announced.last >= settled
         });
         self.permitted.retain(|block, at| {
             let keep = *at >= settled;
@@ -116,6 +128,17 @@ mod tests {
     }
 
     #[test]
+    fn older_payload_is_out_of_date_once_the_first_of_several_overwrites_is_settled() {
+        let mut doubts = Doubts::default();
+        doubts.announced(3, 10, 0xaa);
+        doubts.announced(3, 20, 0xbb);
+        assert_eq!(doubts.settle(15), [Settled { block: 3, overwritten: true, certain: false }]);
+        assert_eq!(doubts.awaited(3), Some(0xbb));
+        assert!(doubts.settle(20).is_empty());
+        assert_eq!(doubts.settle(21), [Settled { block: 3, overwritten: true, certain: true }]);
+    }
+
+    #[test]
     fn a_permit_outlives_what_is_told() {
         let mut doubts = Doubts::default();
         doubts.permitted(3, 10, false);
@@ -127,6 +150,7 @@ mod tests {
         assert_eq!(doubts.settle(11), [Settled { block: 3, overwritten: false, certain: false }]);
         assert_eq!(doubts.settle(13), [Settled { block: 3, overwritten: true, certain: true }]);
     }
+
     #[test]
     fn a_permit_does_not_clear_what_an_earlier_crash_left() {
         let mut doubts = Doubts::default();

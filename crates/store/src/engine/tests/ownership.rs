@@ -237,6 +237,33 @@ fn a_permit_that_nothing_used_does_not_make_a_torn_block_an_error() {
 }
 
 #[test]
+fn payload_older_than_a_flushed_overwrite_never_comes_home() {
+    let (disk, engine) = made();
+    write_to(&engine, 1, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let physical = physical_of(&engine, 0);
+    write_to(&engine, 1, 0, 2);
+    engine.flush().unwrap();
+    assert_eq!(engine.meta.lock().logged.len(), 1, "payload in the journal, not at home");
+    write_to(&engine, 1, 0, 3);
+    write_back_all(&engine);
+    // A flush of the data files that began before the batch had ended: it settles none of its announcements.
+    engine.log.settle_nothing();
+    engine.sync_data().unwrap();
+    engine.log.end_announced();
+    engine.flush().unwrap();
+    // The next write is under way when the power goes, and has reached the medium in part.
+    engine.announce_ahead(&[Run { start: physical, blocks: 1 }]).unwrap();
+    drop(engine);
+    tear(&disk, physical, 4);
+    let engine = open(&disk).unwrap();
+    let block = torn(&engine).unwrap();
+    assert_eq!((block[0], block[BLOCK_SIZE - 4]), (4, 3), "what is on the medium, and not the 2 from before");
+}
+
+#[test]
 fn a_freed_block_is_not_given_out_under_a_read_that_was_planned_before() {
     let (_disk, engine) = made();
     write_to(&engine, 1, 0, 1);
@@ -306,6 +333,9 @@ fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
     let replan = |block: u64| engine.plan_head(&head, block..block + 1);
     assert_eq!(engine.verify("vm", 0, &mut planned.segments, &replan).unwrap(), Verdict::Again);
     assert!(engine.meta.lock().pending.iter().all(|pending| !matches!(pending.operation, Operation::Resolve { .. })));
+    // The write has failed: it is under way for ever, and a read must not wait for it.
+    engine.stop(Error::new(ErrorKind::Io, "the medium has failed"));
+    assert_eq!(engine.verify("vm", 0, &mut planned.segments, &replan).unwrap_err().kind(), ErrorKind::Stopped);
 }
 
 #[test]
