@@ -1,4 +1,6 @@
 //! The shortest way through everything.
+#![allow(clippy::unwrap_used)]
+
 use backend::Buffer;
 use disk::*;
 
