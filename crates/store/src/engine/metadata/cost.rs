@@ -38,7 +38,7 @@ impl Touched {
 }
 
 /// Pages of the data table that describe a run.
-pub fn table_pages(run: Run) -> u64 {
+fn table_pages(run: Run) -> u64 {
     (run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES - run.start / TABLE_ENTRIES + 1
 }
 

@@ -12,7 +12,7 @@ mod survey;
 mod view;
 
 pub(crate) use apply::{Effects, NODES_PER_OPERATION, Nodes};
-pub(crate) use cost::{Touched, table_pages};
+pub(crate) use cost::Touched;
 pub(crate) use fetch::Fetch;
 pub(crate) use freed::Freed;
 pub(crate) use pending::{Pending, Queue};

@@ -17,10 +17,10 @@
 use crate::buffer::Checksums;
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
-use crate::engine::metadata::{Touched, table_pages};
+use crate::engine::metadata::Touched;
 use crate::engine::{Engine, Head, Meta};
 use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
-use crate::space::Run;
+use crate::space::{Run, TABLE_ENTRIES};
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{ErrorKind, IoContext, Result};
@@ -216,7 +216,7 @@ impl Engine {
 
     /// Makes durable that blocks may hold anything from now on, and permits writing them.
     pub(crate) fn announce_ahead(&self, runs: &[Run]) -> Result<()> {
-        let pages = runs.iter().map(|run| table_pages(*run)).sum();
+        let pages = pages_of_runs(runs);
         let mut writer = Writer::default();
         for run in runs {
             for part in crate::engine::write::chunks(run.start..run.start + run.blocks, RUN_MAX) {
@@ -231,6 +231,15 @@ impl Engine {
     }
 }
 
+/// Pages of the data table that describe these runs, each once: short runs share them.
+fn pages_of_runs(runs: &[Run]) -> u64 {
+    let of = |run: &Run| run.start / TABLE_ENTRIES..=(run.start + run.blocks.max(1) - 1) / TABLE_ENTRIES;
+    let mut pages: Vec<u64> = runs.iter().flat_map(of).collect();
+    pages.sort_unstable();
+    pages.dedup();
+    pages.len() as u64
+}
+
 /// What mapping these costs at most.
 fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
     let (mut bytes, mut touched) = (0, Touched::default());
@@ -242,4 +251,17 @@ fn parts_cost(meta: &mut Meta, disk: u64, parts: &[Part]) -> Result<Cost> {
         }
     }
     Ok(Cost { bytes, pages: meta.pages_of(&touched) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_that_describes_several_runs_counts_once() {
+        let runs = [3, 1, 2, 0].map(|i| Run { start: i * 10, blocks: 5 });
+        assert_eq!(pages_of_runs(&runs), 1);
+        let across = Run { start: TABLE_ENTRIES - 1, blocks: 2 };
+        assert_eq!(pages_of_runs(&[runs[0], across, Run { start: TABLE_ENTRIES + 7, blocks: 1 }]), 2);
+    }
 }
