@@ -23,6 +23,7 @@ use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
 pub(crate) use plan::Plan;
+use std::sync::Arc;
 
 /// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
 /// enough that announcements are few.
@@ -44,8 +45,6 @@ const BATCH_MIN: u64 = 64;
 /// What write-back keeps between batches.
 pub struct Lane {
     queue: Box<dyn Queue>,
-    /// Disk served last.
-    last: u64,
 }
 
 /// Write-back, and the other ways in which data gets to the medium.
@@ -58,7 +57,7 @@ pub struct WriteBack {
     logged: Mutex<LoggedLane>,
     through: RwLock<()>,
     copying: Mutex<()>,
-    /// The disk that was served last, for those without the lane.
+    /// The disk that was served last; changed under the gate.
     served: AtomicU64,
     /// Flushes waiting for the gate: write-back steps aside.
     flushes_waiting: AtomicU64,
@@ -68,7 +67,7 @@ impl WriteBack {
     /// With a queue for write-back and one for payload of the journal.
     pub fn new(queue: Box<dyn Queue>, logged: Box<dyn Queue>) -> Self {
         Self {
-            gate: Mutex::new(Lane { queue, last: 0 }),
+            gate: Mutex::new(Lane { queue }),
             logged: Mutex::new(LoggedLane::new(logged)),
             through: RwLock::default(),
             copying: Mutex::default(),
@@ -99,11 +98,6 @@ impl WriteBack {
     /// Held by the one bulk writer that copies into the page cache.
     pub fn lock_copying(&self) -> MutexGuard<'_, ()> {
         self.copying.lock()
-    }
-
-    fn set_served(&self, lane: &mut Lane, disk: u64) {
-        lane.last = disk;
-        self.served.store(disk, Ordering::Relaxed);
     }
 
     /// The gate, for a flush: write-back lets it go first.
@@ -138,26 +132,29 @@ impl Engine {
         let _fetch = self.bring_in_next();
         let appends = self.admit_append()?;
         let mut lane = self.writeback.lock();
-        let mut heads = self.buffers.heads();
-        let after = heads.partition_point(|head| head.id <= lane.last);
-        heads.rotate_left(after);
-        for head in heads {
-            match self.write_back(&mut lane, &head)? {
-                Batch::Empty => {}
-                Batch::Done => {
-                    self.writeback.set_served(&mut lane, head.id);
-                    MutexGuard::unlock_fair(lane);
-                    return Ok(true);
-                }
-                Batch::Refused(cost) => {
-                    self.writeback.set_served(&mut lane, head.id);
-                    MutexGuard::unlock_fair(lane);
-                    drop(appends);
-                    return self.make_room(cost).map(|()| true);
-                }
+        for head in self.heads_in_turn() {
+            let batch = self.write_back(&mut lane, &head)?;
+            if matches!(batch, Batch::Empty) {
+                continue;
             }
+            self.writeback.served.store(head.id, Ordering::Relaxed);
+            MutexGuard::unlock_fair(lane);
+            drop(appends);
+            if let Batch::Refused(cost) = batch {
+                self.make_room(cost)?;
+            }
+            return Ok(true);
         }
         Ok(false)
+    }
+
+    /// All disks with a buffer, from the one that has waited longest.
+    fn heads_in_turn(&self) -> Vec<Arc<Head>> {
+        let mut heads = self.buffers.heads();
+        let served = self.writeback.served.load(Ordering::Relaxed);
+        let after = heads.partition_point(|head| head.id <= served);
+        heads.rotate_left(after);
+        heads
     }
 
     /// Writes back everything that is buffered for a disk now.
@@ -181,11 +178,8 @@ impl Engine {
 
     /// What the next batch will need of the metadata, before any lock is taken for it.
     fn bring_in_next(&self) -> Fetch {
-        let heads = self.buffers.heads();
-        let after = heads.partition_point(|head| head.id <= self.writeback.served.load(Ordering::Relaxed));
-        let (before, after) = heads.split_at(after);
-        let next = after.iter().chain(before).find(|head| !head.lock().layers.is_empty());
-        next.map(|head| self.bring_in_batch(head)).unwrap_or_default()
+        let next = self.heads_in_turn().into_iter().find(|head| !head.lock().layers.is_empty());
+        next.map(|head| self.bring_in_batch(&head)).unwrap_or_default()
     }
 
     fn bring_in_batch(&self, head: &Head) -> Fetch {
