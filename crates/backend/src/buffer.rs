@@ -1,7 +1,10 @@
 //! Memory for block I/O: aligned so that it can go to and from the medium without a copy, and kept when it is dropped,
 //! because fresh memory costs a page fault and a cleared page for each block.
 
-use parking_lot::Mutex;
+mod kept;
+
+use kept::Memory;
+pub use kept::release_idle;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::Arc;
 
@@ -18,57 +21,6 @@ pub struct Block(pub [u8; BLOCK_SIZE]);
 #[repr(C, align(4096))]
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 struct Aligned([u8; BLOCK_SIZE]);
-
-/// Kept memory is sorted by size: class `n` holds buffers of `1 << n` blocks and more, up to the largest request.
-const CLASSES: usize = 14;
-/// Bytes of single allocations kept in each class at the most.
-const KEPT_PER_CLASS: usize = 16 << 20;
-/// Buffers of the first classes, up to 16 KiB, are cut from slabs; kept is all that was ever in use at a time, which
-/// bounds on what is in flight and buffered bound in turn.
-const SLAB_CLASSES: usize = 3;
-/// Blocks in a slab (1 MiB).
-const SLAB_BLOCKS: usize = 256;
-
-static KEPT: [Mutex<Vec<Memory>>; CLASSES] = [const { Mutex::new(Vec::new()) }; CLASSES];
-
-/// Where a buffer's bytes are.
-enum Memory {
-    /// In an allocation of its own, of which the first blocks are in use.
-    Own(Vec<Aligned>),
-    /// In a part of a slab. Slabs are never freed, their parts are used again.
-    Part(&'static mut [Aligned]),
-}
-
-impl Memory {
-    fn blocks(&self) -> &[Aligned] {
-        match self {
-            Self::Own(blocks) => blocks,
-            Self::Part(blocks) => blocks,
-        }
-    }
-
-    fn blocks_mut(&mut self) -> &mut [Aligned] {
-        match self {
-            Self::Own(blocks) => blocks,
-            Self::Part(blocks) => blocks,
-        }
-    }
-
-    /// Memory of `class`, kept or new.
-    fn of(class: usize) -> Self {
-        let mut kept = KEPT[class].lock();
-        if let Some(memory) = kept.pop() {
-            return memory;
-        }
-        let size = 1 << class;
-        if class >= SLAB_CLASSES {
-            return Self::Own(Vec::with_capacity(size));
-        }
-        let slab = bytemuck::allocation::zeroed_vec::<Aligned>(SLAB_BLOCKS).leak();
-        kept.extend(slab.chunks_exact_mut(size).map(Self::Part));
-        kept.pop().expect("a slab has parts")
-    }
-}
 
 /// A run of whole blocks of memory, seen as bytes.
 pub struct Buffer {
@@ -93,20 +45,7 @@ impl Clone for Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        let memory = std::mem::replace(&mut self.memory, Memory::Own(Vec::new()));
-        match memory {
-            Memory::Part(blocks) => KEPT[blocks.len().ilog2() as usize].lock().push(Memory::Part(blocks)),
-            Memory::Own(blocks) => {
-                let capacity = blocks.capacity();
-                let class = if capacity.is_power_of_two() { capacity.ilog2() as usize } else { return };
-                if (SLAB_CLASSES..CLASSES).contains(&class) {
-                    let mut kept = KEPT[class].lock();
-                    if (kept.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
-                        kept.push(Memory::Own(blocks));
-                    }
-                }
-            }
-        }
+        std::mem::replace(&mut self.memory, Memory::Own(Vec::new())).keep();
     }
 }
 
@@ -115,7 +54,7 @@ impl Buffer {
     /// all of it before anybody looks.
     pub fn recycled(blocks: usize) -> Self {
         let class = blocks.next_power_of_two().ilog2() as usize;
-        if blocks == 0 || class >= CLASSES {
+        if blocks == 0 || class >= kept::CLASSES {
             return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
         }
         let mut memory = Memory::of(class);
@@ -134,7 +73,7 @@ impl Buffer {
 
     /// `blocks` blocks of zeros.
     pub fn zeroed(blocks: usize) -> Self {
-        if blocks == 0 || blocks.next_power_of_two().ilog2() as usize >= SLAB_CLASSES {
+        if blocks == 0 || blocks.next_power_of_two().ilog2() as usize >= kept::SLAB_CLASSES {
             return Self { memory: Memory::Own(bytemuck::allocation::zeroed_vec(blocks)), length: blocks };
         }
         let mut buffer = Self::recycled(blocks);

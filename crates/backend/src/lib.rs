@@ -4,7 +4,7 @@
 //! [`File`]; work that must overlap goes through a per-thread [`Queue`]. Three implementations stand behind these
 //! traits: local files ([`local`]), with queues over io_uring ([`uring`]) or over a thread pool where the kernel or a
 //! container forbids io_uring ([`portable`]); and a simulated device for tests ([`simulated`]) that drops, tears and
-//! reorders what was not flushed.
+//! reorders what was not flushed. An [`overlay`] keeps what changes in memory and leaves the folder below alone.
 //!
 //! What every implementation promises, and what nothing above may assume beyond it:
 //!
@@ -18,6 +18,7 @@ mod buffer;
 pub mod clock;
 mod error;
 pub mod local;
+pub mod overlay;
 #[cfg(target_os = "linux")]
 pub mod pagemap;
 pub mod portable;
@@ -28,7 +29,7 @@ pub mod simulated;
 pub mod uring;
 mod validate;
 
-pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice};
+pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice, release_idle};
 pub use error::{Error, ErrorKind, IoContext, Result};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
@@ -104,6 +105,12 @@ pub trait File: Send + Sync {
     /// Has the operating system begin to bring a range into its cache, if it caches this file.
     fn will_need(&self, offset: u64, length: u64) {
         let _ = (offset, length);
+    }
+
+    /// Has the operating system forget what it caches of the file and need not write any more, so that reads show what
+    /// the medium has: after a failed flush the cache may hold what was never written.
+    fn forget_cached(&self) -> io::Result<()> {
+        Ok(())
     }
 
     /// Makes every write, reservation and length change that completed before this call durable (`fdatasync`).

@@ -11,11 +11,13 @@
 
 mod extents;
 mod file;
+mod file_system;
 mod scheduling;
 
 pub use file::LocalFile;
 #[cfg(target_os = "linux")]
 pub(crate) use file::VECTORS_MAX;
+pub use file_system::{FileSystem, copied_on_write};
 
 pub use scheduling::wake_promptly;
 
@@ -131,12 +133,15 @@ impl LocalDirectory {
     }
 
     fn create_file(&self, name: &str, mode: IoMode) -> io::Result<std::fs::File> {
-        self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
+        let file = self.open_with(name, mode, OFlags::CREATE | OFlags::EXCL).inspect_err(|error| {
             // With EXCL, this error alone comes after the file was made.
             if error.kind() == io::ErrorKind::Unsupported {
                 let _ = self.remove(name);
             }
-        })
+        })?;
+        #[cfg(target_os = "linux")]
+        overwrite_in_place(&file);
+        Ok(file)
     }
 
     fn take_lock(&self, name: &str, file: &std::fs::File) -> io::Result<()> {
@@ -321,6 +326,19 @@ impl Directory for LocalDirectory {
             true => QueueKind::Uring,
             false => QueueKind::Threads,
         }
+    }
+}
+
+/// Has a new file overwritten in place on btrfs, where each write takes new space otherwise: what was reserved would
+/// not be there on a full file system. Where that cannot be had, the file is as good as others on such a file system,
+/// and [`copied_on_write`] tells of it.
+#[cfg(target_os = "linux")]
+fn overwrite_in_place(file: &std::fs::File) {
+    let kind = |found: rustix::fs::StatFs| FileSystem::of_magic(found.f_type as u64 & 0xffff_ffff);
+    if rustix::fs::fstatfs(file).is_ok_and(|found| kind(found) == FileSystem::Btrfs)
+        && let Ok(flags) = rustix::fs::ioctl_getflags(file)
+    {
+        let _ = rustix::fs::ioctl_setflags(file, flags | rustix::fs::IFlags::NOCOW);
     }
 }
 

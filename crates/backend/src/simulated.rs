@@ -16,7 +16,8 @@
 //! 4. **Full.** Space is counted in 4 KiB: reservations and writes into holes take it, punching, cutting and removing
 //!    give it back, and what does not fit is refused with ENOSPC before anything is written.
 //! 5. **Bit rot and unreadable sectors**, where a test asks for them.
-//! 6. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in
+//! 6. **Delay.** A medium can be made slow: every request then takes its time before it has an effect.
+//! 7. **Order.** Operations in a queue are performed in any order, at any time until they complete, and complete in
 //!    any order. The page cache forgets when it likes.
 //!
 //! What it assumes a real disk and file system never do:
@@ -58,6 +59,30 @@ pub struct SimulatedOptions {
 impl Default for SimulatedOptions {
     fn default() -> Self {
         Self { capacity: 1 << 40, reorder: true, unflushed_max: 4096 }
+    }
+}
+
+/// What a slow medium takes its time for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// A read that no cache answers.
+    Read,
+    /// A write.
+    Write,
+    /// A flush of a file or of the folder.
+    Sync,
+    /// A reservation, a punch, a zeroed range, a change of a length.
+    Space,
+}
+
+/// Takes the time of a request, on the thread that makes it.
+pub type Pace = Arc<dyn Fn(Request) + Send + Sync>;
+
+/// Takes the time of a slow medium, before a request has any effect.
+fn take_time(world: &Mutex<World>, request: Request) {
+    let pace = world.lock().pace.clone();
+    if let Some(pace) = pace {
+        pace(request);
     }
 }
 
@@ -131,11 +156,34 @@ impl SimulatedDisk {
         Ok(())
     }
 
+    /// Makes `times` reads fail with EIO: those after `count` others that succeed.
+    pub fn fail_reads_after(&self, count: u64, times: u64) {
+        self.world.lock().failing_reads = count..count + times;
+    }
+
+    /// Ends all failures asked for, but for sectors that cannot be read.
+    pub fn mend(&self) {
+        let mut world = self.world.lock();
+        world.failing.clear();
+        (world.failing_syncs, world.failing_reads) = (0, 0..0);
+    }
+
+    /// How many of the failures asked for by [`SimulatedDisk::fail_reads_after`] are still to come.
+    pub fn reads_to_fail(&self) -> u64 {
+        let failing = &self.world.lock().failing_reads;
+        failing.end - failing.start
+    }
+
     /// Inverts bit `bit` (0 to 7) of the byte at `offset` of file `name`, in every version of that byte.
     pub fn flip_bit(&self, name: &str, offset: u64, bit: u8) -> io::Result<()> {
         let mut world = self.world.lock();
         world.named(name)?.flip_bit(offset, bit);
         Ok(())
+    }
+
+    /// Makes the medium slow; not the one that a crash leaves.
+    pub fn set_pace(&self, pace: Pace) {
+        self.world.lock().pace = Some(pace);
     }
 
     /// Makes the file system larger or smaller; less than is used leaves no room.
@@ -178,6 +226,7 @@ impl Directory for SimulatedDirectory {
     }
 
     fn sync(&self) -> io::Result<()> {
+        take_time(&self.world, Request::Sync);
         self.world.lock().sync_names()
     }
 

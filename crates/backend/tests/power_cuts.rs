@@ -372,7 +372,7 @@ fn failed_operations_fail_once() {
 
 #[test]
 fn after_a_failed_flush_the_next_one_saves_nothing() {
-    let mut lost = 0;
+    let (mut lost, mut seen) = (0, 0);
     for seed in 0..60 {
         let (disk, _, file) = disk_with_file(seed, SimulatedOptions::default());
         file.write_at(&[&bytes_of(&[1; 8])], 0, false).unwrap();
@@ -380,13 +380,16 @@ fn after_a_failed_flush_the_next_one_saves_nothing() {
         assert!(file.sync().is_err());
         file.write_at(&[&bytes_of(&[2; 8])], PAGE, false).unwrap();
         file.sync().unwrap();
-        assert_eq!(stamps(file.as_ref())[..16], [[1; 8], [2; 8]].concat());
+        // The page cache may show what is lost, or have forgotten it.
+        let cached = stamps(file.as_ref());
+        assert_eq!(cached[8..16], [2; 8]);
         let found = disk.crash().directory().open("file", IoMode::Buffered).unwrap();
         let after = stamps(found.as_ref());
         assert_eq!(after[8..16], [2; 8]);
         lost += usize::from(after[..8] != [1; 8]);
+        seen += usize::from(after[..8] != [1; 8] && cached[..8] == [1; 8]);
     }
-    assert!(lost > 10);
+    assert!(lost > 10 && seen > 3 && seen < lost);
 }
 
 #[test]

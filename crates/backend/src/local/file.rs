@@ -204,6 +204,10 @@ impl File for LocalFile {
         }
     }
 
+    fn forget_cached(&self) -> io::Result<()> {
+        forget_cached_call(&self.file)
+    }
+
     fn sync(&self) -> io::Result<()> {
         // Never retried after a failure: the kernel reports a lost write once and then forgets it.
         self.file.sync_data()
@@ -327,6 +331,16 @@ fn will_need_call(file: &std::fs::File, offset: u64, length: u64) {
 
 #[cfg(not(target_os = "linux"))]
 fn will_need_call(_file: &std::fs::File, _offset: u64, _length: u64) {}
+
+#[cfg(target_os = "linux")]
+fn forget_cached_call(file: &std::fs::File) -> io::Result<()> {
+    Ok(rustix::fs::fadvise(file, 0, None, rustix::fs::Advice::DontNeed)?)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn forget_cached_call(_file: &std::fs::File) -> io::Result<()> {
+    Ok(())
+}
 
 #[cfg(any(target_os = "linux", target_os = "freebsd", target_vendor = "apple"))]
 fn reserve_call(file: &std::fs::File, offset: u64, length: u64) -> io::Result<()> {

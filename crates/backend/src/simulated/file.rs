@@ -2,6 +2,7 @@
 
 use super::content::PAGE;
 use super::world::{FileId, World};
+use super::{Request, take_time};
 use crate::validate::{check_alignment, check_range};
 use crate::{File, IoMode, Placement};
 use parking_lot::Mutex;
@@ -25,6 +26,19 @@ impl SimulatedFile {
     pub(super) fn new(world: Arc<Mutex<World>>, id: FileId, mode: IoMode) -> Self {
         Self { world, id, mode }
     }
+
+    fn read_now(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let mut world = self.world.lock();
+        if world.does_read_fail() {
+            return Err(Errno::IO.into());
+        }
+        let file = world.file(self.id)?;
+        if file.unreadable.next(offset).is_some_and(|range| range.start < offset + buffer.len() as u64) {
+            return Err(Errno::IO.into());
+        }
+        file.live.read(buffer, offset);
+        Ok(())
+    }
 }
 
 impl Drop for SimulatedFile {
@@ -44,19 +58,15 @@ impl File for SimulatedFile {
 
     fn set_len(&self, length: u64) -> io::Result<()> {
         check_range(length, 0)?;
+        take_time(&self.world, Request::Space);
         self.world.lock().set_length(self.id, length)
     }
 
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         check_alignment(self.mode, offset, buffer)?;
         check_range(offset, buffer.len() as u64)?;
-        let mut world = self.world.lock();
-        let file = world.file(self.id)?;
-        if file.unreadable.next(offset).is_some_and(|range| range.start < offset + buffer.len() as u64) {
-            return Err(Errno::IO.into());
-        }
-        file.live.read(buffer, offset);
-        Ok(())
+        take_time(&self.world, Request::Read);
+        self.read_now(buffer, offset)
     }
 
     fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<bool> {
@@ -65,7 +75,8 @@ impl File for SimulatedFile {
             buffer.fill(0xa5);
             return Ok(false);
         }
-        self.read_at(buffer, offset)?;
+        check_range(offset, buffer.len() as u64)?;
+        self.read_now(buffer, offset)?;
         Ok(true)
     }
 
@@ -79,11 +90,17 @@ impl File for SimulatedFile {
         if total == 0 {
             return Ok(());
         }
+        take_time(&self.world, Request::Write);
         let bytes: Arc<[u8]> = slices.concat().into();
         self.world.lock().write(self.id, offset, bytes, durable)
     }
 
+    fn forget_cached(&self) -> io::Result<()> {
+        self.world.lock().forget_cached(self.id)
+    }
+
     fn sync(&self) -> io::Result<()> {
+        take_time(&self.world, Request::Sync);
         self.world.lock().sync(self.id)
     }
 
@@ -92,6 +109,7 @@ impl File for SimulatedFile {
         if length == 0 {
             return Ok(());
         }
+        take_time(&self.world, Request::Space);
         self.world.lock().reserve(self.id, offset, length)
     }
 
@@ -100,6 +118,7 @@ impl File for SimulatedFile {
         if length == 0 {
             return Ok(());
         }
+        take_time(&self.world, Request::Space);
         self.world.lock().punch(self.id, offset, length)
     }
 
@@ -108,6 +127,7 @@ impl File for SimulatedFile {
         if length == 0 {
             return Ok(());
         }
+        take_time(&self.world, Request::Space);
         let mut world = self.world.lock();
         if offset + length > world.file(self.id)?.live.length() {
             return Err(Errno::INVAL.into());

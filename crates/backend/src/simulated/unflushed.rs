@@ -207,6 +207,18 @@ impl Persistence {
         self.unflushed_bytes = 0;
     }
 
+    /// What the medium has for certain.
+    pub(super) fn durable(&self) -> &Content {
+        &self.durable
+    }
+
+    /// What reads see where the cache holds only what is to be written.
+    pub(super) fn with_unflushed(&self) -> Content {
+        let mut content = self.durable.clone();
+        self.unflushed.iter().for_each(|change| change.apply(&mut content));
+        content
+    }
+
     /// One outcome of a power cut now.
     pub(super) fn after_cut(&self, fate: Fate, random: &mut Random) -> Content {
         let mut content = self.durable.clone();

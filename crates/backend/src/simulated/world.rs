@@ -5,14 +5,15 @@
 //! 3. A file stays in `files` while a name, a handle, or a durable name that a power cut could bring back refers to
 //!    it; the last are forgotten when the names are flushed.
 
-use super::SimulatedOptions;
 use super::content::{Content, PAGE, Ranges, pages_touched};
 use super::unflushed::{Change, Fate, Persistence, Random};
+use super::{Pace, SimulatedOptions};
 use crate::Room;
 use crate::validate::check_name;
 use rustix::io::Errno;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 pub(super) type FileId = u64;
@@ -61,9 +62,12 @@ pub(super) struct World {
     pub(super) cut_after: Option<u64>,
     pub(super) failing: BTreeSet<u64>,
     pub(super) failing_syncs: u32,
+    /// Reads that fail, counted from the next one.
+    pub(super) failing_reads: Range<u64>,
     pub(super) off: bool,
     /// While it is off, what changes nothing still succeeds.
     pub(super) readable: bool,
+    pub(super) pace: Option<Pace>,
     cached_reads: u64,
     used: u64,
     files: BTreeMap<FileId, FileState>,
@@ -82,8 +86,10 @@ impl World {
             cut_after: None,
             failing: BTreeSet::new(),
             failing_syncs: 0,
+            failing_reads: 0..0,
             off: false,
             readable: false,
+            pace: None,
             cached_reads: 0,
             used: 0,
             files: BTreeMap::new(),
@@ -126,6 +132,13 @@ impl World {
         after.durable_names = names.clone();
         after.names = names;
         after
+    }
+
+    /// Whether the next read fails.
+    pub(super) fn does_read_fail(&mut self) -> bool {
+        let Range { start, end } = self.failing_reads.clone();
+        self.failing_reads = start.saturating_sub(1)..end.saturating_sub(1);
+        start == 0 && end > 0
     }
 
     /// The same with all that is random about it anew.
@@ -378,10 +391,26 @@ impl World {
             Verdict::Fail => {
                 let fate = Fate::draw(&mut random);
                 file.persistence.flush_failed(fate, &mut random);
+                if random.percent(50) {
+                    // The page cache has forgotten it, too.
+                    let before = file.live.space().total();
+                    file.live = file.persistence.durable().clone();
+                    self.used = self.used + file.live.space().total() * PAGE - before * PAGE;
+                }
                 Err(Errno::IO.into())
             }
             Verdict::Cut => Err(no_power()),
         }
+    }
+
+    /// The page cache forgets what a failed flush did not write; what still waits for a flush stays.
+    pub(super) fn forget_cached(&mut self, id: FileId) -> io::Result<()> {
+        let before = self.file(id)?.live.space().total();
+        let file = self.file(id)?;
+        file.live = file.persistence.with_unflushed();
+        let after = file.live.space().total();
+        self.used = self.used + after * PAGE - before * PAGE;
+        Ok(())
     }
 
     fn finish(&mut self, id: FileId, change: Change, verdict: Verdict) -> io::Result<()> {

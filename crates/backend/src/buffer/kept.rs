@@ -1,0 +1,159 @@
+//! Memory of dropped buffers, kept for the next ones, and given back to the system once it was not needed for a while.
+//!
+//! Each class of sizes is a stack: what is at the bottom was not used since the stack was last as short as that. So the
+//! least length between two calls of [`release_idle`] is what nothing needed in that time.
+
+use super::{Aligned, BLOCK_SIZE};
+use parking_lot::Mutex;
+use rustix::mm::{Advice, madvise};
+
+/// Kept memory is sorted by size: class `n` holds buffers of `1 << n` blocks and more, up to the largest request.
+pub(super) const CLASSES: usize = 14;
+/// Bytes of single allocations kept in each class at the most.
+const KEPT_PER_CLASS: usize = 16 << 20;
+/// Buffers of the first classes, up to 16 KiB, are cut from slabs; kept is all that was ever in use at a time, which
+/// bounds on what is in flight and buffered bound in turn.
+pub(super) const SLAB_CLASSES: usize = 3;
+/// Blocks in a slab (1 MiB).
+const SLAB_BLOCKS: usize = 256;
+/// Parts of slabs given back under one hold of the lock.
+const RELEASED_AT_ONCE: usize = 64;
+
+static KEPT: [Mutex<Kept>; CLASSES] = [const { Mutex::new(Kept::new()) }; CLASSES];
+
+/// What is kept of one class.
+struct Kept {
+    stack: Vec<Memory>,
+    /// The least length of the stack since memory was last released.
+    least: usize,
+    /// So many at the bottom hold no memory of the system.
+    released: usize,
+}
+
+impl Kept {
+    const fn new() -> Self {
+        Self { stack: Vec::new(), least: 0, released: 0 }
+    }
+
+    fn pop(&mut self) -> Option<Memory> {
+        let memory = self.stack.pop();
+        self.least = self.least.min(self.stack.len());
+        self.released = self.released.min(self.stack.len());
+        memory
+    }
+}
+
+/// Where a buffer's bytes are.
+pub(super) enum Memory {
+    /// In an allocation of its own, of which the first blocks are in use.
+    Own(Vec<Aligned>),
+    /// In a part of a slab. Slabs are never freed, their parts are used again.
+    Part(&'static mut [Aligned]),
+}
+
+impl Memory {
+    pub fn blocks(&self) -> &[Aligned] {
+        match self {
+            Self::Own(blocks) => blocks,
+            Self::Part(blocks) => blocks,
+        }
+    }
+
+    pub fn blocks_mut(&mut self) -> &mut [Aligned] {
+        match self {
+            Self::Own(blocks) => blocks,
+            Self::Part(blocks) => blocks,
+        }
+    }
+
+    /// Memory of `class`, kept or new.
+    pub fn of(class: usize) -> Self {
+        let mut kept = KEPT[class].lock();
+        if let Some(memory) = kept.pop() {
+            return memory;
+        }
+        let size = 1 << class;
+        if class >= SLAB_CLASSES {
+            return Self::Own(Vec::with_capacity(size));
+        }
+        let slab = bytemuck::allocation::zeroed_vec::<Aligned>(SLAB_BLOCKS).leak();
+        kept.stack.extend(slab.chunks_exact_mut(size).map(Self::Part));
+        kept.stack.pop().expect("a slab has parts")
+    }
+
+    /// Keeps it for another buffer, if there is room.
+    pub fn keep(self) {
+        match self {
+            Self::Part(blocks) => KEPT[blocks.len().ilog2() as usize].lock().stack.push(Self::Part(blocks)),
+            Self::Own(blocks) => {
+                let capacity = blocks.capacity();
+                let class = if capacity.is_power_of_two() { capacity.ilog2() as usize } else { return };
+                if (SLAB_CLASSES..CLASSES).contains(&class) {
+                    let mut kept = KEPT[class].lock();
+                    if (kept.stack.len() + 1) * capacity * BLOCK_SIZE <= KEPT_PER_CLASS {
+                        kept.stack.push(Self::Own(blocks));
+                    }
+                }
+            }
+        }
+    }
+
+    /// Gives the memory behind a part of a slab back to the system: it reads as zeros, and takes memory again, once it
+    /// is used.
+    fn release(&mut self) {
+        if let Self::Part(blocks) = self {
+            // SAFETY: the range is whole pages (blocks are aligned to 4 KiB), borrowed for writing, and holds plain
+            // bytes: any content is valid afterwards. Where pages are larger the call fails and changes nothing.
+            let given = unsafe { madvise(blocks.as_mut_ptr().cast(), size_of_val(*blocks), Advice::LinuxDontNeed) };
+            // An improvement only.
+            let _ = given;
+        }
+    }
+}
+
+/// Gives memory back to the system that no buffer has needed since the last call. To be called every few seconds.
+pub fn release_idle() {
+    let mut any = false;
+    for kept in &KEPT {
+        loop {
+            let freed: Vec<Memory> = {
+                let mut kept = kept.lock();
+                let idle = kept.least;
+                if matches!(kept.stack.first(), Some(Memory::Own(_))) {
+                    kept.least -= idle;
+                    kept.stack.drain(..idle).collect()
+                } else {
+                    let from = kept.released;
+                    let to = idle.min(from + RELEASED_AT_ONCE);
+                    if from < to {
+                        kept.stack[from..to].iter_mut().for_each(Memory::release);
+                        kept.released = to;
+                        any = true;
+                        continue;
+                    }
+                    Vec::new()
+                }
+            };
+            // Outside of the lock: freeing takes time.
+            any |= !freed.is_empty();
+            drop(freed);
+            break;
+        }
+        let mut kept = kept.lock();
+        kept.least = kept.stack.len();
+    }
+    if any {
+        // What goes with buffers goes now: of a process whose load is steady the heap is left alone.
+        release_heap();
+    }
+}
+
+/// Gives pages of the heap back that hold nothing: glibc keeps those between allocations.
+#[cfg(target_env = "gnu")]
+fn release_heap() {
+    // SAFETY: takes no pointer, and may be called by any thread at any time.
+    unsafe { libc::malloc_trim(0) };
+}
+
+#[cfg(not(target_env = "gnu"))]
+fn release_heap() {}

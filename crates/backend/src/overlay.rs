@@ -1,0 +1,292 @@
+//! A folder over another one that is never written: what changes stays in memory, in blocks of 4 KiB.
+//!
+//! What must hold: nothing that is done through it reaches the folder below, which is opened for reading only. Names
+//! and lengths of the files below do not change meanwhile.
+
+use crate::{Access, BLOCK_SIZE, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use parking_lot::Mutex;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::ops::Range;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// The folder.
+pub struct Overlay {
+    below: Arc<dyn Directory>,
+    names: Mutex<Names>,
+}
+
+#[derive(Default)]
+struct Names {
+    /// Files that were opened or made.
+    known: BTreeMap<String, Arc<OverlayFile>>,
+    /// Files below that are gone here.
+    removed: BTreeSet<String>,
+}
+
+impl Overlay {
+    /// Over a folder, with nothing changed.
+    pub fn over(below: Arc<dyn Directory>) -> Self {
+        Self { below, names: Mutex::default() }
+    }
+}
+
+impl Directory for Overlay {
+    fn open(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
+        let mut names = self.names.lock();
+        if let Some(file) = names.known.get(name) {
+            return Ok(Arc::clone(file) as Arc<dyn File>);
+        }
+        if names.removed.contains(name) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let below = self.below.open_foreign(name, IoMode::Buffered, Access::Read)?;
+        let length = below.len()?;
+        let state = State { length, below: length, blocks: BTreeMap::new() };
+        let file = Arc::new(OverlayFile { below: Some(below), state: Mutex::new(state) });
+        names.known.insert(name.to_owned(), Arc::clone(&file));
+        Ok(file)
+    }
+
+    fn create(&self, name: &str, _: IoMode) -> io::Result<Arc<dyn File>> {
+        if self.list()?.iter().any(|known| known == name) {
+            return Err(io::ErrorKind::AlreadyExists.into());
+        }
+        let file = Arc::new(OverlayFile { below: None, state: Mutex::default() });
+        self.names.lock().known.insert(name.to_owned(), Arc::clone(&file));
+        Ok(file)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let mut names = self.names.lock();
+        names.known.remove(name);
+        names.removed.insert(name.to_owned());
+        Ok(())
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        self.open(from, IoMode::Buffered)?;
+        let mut names = self.names.lock();
+        let file = names.known.remove(from).ok_or(io::ErrorKind::NotFound)?;
+        names.known.insert(to.to_owned(), file);
+        names.removed.insert(from.to_owned());
+        Ok(())
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let names = self.names.lock();
+        let mut all: BTreeSet<String> = self.below.list()?.into_iter().collect();
+        all.retain(|name| !names.removed.contains(name));
+        all.extend(names.known.keys().cloned());
+        Ok(all.into_iter().collect())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn lock(&self, _: &str) -> io::Result<Box<dyn Lock>> {
+        Ok(Box::new(Alone))
+    }
+
+    fn room(&self) -> io::Result<Room> {
+        self.below.room()
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        self.below.queue(depth)
+    }
+
+    fn queue_kind(&self) -> QueueKind {
+        self.below.queue_kind()
+    }
+}
+
+/// What is in memory has one owner.
+struct Alone;
+
+impl Lock for Alone {
+    fn is_named(&self) -> io::Result<bool> {
+        Ok(true)
+    }
+}
+
+#[derive(Default)]
+struct State {
+    length: u64,
+    /// Bytes of the file below that count.
+    below: u64,
+    /// Blocks that changed; `None` for zeros.
+    blocks: BTreeMap<u64, Option<Box<[u8; BLOCK_SIZE]>>>,
+}
+
+struct OverlayFile {
+    below: Option<Arc<dyn File>>,
+    state: Mutex<State>,
+}
+
+impl OverlayFile {
+    /// Reads a part of the file below; what it does not have, or has no more, reads as zeros.
+    fn read_below(&self, state: &State, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let count = state.below.saturating_sub(offset).min(buffer.len() as u64) as usize;
+        let (held, rest) = buffer.split_at_mut(count);
+        rest.fill(0);
+        match &self.below {
+            Some(file) if !held.is_empty() => file.read_at(held, offset),
+            _ => Ok(()),
+        }
+    }
+
+    fn read(&self, state: &State, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        let end = offset + buffer.len() as u64;
+        let mut at = offset;
+        while at < end {
+            let number = at / BLOCK;
+            let changed = state.blocks.range(number..=(end - 1) / BLOCK).next();
+            let (next, block) = changed.map_or((u64::MAX, &None), |(next, block)| (*next, block));
+            let until = if next == number { (number + 1) * BLOCK } else { next.saturating_mul(BLOCK) }.min(end);
+            let part = &mut buffer[(at - offset) as usize..(until - offset) as usize];
+            match block {
+                Some(bytes) if next == number => {
+                    let from = (at % BLOCK) as usize;
+                    part.copy_from_slice(&bytes[from..from + part.len()]);
+                }
+                None if next == number => part.fill(0),
+                _ => self.read_below(state, part, at)?,
+            }
+            at = until;
+        }
+        Ok(())
+    }
+}
+
+impl File for OverlayFile {
+    fn len(&self) -> io::Result<u64> {
+        Ok(self.state.lock().length)
+    }
+
+    fn set_len(&self, length: u64) -> io::Result<()> {
+        let mut state = self.state.lock();
+        if length < state.length {
+            state.below = state.below.min(length);
+            state.blocks.split_off(&length.div_ceil(BLOCK));
+            if let Some(Some(last)) = state.blocks.get_mut(&(length / BLOCK)) {
+                last[(length % BLOCK) as usize..].fill(0);
+            }
+        }
+        state.length = length;
+        Ok(())
+    }
+
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.read(&self.state.lock(), buffer, offset)
+    }
+
+    fn read_cached_at(&self, _: &mut [u8], _: u64) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, _: bool) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let mut at = offset;
+        for slice in slices {
+            let mut rest = *slice;
+            while !rest.is_empty() {
+                let (number, from) = (at / BLOCK, (at % BLOCK) as usize);
+                let (part, behind) = rest.split_at(rest.len().min(BLOCK_SIZE - from));
+                let mut block = Box::new([0; BLOCK_SIZE]);
+                if part.len() < BLOCK_SIZE {
+                    self.read(&state, &mut block[..], number * BLOCK)?;
+                }
+                block[from..from + part.len()].copy_from_slice(part);
+                state.blocks.insert(number, Some(block));
+                at += part.len() as u64;
+                rest = behind;
+            }
+        }
+        state.length = state.length.max(at);
+        Ok(())
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        let mut state = self.state.lock();
+        state.length = state.length.max(offset + length);
+        Ok(())
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        if !offset.is_multiple_of(BLOCK) || !length.is_multiple_of(BLOCK) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let mut state = self.state.lock();
+        state.blocks.extend((offset / BLOCK..(offset + length) / BLOCK).map(|number| (number, None)));
+        Ok(())
+    }
+
+    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
+        let length = self.len()?;
+        Ok((offset < length).then_some(offset..length))
+    }
+
+    fn allocated(&self) -> io::Result<u64> {
+        self.len()
+    }
+
+    fn descriptor(&self) -> Option<RawFd> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::simulated::{SimulatedDisk, SimulatedOptions};
+
+    #[test]
+    fn changes_are_seen_above_and_nothing_of_them_below() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+        let below = disk.directory();
+        let file = below.create("a", IoMode::Buffered).unwrap();
+        file.write_at(&[&[7; 3 * BLOCK_SIZE]], 0, false).unwrap();
+        let overlay = Overlay::over(Arc::clone(&below));
+        let above = overlay.open("a", IoMode::Direct).unwrap();
+        let mut model = vec![7; 3 * BLOCK_SIZE];
+        let compare = |model: &[u8]| {
+            let mut found = vec![1; model.len() + 100];
+            above.read_at(&mut found, 0).unwrap();
+            assert!(found[..model.len()] == *model && found[model.len()..].iter().all(|byte| *byte == 0));
+            assert_eq!(above.len().unwrap(), model.len() as u64);
+        };
+        compare(&model);
+        above.write_at(&[&[1; 10], &[2; 5000]], 4000, true).unwrap();
+        model[4000..4010].fill(1);
+        model[4010..9010].fill(2);
+        compare(&model);
+        above.set_len(9000).unwrap();
+        model.truncate(9000);
+        compare(&model);
+        above.reserve(9000, 10_000).unwrap();
+        model.resize(19_000, 0);
+        compare(&model);
+        above.punch(0, 4096).unwrap();
+        model[..4096].fill(0);
+        compare(&model);
+        overlay.create("b", IoMode::Buffered).unwrap();
+        overlay.remove("a").unwrap();
+        assert_eq!(overlay.list().unwrap(), ["b"]);
+        assert!(overlay.open("a", IoMode::Buffered).is_err());
+        assert_eq!(below.list().unwrap(), ["a"]);
+        let mut found = vec![0; 3 * BLOCK_SIZE];
+        file.read_at(&mut found, 0).unwrap();
+        assert_eq!(found, [7; 3 * BLOCK_SIZE]);
+    }
+}
