@@ -1,5 +1,5 @@
 //! What one disk suffers from what another does: latencies of a small disk whose metadata is cached, alone, beside
-//! reads of a disk that misses metadata pages, and beside a check.
+//! reads of a disk that misses metadata pages, and beside a check; and of 16 reads at a time that all miss.
 //!
 //! ```text
 //! cargo run --release -p lamina-store --example neighbour -- /path/of/an/empty/folder [GiB] [microseconds]
@@ -7,7 +7,8 @@
 //!
 //! The big disk maps every second block, an extent each, so that its metadata is many times the cache. A read of a
 //! metadata page takes so many microseconds longer than the page cache of the operating system needs for it: the
-//! medium of this program always misses.
+//! medium of this program always misses. Four readers take processors, too, and wake up as often as they sleep: the
+//! same readers with an ample cache, asleep as long by themselves, show what of it is not due to the misses.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
@@ -25,6 +26,7 @@ use store::{Engine, EngineOptions};
 
 const HOT_BLOCKS: u64 = 4096;
 const READERS: u64 = 4;
+const DEPTH: u64 = 16;
 const MEASURED: Duration = Duration::from_secs(4);
 
 /// A directory whose metadata pages take time to read.
@@ -142,7 +144,14 @@ fn write(engine: &Engine, disk: u64, block: u64, value: u64) {
 }
 
 /// Runs `work` again and again, with a pause before each, until `done`, and prints its latencies.
-fn measure(what: &str, pause: Duration, done: &dyn Fn(Instant) -> bool, mut work: impl FnMut()) {
+fn measure(what: &str, pause: Duration, done: &dyn Fn(Instant) -> bool, work: impl FnMut()) {
+    let began = Instant::now();
+    let times = sample(pause, done, work);
+    print(what, began.elapsed(), times);
+}
+
+/// The latencies of `work`, in nanoseconds.
+fn sample(pause: Duration, done: &dyn Fn(Instant) -> bool, mut work: impl FnMut()) -> Vec<u64> {
     let began = Instant::now();
     let mut times = Vec::new();
     while !done(began) {
@@ -153,11 +162,15 @@ fn measure(what: &str, pause: Duration, done: &dyn Fn(Instant) -> bool, mut work
         work();
         times.push(at.elapsed().as_nanos() as u64);
     }
+    times
+}
+
+fn print(what: &str, took: Duration, mut times: Vec<u64>) {
     times.sort_unstable();
     let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize] as f64 / 1000.0;
     println!(
         "{what:<44} {:>8}/s  p50 {:>8.1}  p99 {:>8.1}  p99.9 {:>8.1}  max {:>9.1} us",
-        (times.len() as f64 / began.elapsed().as_secs_f64()) as u64,
+        (times.len() as f64 / took.as_secs_f64()) as u64,
         at(0.5),
         at(0.99),
         at(0.999),
@@ -174,6 +187,25 @@ fn make(engine: &Engine, name: &str, blocks: u64) -> u64 {
         incomplete: false,
     };
     engine.create_disk(new).unwrap()
+}
+
+/// Runs `work` while readers read every second block of a disk, in no order, with a pause before each read.
+fn beside_readers(engine: &Engine, disk: u64, written: u64, pause: Duration, work: impl FnOnce()) {
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 0..READERS {
+            let stop = &stop;
+            scope.spawn(move || {
+                let mut random = Random(seed + 2);
+                while !stop.load(Ordering::Relaxed) {
+                    std::thread::sleep(pause);
+                    read(engine, disk, 2 * random.below(written));
+                }
+            });
+        }
+        work();
+        stop.store(true, Ordering::Relaxed);
+    });
 }
 
 fn main() {
@@ -194,39 +226,56 @@ fn main() {
         (0..cold_blocks).for_each(|block| write(&engine, cold, 2 * block, block));
         engine.close().unwrap();
     }
+    let for_a_while = |began: Instant| began.elapsed() > MEASURED;
+    let back_to_back = Duration::ZERO;
+    let paced = Duration::from_micros(100);
+
+    // What readers cost a neighbour although they miss nothing.
+    let ample = EngineOptions { metadata_cache: 1 << 30, ..EngineOptions::default() };
+    let engine = Engine::open(Arc::clone(&directory), ample).unwrap();
+    (0..HOT_BLOCKS).for_each(|block| read(&engine, hot, block));
+    (0..cold_blocks).for_each(|block| read(&engine, cold, 2 * block));
+    beside_readers(&engine, cold, cold_blocks, Duration::from_micros(micros), || {
+        let mut random = Random(1);
+        measure("reads beside 4 readers that miss nothing", paced, &for_a_while, || {
+            read(&engine, hot, random.below(HOT_BLOCKS));
+        });
+    });
+    engine.close().unwrap();
+    drop(engine);
+
     let options = EngineOptions { metadata_cache: 2 << 20, ..EngineOptions::default() };
     let engine = Engine::open(directory, options).unwrap();
     (0..HOT_BLOCKS).for_each(|block| read(&engine, hot, block));
-    let stop = AtomicBool::new(false);
-    let for_a_while = |began: Instant| began.elapsed() > MEASURED;
-
     let mut random = Random(1);
-    let back_to_back = Duration::ZERO;
-    let paced = Duration::from_micros(100);
     measure("reads of a cached disk, one after another", back_to_back, &for_a_while, || {
         read(&engine, hot, random.below(HOT_BLOCKS));
     });
     measure("reads of a cached disk, paced", paced, &for_a_while, || read(&engine, hot, random.below(HOT_BLOCKS)));
     delay.store(micros, Ordering::Relaxed);
-    std::thread::scope(|scope| {
-        for seed in 0..READERS {
-            let (engine, stop) = (&engine, &stop);
-            scope.spawn(move || {
-                let mut random = Random(seed + 2);
-                while !stop.load(Ordering::Relaxed) {
-                    read(engine, cold, 2 * random.below(cold_blocks));
-                }
-            });
-        }
+    beside_readers(&engine, cold, cold_blocks, Duration::ZERO, || {
         measure("reads beside 4 readers that miss metadata", paced, &for_a_while, || {
             read(&engine, hot, random.below(HOT_BLOCKS));
         });
         measure("one of such readers", back_to_back, &for_a_while, || {
             read(&engine, cold, 2 * random.below(cold_blocks))
         });
-        stop.store(true, Ordering::Relaxed);
     });
-    stop.store(false, Ordering::Relaxed);
+    let began = Instant::now();
+    let times = std::thread::scope(|scope| {
+        let engine = &engine;
+        let readers: Vec<_> = (0..DEPTH)
+            .map(|seed| {
+                let mut random = Random(seed + 20);
+                scope.spawn(move || {
+                    sample(back_to_back, &for_a_while, || read(engine, cold, 2 * random.below(cold_blocks)))
+                })
+            })
+            .collect();
+        readers.into_iter().flat_map(|reader| reader.join().unwrap()).collect()
+    });
+    print("16 readers that miss metadata", began.elapsed(), times);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (engine, stop) = (&engine, &stop);
         scope.spawn(move || {

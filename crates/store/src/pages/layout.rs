@@ -139,8 +139,9 @@ pub fn sealed(page: &Block) -> Block {
 
 /// Checks a page as it came from its file; a page that was never written becomes a blank one.
 pub fn verify(page: &mut Block, key: PageKey) -> Result<()> {
-    let corrupt =
-        |what: &str| Err(Error::new(ErrorKind::Corrupt, format!("{key} {what}; run 'lamina check' on the datastore")));
+    let corrupt = |what: &str| {
+        Err(Error::new(ErrorKind::Corrupt, format!("{key} {what}; run 'lamina check --repair' on the datastore")))
+    };
     if key.file() != PageFile::Map && page.0.iter().all(|&b| b == 0) {
         *page = blank(key);
         return Ok(());

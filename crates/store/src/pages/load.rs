@@ -108,7 +108,7 @@ impl Pages {
     pub fn peek(&mut self, key: PageKey) -> Option<&Block> {
         match self.slots.get_mut(&key) {
             Some(slot) => {
-                slot.referenced = true;
+                self.queues.note(&mut slot.uses);
                 Some(&slot.page)
             }
             None => {
@@ -141,9 +141,8 @@ impl Pages {
     fn insert(&mut self, key: PageKey, page: Arc<Block>) {
         self.make_room();
         self.statistics.misses += 1;
-        if self.slots.insert(key, Slot { page, referenced: false, dirty: false, unknown: false }).is_none() {
-            self.clock.push_back(key);
-        }
+        let uses = self.queues.enter(key);
+        self.slots.insert(key, Slot { page, uses, dirty: false, unknown: false });
     }
 
     /// Registers the caller as the one who reads a page: true; or gives the read that is under way. `None` when the

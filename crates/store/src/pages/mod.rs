@@ -30,26 +30,28 @@
 //! Who waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it has looked
 //! again: in a cache however small each look gets further than the one before.
 
+mod eviction;
 mod home;
 mod kept;
 mod layout;
 mod load;
+mod mend;
 
 pub use home::write_home;
 pub use kept::{Keeping, Kept};
 pub use layout::{HEADER_SIZE, PageFile, PageKey, blank, sealed, verify};
 pub use load::{Load, read_home};
+pub use mend::{ImageIndex, Mender, Proof, restore_bit, restore_bit_of};
 
 use crate::Result;
 use backend::{BLOCK_SIZE, Block, File};
+use eviction::{Queues, Uses};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::VecDeque;
 use std::sync::Arc;
 
 struct Slot {
     page: Arc<Block>,
-    /// Second chance for the clock hand.
-    referenced: bool,
+    uses: Uses,
     dirty: bool,
     /// Its place held nothing that the last checkpoint knows of.
     unknown: bool,
@@ -93,8 +95,7 @@ pub struct PageStatistics {
 pub struct Pages {
     files: [Arc<dyn File>; PageFile::COUNT],
     slots: FxHashMap<PageKey, Slot>,
-    /// Keys in the order in which the clock hand meets them; may name keys that are gone.
-    clock: VecDeque<PageKey>,
+    queues: Queues,
     dirty: FxHashSet<PageKey>,
     /// Of these, pages that the last checkpoint does not know.
     dirty_unknown: usize,
@@ -111,31 +112,45 @@ pub struct Pages {
     hits_at_miss: u64,
     /// For a reader of an older state: pages that were written over since.
     kept: Option<Arc<Kept>>,
+    /// Brings back damaged pages, during a repair and for a salvage.
+    mender: Option<Arc<Mender>>,
 }
 
 impl Pages {
     /// A cache of at most `limit` bytes over `files`, in the order of [`PageFile`].
     pub fn new(files: [Arc<dyn File>; PageFile::COUNT], limit: usize) -> Self {
+        let limit = (limit / BLOCK_SIZE).max(64);
         Self {
             files,
             slots: FxHashMap::default(),
-            clock: VecDeque::new(),
+            queues: Queues::new(limit),
             dirty: FxHashSet::default(),
             dirty_unknown: 0,
             retired: FxHashSet::default(),
-            limit: (limit / BLOCK_SIZE).max(64),
+            limit,
             statistics: PageStatistics::default(),
             deferring: false,
             absent: Vec::new(),
             loading: FxHashMap::default(),
             hits_at_miss: 0,
             kept: None,
+            mender: None,
         }
     }
 
     /// The pages as they were when `kept` began, for reading only.
     pub fn as_kept(files: [Arc<dyn File>; PageFile::COUNT], limit: usize, kept: Arc<Kept>) -> Self {
         Self { kept: Some(kept), ..Self::new(files, limit) }
+    }
+
+    /// From now on damaged pages are brought back where they can be proven; with `None`, no longer.
+    pub fn set_mender(&mut self, mender: Option<Arc<Mender>>) {
+        self.mender = mender;
+    }
+
+    /// What brings back damaged pages.
+    pub fn mender(&self) -> Option<&Arc<Mender>> {
+        self.mender.as_ref()
     }
 
     /// The file behind a kind of page.
@@ -172,7 +187,7 @@ impl Pages {
             self.statistics.hits += 1;
         }
         let slot = self.slots.get_mut(&key).expect("loaded above");
-        slot.referenced = true;
+        self.queues.note(&mut slot.uses);
         Ok(&slot.page)
     }
 
@@ -183,7 +198,7 @@ impl Pages {
             self.miss(key)?;
         }
         let slot = self.slots.get_mut(&key).expect("loaded above");
-        slot.referenced = true;
+        self.queues.note(&mut slot.uses);
         if !slot.dirty {
             slot.dirty = true;
             self.dirty.insert(key);
@@ -195,14 +210,36 @@ impl Pages {
     pub fn create(&mut self, key: PageKey) -> Result<&mut Block> {
         self.make_room();
         let unknown = self.retired.len() < RETIRED_MAX && !self.retired.contains(&key);
-        let slot = Slot { page: Arc::new(blank(key)), referenced: true, dirty: true, unknown };
+        let uses = self.queues.enter(key);
         self.loading.remove(&key);
-        if self.slots.insert(key, slot).is_none() {
-            self.clock.push_back(key);
-        }
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: true, unknown });
         self.dirty.insert(key);
         self.dirty_unknown += usize::from(unknown);
         self.get_mut(key)
+    }
+
+    /// A blank page in the place of one that is damaged and that the last checkpoint knows.
+    pub fn replace(&mut self, key: PageKey) -> &mut Block {
+        self.make_room();
+        self.loading.remove(&key);
+        let uses = self.queues.enter(key);
+        self.dirty.insert(key);
+        self.slots.insert(key, Slot { page: Arc::new(blank(key)), uses, dirty: true, unknown: false });
+        Arc::make_mut(&mut self.slots.get_mut(&key).expect("inserted above").page)
+    }
+
+    /// Whether nothing was ever written at the place of a page, and nothing will be.
+    pub fn is_unwritten(&self, key: PageKey) -> bool {
+        !self.dirty.contains(&key) && self.read_raw(key).0 == [0; BLOCK_SIZE]
+    }
+
+    /// The bytes at the place of a page, whatever they are; zeros where they cannot be read.
+    pub fn read_raw(&self, key: PageKey) -> Block {
+        let mut page = Block([0; BLOCK_SIZE]);
+        match self.file(key.file()).read_at(&mut page.0, key.offset()) {
+            Ok(()) => page,
+            Err(_) => Block([0; BLOCK_SIZE]),
+        }
     }
 
     /// Forgets the page of a node that is free: there is no need to write what nobody will read.
@@ -219,36 +256,16 @@ impl Pages {
 
     /// Reads a page from its file, past the cache, and verifies it.
     pub fn read_home(&self, key: PageKey) -> Result<Block> {
-        match &self.kept {
-            Some(kept) => load::verified(kept.read(&**self.file(key.file()), key)?, key),
-            None => load::read_one(&**self.file(key.file()), key),
+        if let Some(kept) = &self.kept {
+            return load::verified(kept.read(&**self.file(key.file()), key)?, key);
         }
-    }
-
-    fn make_room(&mut self) {
-        let mut tries = self.clock.len().min(64);
-        while self.slots.len() >= self.limit && tries > 0 {
-            tries -= 1;
-            let Some(key) = self.clock.pop_front() else { return };
-            match self.slots.get_mut(&key) {
-                None => {}
-                // Captured by a checkpoint that still holds it: its file has an older one.
-                Some(slot) if slot.dirty || Arc::strong_count(&slot.page) > 1 => self.clock.push_back(key),
-                Some(slot) if slot.referenced => {
-                    slot.referenced = false;
-                    self.clock.push_back(key);
-                }
-                Some(_) => {
-                    self.slots.remove(&key);
-                    self.statistics.evictions += 1;
-                }
-            }
-        }
-        // Keys of forgotten pages must not pile up behind the hand.
-        if self.clock.len() > 2 * self.slots.len() + 1024 {
-            let slots = &self.slots;
-            let mut seen = FxHashSet::default();
-            self.clock.retain(|key| slots.contains_key(key) && seen.insert(*key));
+        let read = load::read_one(&**self.file(key.file()), key);
+        let Some(mender) = &self.mender else { return read };
+        // Where there is an image, a page of zeros was lost, and not never written.
+        let lost = read.is_err() || mender.has_image(key) && self.read_raw(key).0 == [0; BLOCK_SIZE];
+        match lost.then(|| mender.restore(key, Some(&self.read_raw(key)))).flatten() {
+            Some(page) => load::verified(page, key),
+            None => read,
         }
     }
 
@@ -273,7 +290,7 @@ impl Pages {
     /// Drops every clean page: `check` wants to see the medium, not the memory.
     pub fn drop_clean(&mut self) {
         self.slots.retain(|_, slot| slot.dirty);
-        self.clock = self.slots.keys().copied().collect();
+        self.queues.restart(self.slots.keys().copied());
     }
 }
 

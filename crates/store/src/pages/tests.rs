@@ -86,7 +86,7 @@ fn a_page_forgotten_is_never_written() {
             pages.forget(key(number));
         }
         assert_eq!((pages.cached(), pages.dirty()), (0, 0));
-        assert!(pages.clock.len() < 4 * LIMIT + 2048, "names of forgotten pages pile up: round {round}");
+        assert!(pages.queues.len() < 4 * LIMIT + 2048, "names of forgotten pages pile up: round {round}");
     }
     assert!(pages.capture().all().is_empty());
     // In the map, a page that was never written is no page.

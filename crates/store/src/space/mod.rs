@@ -78,6 +78,7 @@ pub struct Space {
     extension_hint: u64,
     /// Map only: blocks below this are backed.
     backed_length: u64,
+    derived: Vec<(PageKey, Error)>,
 }
 
 impl Space {
@@ -98,6 +99,7 @@ impl Space {
             fragmented: false,
             extension_hint: 0,
             backed_length: 0,
+            derived: Vec::new(),
         }
     }
 
@@ -109,28 +111,37 @@ impl Space {
     }
 
     /// The space as the last checkpoint left it. `backed_length` (in blocks) is the reserved length of the map file.
+    /// Summaries that cannot be read are counted anew from the table.
     pub fn open(kind: SpaceKind, regions: u64, backed_length: u64, pages: &mut Pages) -> Result<Self> {
         let mut space = Self::without_regions(kind);
         let summary = space.summary;
-        for number in 0..regions {
-            let page = pages.get(PageKey::new(summary, number / SUMMARY_ENTRIES))?;
-            let mut region = Region::read(page, number % SUMMARY_ENTRIES);
-            if u64::from(region.used) > REGION_BLOCKS || u64::from(region.backed) > REGION_BLOCKS {
-                return Err(Error::new(
-                    ErrorKind::Corrupt,
-                    format!(
-                        "region {number} in {} counts more blocks than it has; run 'lamina check --repair'",
-                        summary.name()
-                    ),
-                ));
+        for first in (0..regions).step_by(SUMMARY_ENTRIES as usize) {
+            let key = PageKey::new(summary, first / SUMMARY_ENTRIES);
+            let numbers = first..(first + SUMMARY_ENTRIES).min(regions);
+            let read: Vec<Region> = match pages.get(key) {
+                Ok(page) => {
+                    let read =
+                        numbers.map(|number| Region::read(page, number % SUMMARY_ENTRIES).possible(summary, number));
+                    read.collect::<Result<_>>()?
+                }
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    let counted = numbers.clone().map(|number| space.count_region(pages, number)).collect();
+                    space.derived.push((key, error));
+                    pages.replace(key);
+                    space.dirty_regions.extend(numbers);
+                    counted
+                }
+                Err(error) => return Err(error),
+            };
+            for mut region in read {
+                if kind == SpaceKind::Map {
+                    region.backed = 0;
+                }
+                space.counts.used += u64::from(region.used);
+                space.counts.backed += u64::from(region.backed);
+                space.counts.free += region.estimate();
+                space.regions.push(region);
             }
-            if kind == SpaceKind::Map {
-                region.backed = 0;
-            }
-            space.counts.used += u64::from(region.used);
-            space.counts.backed += u64::from(region.backed);
-            space.counts.free += u64::from(region.backed.saturating_sub(region.used));
-            space.regions.push(region);
         }
         if kind == SpaceKind::Map {
             space.set_backed_length(backed_length);
@@ -138,6 +149,32 @@ impl Space {
             space.counts.free = space.regions.iter().map(Region::estimate).sum();
         }
         Ok(space)
+    }
+
+    /// Pages of summaries that could not be read when it was opened, and were counted anew.
+    pub fn take_derived(&mut self) -> Vec<(PageKey, Error)> {
+        std::mem::take(&mut self.derived)
+    }
+
+    /// A region as its table has it. Where part of that cannot be read, the region is not allocated from.
+    fn count_region(&self, pages: &mut Pages, number: u64) -> Region {
+        let mut region = Region::empty();
+        for page in number * REGION_PAGES..(number + 1) * REGION_PAGES {
+            match pages.get(PageKey::new(self.table, page)) {
+                Ok(page) => {
+                    for index in 0..TABLE_ENTRIES as usize {
+                        let entry = table::read(page, index);
+                        region.used += u16::from(entry.references > 0);
+                        region.backed += u16::from(entry.backed);
+                    }
+                }
+                Err(error) => {
+                    tracing::error!(%error, "a region is not allocated from any more");
+                    region.damaged = true;
+                }
+            }
+        }
+        region
     }
 
     /// Counts, in blocks.
@@ -337,13 +374,23 @@ impl Space {
                 continue;
             }
             let before = region.estimate();
+            let known = (region.used, region.backed);
             self.counts.used -= u64::from(std::mem::take(&mut region.used));
             self.counts.backed -= u64::from(std::mem::take(&mut region.backed));
             self.counts.free -= before;
             region.damaged = false;
             // A summary that counts nothing is lower than any table, and put right.
             self.dirty_regions.insert(number);
-            self.load(pages, number)?;
+            match self.load(pages, number) {
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    // Its table cannot be read whole: what it counted stays.
+                    let region = &mut self.regions[number as usize];
+                    (region.used, region.backed, region.damaged) = (known.0, known.1, true);
+                    self.counts.used += u64::from(known.0);
+                    self.counts.backed += u64::from(known.1);
+                }
+                other => other?,
+            }
         }
         Ok(())
     }
@@ -366,6 +413,38 @@ impl Space {
         }
     }
 
+    /// The page of summaries is written anew by the next checkpoint.
+    pub fn renew_summaries(&mut self, pages: &mut Pages, page: u64) {
+        pages.replace(PageKey::new(self.summary, page));
+        self.dirty_regions.extend(page * SUMMARY_ENTRIES..((page + 1) * SUMMARY_ENTRIES).min(self.regions()));
+    }
+
+    /// Makes a page of the table anew in the place of one that is damaged. Entry by entry `renew` is given the block
+    /// and what the bytes that are there say of it, if they say anything.
+    pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, Entry) -> Entry) {
+        let key = PageKey::new(self.table, page);
+        let raw = pages.read_raw(key);
+        let fresh = pages.replace(key);
+        for index in 0..TABLE_ENTRIES {
+            let entry = renew(page * TABLE_ENTRIES + index, table::read(&raw, index as usize));
+            table::write(fresh, index as usize, entry);
+        }
+        let region = (page / REGION_PAGES) as usize;
+        if let Some(region) = self.regions.get_mut(region)
+            && region.bitmaps.take().is_some()
+        {
+            self.loaded -= 1;
+            let known = u64::from(region.backed.saturating_sub(region.used));
+            // What the bitmaps counted gives way to the estimate, until the regions are counted anew.
+            self.counts.free = self.regions.iter().map(Region::estimate).sum::<u64>().max(known);
+        }
+    }
+
+    /// Pages of the table that exist.
+    pub fn table_pages(&self) -> u64 {
+        self.regions() * REGION_PAGES
+    }
+
     /// Regions whose summaries changed since the last checkpoint.
     pub fn changed_regions(&self) -> u64 {
         self.dirty_regions.len() as u64
@@ -373,9 +452,21 @@ impl Space {
 
     /// Writes the summaries of changed regions into their pages: part of a checkpoint.
     pub fn store_summaries(&mut self, pages: &mut Pages) -> Result<()> {
-        while let Some(number) = self.dirty_regions.pop_first() {
-            let page = pages.get_mut(PageKey::new(self.summary, number / SUMMARY_ENTRIES))?;
-            self.regions[number as usize].write(page, number % SUMMARY_ENTRIES);
+        while let Some(number) = self.dirty_regions.first().copied() {
+            let key = PageKey::new(self.summary, number / SUMMARY_ENTRIES);
+            match pages.get_mut(key) {
+                Ok(page) => self.regions[number as usize].write(page, number % SUMMARY_ENTRIES),
+                // Memory knows all that was in it.
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    tracing::error!(%error, "a page of summaries is written anew");
+                    pages.replace(key);
+                    let first = number - number % SUMMARY_ENTRIES;
+                    self.dirty_regions.extend(first..(first + SUMMARY_ENTRIES).min(self.regions()));
+                    continue;
+                }
+                Err(error) => return Err(error),
+            }
+            self.dirty_regions.remove(&number);
         }
         Ok(())
     }

@@ -5,7 +5,8 @@
 
 use super::Run;
 use super::table::TABLE_ENTRIES;
-use crate::pages::HEADER_SIZE;
+use crate::pages::{HEADER_SIZE, PageFile};
+use crate::{Error, ErrorKind, Result};
 use backend::{BLOCK_SIZE, Block};
 
 /// Table pages per region.
@@ -46,6 +47,16 @@ impl Region {
         let at = HEADER_SIZE + index as usize * SUMMARY_SIZE;
         page.0[at..at + 2].copy_from_slice(&self.used.to_le_bytes());
         page.0[at + 2..at + 4].copy_from_slice(&self.backed.to_le_bytes());
+    }
+
+    /// Itself, if it does not count more blocks than it has.
+    pub fn possible(self, summary: PageFile, number: u64) -> Result<Self> {
+        if u64::from(self.used) <= REGION_BLOCKS && u64::from(self.backed) <= REGION_BLOCKS {
+            return Ok(self);
+        }
+        let name = summary.name();
+        let text = format!("region {number} in {name} counts more blocks than it has; run 'lamina check --repair'");
+        Err(Error::new(ErrorKind::Corrupt, text))
     }
 
     /// Free backed blocks: exact with bitmaps, from the counts without.

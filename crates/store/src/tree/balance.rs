@@ -20,6 +20,10 @@ use backend::Block;
 /// The most entries that two nodes merged into one may have.
 pub(super) const MERGED_ENTRIES: usize = ENTRIES_MAX * 3 / 4;
 
+/// Entries that both halves of a split can take at least before they are split in their turn, but for a leaf that is
+/// left full behind an ascending stream: [`crate::tree::nodes_needed`] counts on it.
+pub(super) const SPLIT_ROOM: usize = 16;
+
 /// A node with more entries than this is not looked at for merging: most lie here, and cost no look at a neighbour.
 const SMALL_ENTRIES: usize = ENTRIES_MAX / 2;
 
@@ -49,6 +53,7 @@ fn grow<S: NodeStore + ?Sized>(store: &mut S, root: &mut NodeId) -> Result<()> {
         ));
     }
     let top = store.allocate()?;
+    store.note_height(usize::from(level) + 1);
     let node = store.node_mut(top)?;
     page::initialise(node, top, level);
     page::insert_child(node, 0, 0, *root);
@@ -63,15 +68,19 @@ fn split<S: NodeStore + ?Sized>(store: &mut S, path: &Path, depth: usize, positi
     let (level, count) = (page::level(&left), page::count(&left));
     let at = match level {
         0 => leaf_split(&left, position),
-        // An internal node is never empty: the right one of an append gets the child that is about to be split.
-        _ if index + 1 == count => count - 1,
+        // An append: the right node gets the child that is about to be split, and few others.
+        _ if index + 1 == count => count - SPLIT_ROOM,
         _ => count / 2,
     };
     let right_id = store.allocate()?;
     let right = store.node_mut(right_id)?;
     page::initialise(right, right_id, level);
     let first = page::move_tail(&mut left, at, right);
-    let key = if at == count { position } else { first };
+    // What lies between the last extent and `position` goes to the right: nothing can be appended to the left any more.
+    let key = match page::mapping(&left, count - 1) {
+        Some(last) if at == count => last.end(),
+        _ => first,
+    };
     *store.node_mut(id)? = left;
     let parent = path.steps[depth - 1];
     page::insert_child(store.node_mut(parent.id)?, parent.index + 1, key, right_id);
@@ -88,7 +97,8 @@ fn leaf_split(leaf: &Block, position: u64) -> usize {
     let continues = before.is_some_and(|before| before.end() == position);
     // Far from what follows, or else each gap closed in a random fill would look like a stream.
     let has_space_ahead = next.logical.saturating_sub(position) > EXTENT_BLOCKS_MAX;
-    if continues && has_space_ahead { index } else { page::count(leaf) / 2 }
+    let count = page::count(leaf);
+    if continues && has_space_ahead { index.clamp(SPLIT_ROOM, count - SPLIT_ROOM) } else { count / 2 }
 }
 
 /// Restores invariant 6 after the node at `depth` lost entries, and merges what became small. The path is void

@@ -35,10 +35,12 @@
 //! | `balance` | splitting full nodes, removing empty and merging small ones |
 //! | `lookup`, `replace`, `remove`, `compare`, `walk` | the operations |
 //! | `reach` | how much a `replace` would touch |
+//! | `growth` | how many nodes a number of changes may need |
 //! | `survey` | which pages an operation will need |
 
 mod balance;
 mod compare;
+mod growth;
 mod lookup;
 pub mod page;
 mod path;
@@ -52,13 +54,14 @@ mod walk;
 mod tests;
 
 pub use compare::{DiffExtent, diff};
+pub use growth::{Forest, NODES_PER_TREE, nodes_needed};
 pub use lookup::{Extent, first_mapped, lookup, lookup_exclusive};
 pub use page::{EXTENT_BLOCKS_MAX, LOGICAL_LIMIT, PHYSICAL_LIMIT, validate};
 pub use reach::{Reach, Seen, reach};
 pub use remove::drop_step;
 pub use replace::replace;
 pub use survey::{Aim, Resident, survey, survey_difference, survey_drop};
-pub use walk::{Visit, walk};
+pub use walk::{Lost, Visit, walk, walk_damaged};
 
 use crate::{Error, ErrorKind, Result};
 use backend::Block;
@@ -123,6 +126,9 @@ pub trait NodeStore {
     /// A new page of zeros with one reference.
     fn allocate(&mut self) -> Result<NodeId>;
 
+    /// A tree has so many levels now.
+    fn note_height(&mut self, _levels: usize) {}
+
     /// Number of references on a node.
     fn references(&mut self, id: NodeId) -> Result<u32>;
 
@@ -150,6 +156,11 @@ pub fn create<S: NodeStore + ?Sized>(store: &mut S) -> Result<NodeId> {
     let id = store.allocate()?;
     page::initialise(store.node_mut(id)?, id, 0);
     Ok(id)
+}
+
+/// Levels of a tree.
+pub fn levels<S: NodeStore + ?Sized>(store: &mut S, root: NodeId) -> Result<u64> {
+    Ok(u64::from(page::level(store.node(root)?)) + 1)
 }
 
 /// The error for a node that contradicts its checksum-verified surroundings or itself.

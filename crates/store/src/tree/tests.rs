@@ -10,6 +10,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod damage;
+mod growth;
 mod memory;
 mod model;
 mod shape;

@@ -7,6 +7,9 @@
 //!    without a claim overwrites a block of its disk, or takes what is set aside for the disk. A hold or a write in
 //!    flight, which ends by itself, does not make it take what others claimed: write-back waits for the journal first,
 //!    and what it still cannot place goes home through the journal ([`Engine::log_batch`]), over its own block.
+//! 3. A batch of write-back takes free blocks before the headroom says so, at its end. Until then they stay claimed:
+//!    by the entries it brings home, by the batch for those without a claim, and by the batch for entries that are
+//!    replaced meanwhile ([`Engine::give_back_replaced`]).
 
 use crate::Result;
 use crate::buffer::{Content, Layers, Piece};

@@ -4,12 +4,13 @@
 //! by maintenance ahead of need, else by the writer that finds nothing left. Only where neither came in time does it
 //! happen under the lock.
 
+use super::unless_full;
 use crate::catalog::SLOTS_PER_PAGE;
 use crate::engine::log::Cost;
 use crate::engine::{Engine, Meta};
 use crate::journal::Operation;
 use crate::pages::PageFile;
-use crate::space::{REGION_PAGES, Run, SUMMARY_ENTRIES};
+use crate::space::{REGION_BLOCKS, REGION_PAGES, Run, SUMMARY_ENTRIES};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::BLOCK_SIZE;
 
@@ -21,10 +22,9 @@ const EXTENSION_MAX: u64 = 1024;
 const EXTENSION_SHARE: u64 = 128;
 /// The smallest reservation tried when the file system is nearly full, in blocks.
 const EXTENSION_LEAST: u64 = 16;
-/// Map nodes reserved at a time: one part in 16 of what is used, within these bounds.
-const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
-/// Free map nodes that maintenance keeps while writes come in.
-const NODES_AHEAD: u64 = 1024;
+
+/// Pages of the catalog that there is room for beside those in use.
+const CATALOG_AHEAD: u64 = 64;
 
 /// What describing one more piece of reserved space costs at most.
 const EXTENSION_COST: Cost = Cost { bytes: 32, pages: 8 };
@@ -70,7 +70,7 @@ impl Engine {
             let want = extension(meta).max((claims - free).min(EXTENSION_MAX)).min(*largest);
             let Meta { data, pages, .. } = &mut *meta;
             let run = data.plan_extension(pages, want)?;
-            Ok(Some((run, needs(meta, 0))))
+            Ok(Some((run, needs(meta, 0, 0))))
         })?;
         let Some((run, needs)) = planned else { return Ok(()) };
         match self.reserve_run(run, &needs) {
@@ -93,7 +93,7 @@ impl Engine {
         let mut want = extension(meta).max(want.min(EXTENSION_MAX));
         loop {
             let run = meta.data.plan_extension(&mut meta.pages, want)?;
-            match self.reserve_run(run, &needs(meta, 0)) {
+            match self.reserve_run(run, &needs(meta, 0, 0)) {
                 Ok(()) => return self.note_backed(meta, run),
                 Err(error) if error.kind() == ErrorKind::NoSpace && want > EXTENSION_LEAST => {
                     want = (want / 2).max(EXTENSION_LEAST);
@@ -118,18 +118,11 @@ impl Engine {
     }
 
     fn reserve_run(&self, run: Run, needs: &Needs) -> Result<()> {
-        self.files.ensure(run)?;
+        self.files.ensure(run, &|error| self.stop(error))?;
         self.reserve_needs(needs)?;
         let (file, offset) = self.files.locate(run)?;
         let length = run.blocks * BLOCK_SIZE as u64;
-        // Asked first: a file system that runs full on the way searches long, and takes what it found in part.
-        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
-        if room.available < length {
-            return Err(Error::new(
-                ErrorKind::NoSpace,
-                format!("the file system of the datastore is full: {length} bytes for data cannot be reserved"),
-            ));
-        }
+        self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
             // A file system that runs full on the way keeps what it had found, without a record of it.
             let _ = file.punch(offset, length);
@@ -139,11 +132,24 @@ impl Engine {
         Ok(())
     }
 
+    /// An error where the file system has no room for so many bytes. Asked first: one that runs full on the way
+    /// searches long, and takes what it found in part.
+    pub(super) fn check_room(&self, length: u64, what: &str) -> Result<()> {
+        let room = self.directory.room().during(|| "asking for the room of the file system".into())?;
+        if room.available >= length {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::NoSpace,
+            format!("the file system of the datastore is full: {length} bytes for {what} cannot be reserved"),
+        ))
+    }
+
     fn note_backed(&self, meta: &mut Meta, run: Run) -> Result<()> {
         // The reservation itself must be durable before the journal says so.
         let gate = self.log.clocks.wrote_home();
         let operation = Operation::Backed { run, backed: true };
-        meta.enqueue(operation, gate)?;
+        meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
         self.update_headroom(meta);
         self.count_changes(meta);
         Ok(())
@@ -151,59 +157,40 @@ impl Engine {
 
     /// Keeps some space ahead of writes that come in.
     pub(crate) fn extend_ahead(&self) -> Result<()> {
-        let (short, length) = {
+        let short = {
             let meta = self.meta.lock();
             let claims = self.reserves.claims();
             let ahead = claims + extension(&meta) / 2;
-            let short = (ahead > self.reserves.headroom()).then_some(ahead);
-            let counts = meta.map.counts();
-            let length = (counts.free < NODES_AHEAD && counts.used > NODES_AHEAD / 2)
-                .then(|| (counts.backed, counts.backed + nodes_more(counts.used)));
-            (short, length)
+            (ahead > self.reserves.headroom()).then_some(ahead)
         };
-        let full = |error: &crate::Error| error.kind() == ErrorKind::NoSpace;
         if let Some(claims) = short {
-            // Nobody asked yet: a full file system is told to who does.
-            self.extend(claims).or_else(|error| if full(&error) { Ok(()) } else { Err(error) })?;
+            // A full file system is an error for the write that needs more.
+            unless_full(self.extend(claims))?;
         }
-        if let Some((from, to)) = length {
-            let size = BLOCK_SIZE as u64;
-            if self.meta.file(PageFile::Map).reserve(from * size, (to - from) * size).is_ok() {
-                let needs = {
-                    let mut meta = self.meta.lock();
-                    meta.map.set_backed_length(to);
-                    needs(&meta, 0)
-                };
-                self.reserve_needs(&needs).or_else(|error| if full(&error) { Ok(()) } else { Err(error) })?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Makes sure that the next operation finds enough nodes.
-    pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<()> {
-        while meta.map.counts().free < nodes {
-            let counts = meta.map.counts();
-            let more = nodes_more(counts.used).max(nodes - counts.free);
-            let length = counts.backed + more;
-            let bytes = length * BLOCK_SIZE as u64;
-            self.meta
-                .file(PageFile::Map)
-                .reserve(counts.backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64)
-                .during(|| format!("reserving {bytes} bytes for metadata"))?;
-            meta.map.set_backed_length(length);
-            self.reserve_metadata(meta, 0)?;
-        }
-        Ok(())
+        self.extend_map_ahead()
     }
 
     /// Takes the room that the tables, summaries and the catalog with `records` new records will need from the file
     /// system: a checkpoint must not find it full.
     pub(crate) fn reserve_metadata(&self, meta: &Meta, records: u64) -> Result<()> {
-        self.reserve_needs(&needs(meta, records))
+        self.reserve_needs(&needs(meta, records, 0))
     }
 
-    fn reserve_needs(&self, needs: &Needs) -> Result<()> {
+    /// The same for what there is, so that it is known to be reserved before any change. Under no lock.
+    pub(crate) fn reserve_tables(&self) -> Result<()> {
+        let needs = needs(&self.meta.lock(), 0, 0);
+        self.reserve_needs(&needs)
+    }
+
+    /// Makes a reservation of metadata durable. A power cut would undo it, and recovery would find the room taken by
+    /// another program.
+    pub(super) fn keep_reserved(&self, file: PageFile) -> Result<()> {
+        let synced = self.meta.file(file).sync().during(|| format!("flushing {}", file.name()));
+        // Pages written before may be lost with it.
+        synced.map_err(|error| self.stop(error))
+    }
+
+    pub(super) fn reserve_needs(&self, needs: &Needs) -> Result<()> {
         self.reserve_images(needs.images)?;
         for (file, bytes) in needs.files {
             let from = self.reserves.metadata(file);
@@ -212,6 +199,7 @@ impl Engine {
                     .file(file)
                     .reserve(from, bytes - from)
                     .during(|| format!("reserving {bytes} bytes for {}", file.name()))?;
+                self.keep_reserved(file)?;
                 self.reserves.note_metadata(file, bytes);
             }
         }
@@ -223,20 +211,23 @@ fn extension(meta: &Meta) -> u64 {
     (meta.data.counts().used / EXTENSION_SHARE).clamp(EXTENSION_MIN, EXTENSION_MAX)
 }
 
-fn nodes_more(used: u64) -> u64 {
-    (used / 16).clamp(*NODES.start(), *NODES.end())
-}
-
-fn needs(meta: &Meta, records: u64) -> Needs {
+/// Bytes of each file that describes so many regions of map and data, and holds a catalog of so many slots.
+pub(crate) fn table_bytes(map_regions: u64, data_regions: u64, slots: u64) -> [(PageFile, u64); 5] {
     let table = |regions: u64| regions * REGION_PAGES;
     let summary = |regions: u64| regions / SUMMARY_ENTRIES + 1;
-    let files = [
-        (PageFile::MapTable, table(meta.map.regions())),
-        (PageFile::MapSummary, summary(meta.map.regions())),
-        (PageFile::DataTable, table(meta.data.regions())),
-        (PageFile::DataSummary, summary(meta.data.regions())),
-        (PageFile::Catalog, (meta.catalog.slots() + records) / SLOTS_PER_PAGE as u64 + 64),
+    [
+        (PageFile::MapTable, table(map_regions)),
+        (PageFile::MapSummary, summary(map_regions)),
+        (PageFile::DataTable, table(data_regions)),
+        (PageFile::DataSummary, summary(data_regions)),
+        (PageFile::Catalog, slots / SLOTS_PER_PAGE as u64 + CATALOG_AHEAD),
     ]
-    .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64));
-    Needs { files, images: meta.images_needed(records) }
+    .map(|(file, pages)| (file, pages * BLOCK_SIZE as u64))
+}
+
+/// What metadata needs with so many new records, and with the map as long as `nodes` if that is more than it is.
+pub(super) fn needs(meta: &Meta, records: u64, nodes: u64) -> Needs {
+    let map_regions = meta.map.regions().max(nodes.div_ceil(REGION_BLOCKS));
+    let files = table_bytes(map_regions, meta.data.regions(), meta.catalog.slots() + records);
+    Needs { files, images: meta.images_needed(records, map_regions) }
 }

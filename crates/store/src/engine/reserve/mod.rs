@@ -1,19 +1,36 @@
-//! Reserves: free blocks that what is under way counts on, and space taken from the file system for them.
+//! Reserves: free blocks and free nodes that what is under way counts on, and space taken from the file system for
+//! them.
 //!
-//! Locks, in this order: `punching`, `extending`. The commit log and the metadata lock are taken under both, never the
-//! other way round; only [`Reserves::try_extending`] may be called under them.
+//! Locks, in this order: `scarce`, `punching`, `extending`. The gate is taken under `scarce`. The commit log and the
+//! metadata lock are taken under all three, never the other way round; only [`Reserves::try_extending`] may be called
+//! under them. `known` is for a few instructions.
 
 mod claim;
 mod extend;
+mod nodes;
 mod room;
 
-pub(crate) use claim::aside;
+pub(crate) use claim::{Claim, aside};
+pub(crate) use extend::table_bytes;
+pub(crate) use nodes::KEPT;
 pub(crate) use room::punch;
 
 use crate::pages::PageFile;
 use crate::space::Run;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
+use crate::tree::Forest;
+use crate::{Error, ErrorKind, Result};
+
+/// Whether a file system has given no more.
+fn is_full(error: &Error) -> bool {
+    error.kind() == ErrorKind::NoSpace
+}
+
+/// The same outcome, but that a full file system is none: what it was for asks again.
+pub(crate) fn unless_full(outcome: Result<()>) -> Result<()> {
+    outcome.or_else(|error| if is_full(&error) { Ok(()) } else { Err(error) })
+}
 
 /// See the head of the file.
 #[derive(Default)]
@@ -26,6 +43,14 @@ pub struct Reserves {
     claims: AtomicU64,
     /// Free blocks that writes may count on.
     headroom: AtomicU64,
+    /// Changes of the map that count beside blocks of data in the buffer.
+    changes: AtomicU64,
+    /// Changes that the free nodes cover.
+    changes_max: AtomicU64,
+    /// What that was found from: the trees, and free nodes.
+    known: Mutex<Option<(Forest, u64)>>,
+    /// One write at a time for which there are not enough nodes.
+    scarce: Mutex<()>,
     /// Bytes reserved in each metadata file.
     metadata: [AtomicU64; PageFile::COUNT],
 }
@@ -71,9 +96,38 @@ impl Reserves {
         self.headroom.store(blocks, Ordering::SeqCst);
     }
 
-    /// Free blocks that nothing under way counts on.
-    pub fn unclaimed(&self) -> u64 {
-        self.headroom().saturating_sub(self.claims())
+    /// Lets one write after the other wait for nodes.
+    pub fn lock_scarce(&self) -> MutexGuard<'_, ()> {
+        self.scarce.lock()
+    }
+
+    /// Counts changes of the map. Compared with the maximum afterwards.
+    pub fn add_changes(&self, changes: u64) {
+        self.changes.fetch_add(changes, Ordering::SeqCst);
+    }
+
+    /// Changes are in the map, or will not be made.
+    pub fn end_changes(&self, changes: u64) {
+        self.changes.fetch_sub(changes, Ordering::SeqCst);
+    }
+
+    /// Changes counted.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Ordering::SeqCst)
+    }
+
+    /// Changes that the free nodes cover.
+    pub fn changes_max(&self) -> u64 {
+        self.changes_max.load(Ordering::SeqCst)
+    }
+
+    /// `find` says how many changes the free nodes cover, unless `from` is as it was.
+    pub fn publish_changes_max(&self, from: (Forest, u64), find: impl FnOnce() -> u64) {
+        let mut known = self.known.lock();
+        if *known != Some(from) {
+            self.changes_max.store(find(), Ordering::SeqCst);
+            *known = Some(from);
+        }
     }
 
     /// Bytes reserved in a metadata file.

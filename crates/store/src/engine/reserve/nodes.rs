@@ -1,0 +1,398 @@
+//! Free nodes of the map: what is acknowledged never finds too few of them on its way into the map.
+//!
+//! 1. Everything that may change the map counts as a number of *changes* (see [`crate::tree::nodes_needed`]) from
+//!    before it is acknowledged until it is in the map: a block of data as one, through the bound of the write buffer;
+//!    zeroes as one for each block; a discard of any length as [`DISCARD_CHANGES`]; writes past the buffer while they
+//!    are under way. What goes into the map at once, under the metadata lock, is compared with what is spare instead.
+//! 2. The free nodes, less [`KEPT`], cover what all changes counted may need when one more is let in. Changes are
+//!    added first and compared with [`Reserves::changes_max`] afterwards; what uses nodes publishes the new maximum
+//!    first and takes its changes out afterwards. So the nodes that a change has used are missing from the maximum, or
+//!    the change still counts.
+//! 3. What the changes that were let in need only gets less afterwards: each takes no more than its part of the bound.
+//!    A snapshot taken later parts them from what comes after it, and makes none of them need more.
+//! 4. A write that lies over written blocks of its disk alone needs no nodes, and is let in when there are none. It
+//!    never gets a new place: write-back waits for what holds its blocks, or lets the journal take it over them.
+//! 5. [`KEPT`] nodes are for discards on a full file system, and half of them for writes of thick disks, which are let
+//!    in one at a time then. Dropping deleted trees, sealing snapshots and changing the catalog need no nodes.
+
+use super::{is_full, unless_full};
+use crate::buffer::{Content, DISCARD_CHANGES, Held};
+use crate::engine::writeback::BATCH_MAX;
+use crate::engine::{Engine, Head, Meta};
+use crate::pages::PageFile;
+use crate::tree::{Forest, nodes_needed};
+use crate::{Error, ErrorKind, IoContext, Result};
+use backend::BLOCK_SIZE;
+use std::ops::Range;
+use std::time::Duration;
+
+/// Free nodes that writes leave (1 MiB).
+pub(crate) const KEPT: u64 = 256;
+/// Free nodes that writes of thick disks leave on a full file system: their data has its space.
+const KEPT_BY_THICK: u64 = KEPT / 2;
+/// Map nodes reserved at a time: one part in 16 of what is used, within these bounds.
+const NODES: std::ops::RangeInclusive<u64> = 256..=4096;
+/// Free map nodes that maintenance keeps while writes come in.
+const NODES_AHEAD: u64 = 1024;
+/// Changes beside a full buffer, and as many blocks of zeroes, that are let in at the same time.
+const CHANGES_BESIDE: u64 = 1 << 14;
+/// Batches written back for one write that finds no nodes, before it is refused although others go on.
+const DRAINS_MAX: u32 = 1 << 12;
+/// How often the end of what is under way is waited for, [`LOOK_AGAIN`] each time.
+const UNDER_WAY_MAX: u32 = 1000;
+/// How long a write waits that would fit if no others were under way.
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// Changes of the map that are under way outside the buffer, until this is dropped.
+pub(crate) struct Changes<'a> {
+    engine: &'a Engine,
+    changes: u64,
+}
+
+impl Drop for Changes<'_> {
+    fn drop(&mut self) {
+        self.engine.reserves.end_changes(self.changes);
+    }
+}
+
+fn nodes_more(used: u64) -> u64 {
+    (used / 16).clamp(*NODES.start(), *NODES.end())
+}
+
+/// Nodes that so many changes may need, with a batch of write-back in flight: it may carry out once more what was
+/// overwritten in the buffer meanwhile.
+fn needed(forest: &Forest, changes: u64) -> u64 {
+    nodes_needed(forest, changes + changes.min(BATCH_MAX))
+}
+
+/// The most changes, up to `limit`, that so many free nodes cover.
+fn covered_by(forest: &Forest, free: u64, limit: u64) -> u64 {
+    let (mut fits, mut above) = (0, limit + 1);
+    while above - fits > 1 {
+        let middle = fits + (above - fits) / 2;
+        if needed(forest, middle) + KEPT <= free {
+            fits = middle;
+        } else {
+            above = middle;
+        }
+    }
+    fits
+}
+
+impl Engine {
+    /// The trees that changes may be made to.
+    fn forest(&self, meta: &Meta) -> Forest {
+        // One more: a disk that is changed without having been opened.
+        let trees = self.buffers.count() + 1;
+        Forest { trees, levels: meta.levels(), layers: 1 + self.buffers.sealing(), used: meta.map.counts().used }
+    }
+
+    /// All changes that count.
+    fn changes(&self) -> u64 {
+        self.buffers.blocks() + self.reserves.changes()
+    }
+
+    /// Changes that are let in at the same time.
+    fn changes_limit(&self) -> u64 {
+        2 * self.buffers.limit() + CHANGES_BESIDE
+    }
+
+    /// Tells writers how many changes the free nodes cover. Under the metadata lock, before changes are taken out.
+    pub(crate) fn update_changes_max(&self, meta: &Meta) {
+        let (forest, free) = (self.forest(meta), meta.map.counts().free);
+        self.reserves.publish_changes_max((forest, free), || covered_by(&forest, free, self.changes_limit()));
+    }
+
+    /// Whether the free nodes cover all changes that count.
+    pub(crate) fn is_covered(&self) -> bool {
+        self.changes() <= self.reserves.changes_max()
+    }
+
+    /// Asks for more nodes ahead of need, now and then.
+    pub(crate) fn ask_for_nodes(&self, blocks: u64) {
+        let changes = self.changes();
+        if changes + changes / 2 > self.reserves.changes_max() && changes / 64 != changes.saturating_sub(blocks) / 64 {
+            self.request(|work| work.extend = true);
+        }
+    }
+
+    /// Finds out how high the tree of a disk is, once.
+    pub(crate) fn measure(&self, head: &Head) -> Result<()> {
+        if head.is_measured() {
+            return Ok(());
+        }
+        self.meta.look(|meta| meta.note_levels(head.id))?;
+        self.update_headroom(&self.meta.lock());
+        head.set_measured();
+        Ok(())
+    }
+
+    /// Whether so many nodes are free beside those that cover all changes, `keep` of them left: for an operation that
+    /// does not count as changes, and is carried out next under this lock.
+    pub(crate) fn are_spare(&self, meta: &Meta, nodes: u64, keep: u64) -> bool {
+        let (forest, free) = (self.forest(meta), meta.map.counts().free);
+        // Published first: a change that is added from now on finds them gone.
+        let left = free.saturating_sub(nodes);
+        self.reserves.publish_changes_max((forest, left), || covered_by(&forest, left, self.changes_limit()));
+        let spare = free >= nodes + keep && self.is_covered();
+        if !spare {
+            self.update_changes_max(meta);
+        }
+        spare
+    }
+
+    /// Nodes that one step of a discard may need.
+    pub(crate) fn nodes_of_discard(&self, meta: &Meta) -> u64 {
+        nodes_needed(&self.forest(meta), DISCARD_CHANGES)
+    }
+
+    /// Makes so many nodes spare, `keep` of them left: takes room from the file system, or brings what is buffered into
+    /// the map. They may be gone again when the caller looks. Under no lock.
+    pub(crate) fn make_spare(&self, nodes: u64, keep: u64) -> Result<()> {
+        let _turn = self.reserves.lock_scarce();
+        let (mut tries, failures) = (0, self.writeback.failing.count());
+        loop {
+            let extended = self.extend_map(nodes);
+            if self.are_spare(&self.meta.lock(), nodes, keep) {
+                return Ok(());
+            }
+            match extended {
+                Err(error) if !is_full(&error) => return Err(error),
+                Err(_) if self.drain_once(failures)? => {}
+                // Nothing is buffered: what others count is under way, and ends.
+                Err(_) if self.changes() > 0 && tries < UNDER_WAY_MAX => {
+                    tries += 1;
+                    if self.options.threads {
+                        crate::sync::thread::sleep(LOOK_AGAIN);
+                    }
+                }
+                done => return done,
+            }
+        }
+    }
+
+    /// Brings a batch of what is buffered into the map; false when nothing is. One that cannot be brought there,
+    /// because metadata of its disk is not read, is an error only when nothing else makes progress either.
+    fn drain_once(&self, failures: u64) -> Result<bool> {
+        match self.write_back_once() {
+            Err(_) if !self.running.is_stopped() => self.writeback.failing.check(failures).map(|()| true),
+            other => other,
+        }
+    }
+
+    /// Counts so many changes if the free nodes cover them now. Under any lock.
+    pub(crate) fn try_changes(&self, head: &Head, changes: u64) -> Option<Changes<'_>> {
+        self.reserves.add_changes(changes);
+        let claim = Changes { engine: self, changes };
+        (changes == 0 || head.is_measured() && self.is_covered()).then_some(claim)
+    }
+
+    /// Makes room in the buffer and among the changes for a write; false when no nodes cover it and it needs none.
+    pub(crate) fn take_changes(
+        &self,
+        head: &Head,
+        range: &Range<u64>,
+        content: &Content,
+        more: u64,
+    ) -> Result<(Held, bool)> {
+        let blocks = range.end - range.start;
+        let is_data = matches!(content, Content::Data(..));
+        let held = Held { claimed: 0, data: if is_data { blocks } else { 0 }, changes: content.changes(blocks) + more };
+        let take = || {
+            if held.data > 0 {
+                self.wait_for_room(held.data)?;
+            }
+            if held.changes > 0 {
+                self.reserves.add_changes(held.changes);
+            }
+            Ok(())
+        };
+        if head.is_measured() {
+            take()?;
+            if self.is_covered() {
+                self.ask_for_nodes(blocks);
+                return Ok((held, true));
+            }
+            self.give_back(held);
+        } else if let Err(error) = self.measure(head) {
+            return Err(if head.lock().gone { crate::engine::read::gone() } else { error });
+        }
+        let keep = match content {
+            Content::Unmapped => 0,
+            _ if self.is_thick(head)? => KEPT_BY_THICK,
+            _ => KEPT,
+        };
+        let needs_none = || {
+            let own = {
+                let buffer = head.lock();
+                // The second piece of a discard that it cuts in two may need nodes.
+                is_data && buffer.layers.is_single() && !buffer.layers.cuts_discard(range)
+            };
+            self.fits_in_written(head, own, range.clone())
+        };
+        let covered = self.cover(held.data + held.changes, keep, &take, &|| self.give_back(held), &needs_none);
+        let covered = covered.map_err(|error| if is_full(&error) { self.no_space(head) } else { error })?;
+        Ok((held, covered))
+    }
+
+    /// Has `take` count `own` changes when the free nodes cover them beside all others; false when they do not, and
+    /// `needs_none` says that they need none. Takes room from the file system; when that is full, waits until what is
+    /// buffered is in the map. After an error nothing counts.
+    fn cover(
+        &self,
+        own: u64,
+        keep: u64,
+        take: &dyn Fn() -> Result<()>,
+        give_back: &dyn Fn(),
+        needs_none: &dyn Fn() -> Result<bool>,
+    ) -> Result<bool> {
+        take()?;
+        if self.is_covered() {
+            return Ok(true);
+        }
+        // Not counted while it waits: two that wait would each keep the other out.
+        give_back();
+        let _turn = self.reserves.lock_scarce();
+        // What does not go in on these grounds does not count.
+        let goes_in_without = || match needs_none() {
+            Ok(true) => Ok(true),
+            other => {
+                give_back();
+                other
+            }
+        };
+        let (mut drains, failures) = (0, self.writeback.failing.count());
+        loop {
+            take()?;
+            let extended = self.extend_map(0);
+            if self.is_covered() {
+                return Ok(true);
+            }
+            unless_full(extended).inspect_err(|_| give_back())?;
+            if goes_in_without()? {
+                return Ok(false);
+            }
+            drains += 1;
+            if self.drain_once(failures)? && drains < DRAINS_MAX {
+                continue;
+            }
+            // Nothing is buffered, unless others write all the time.
+            let (lacks, committed) = {
+                let meta = self.meta.lock();
+                let lacks = needed(&self.forest(&meta), own) + keep > meta.map.counts().free;
+                (lacks, meta.pending.is_empty())
+            };
+            if keep < KEPT && !lacks && self.changes() == 0 {
+                take()?;
+                // Another write may have been let in since.
+                if self.changes() == own {
+                    return Ok(true);
+                }
+                give_back();
+                continue;
+            }
+            if lacks || drains >= DRAINS_MAX {
+                // Own blocks that are held can be overwritten once that is durable.
+                if !committed && self.commit_changes().is_ok() {
+                    take()?;
+                    if goes_in_without()? {
+                        return Ok(false);
+                    }
+                }
+                return Err(Error::new(ErrorKind::NoSpace, "no room for more of the map"));
+            }
+            if self.options.threads {
+                crate::sync::thread::sleep(LOOK_AGAIN);
+            }
+        }
+    }
+
+    /// Takes room from the file system until the free nodes cover all changes that count, as far as they are let in,
+    /// and `more` beside.
+    pub(crate) fn extend_map(&self, more: u64) -> Result<()> {
+        let _extending = self.reserves.lock_extending();
+        let (counts, lacks) = {
+            let meta = self.meta.lock();
+            self.update_headroom(&meta);
+            let counts = meta.map.counts();
+            let (forest, changes) = (self.forest(&meta), self.changes().min(self.changes_limit()));
+            let lacks = |changes| (needed(&forest, changes) + KEPT + more).saturating_sub(counts.free);
+            (counts, (lacks(changes), lacks(changes + changes / 2)))
+        };
+        let (lacks, ahead) = lacks;
+        if lacks == 0 {
+            return Ok(());
+        }
+        match self.lengthen_map(counts.backed, ahead.max(nodes_more(counts.used))) {
+            Err(error) if is_full(&error) => self.lengthen_map(counts.backed, lacks),
+            other => other,
+        }
+    }
+
+    /// Keeps nodes ahead of writes that come in.
+    pub(crate) fn extend_map_ahead(&self) -> Result<()> {
+        let _extending = self.reserves.lock_extending();
+        let (counts, wanted) = {
+            let meta = self.meta.lock();
+            let counts = meta.map.counts();
+            let changes = (2 * self.changes()).min(self.changes_limit());
+            let ahead = if counts.used > NODES_AHEAD / 2 { NODES_AHEAD } else { 0 };
+            (counts, (needed(&self.forest(&meta), changes) + KEPT).max(ahead))
+        };
+        if counts.free >= wanted {
+            return Ok(());
+        }
+        // A full file system is an error for the write that needs more.
+        unless_full(self.lengthen_map(counts.backed, (wanted - counts.free).max(nodes_more(counts.used))))
+    }
+
+    /// Reserves so many nodes more, and before that what describes them. Under no lock but that on extending.
+    fn lengthen_map(&self, backed: u64, more: u64) -> Result<()> {
+        let needs = super::extend::needs(&self.meta.lock(), 0, backed + more);
+        self.reserve_needs(&needs)?;
+        self.reserve_nodes(backed, more)?;
+        let mut meta = self.meta.lock();
+        meta.map.set_backed_length(backed + more);
+        self.update_headroom(&meta);
+        Ok(())
+    }
+
+    fn reserve_nodes(&self, backed: u64, more: u64) -> Result<()> {
+        let (from, length) = (backed * BLOCK_SIZE as u64, more * BLOCK_SIZE as u64);
+        self.check_room(length, "the map")?;
+        let reserved = self.meta.file(PageFile::Map).reserve(from, length);
+        reserved.during(|| format!("reserving {length} bytes for the map"))?;
+        self.keep_reserved(PageFile::Map)
+    }
+
+    /// Finds the nodes that were reserved after the checkpoint that recovery starts from: the journal may use them, and
+    /// a file system that is full has no others.
+    pub(crate) fn find_reserved_nodes(&self) -> Result<()> {
+        let (file, size) = (self.meta.file(PageFile::Map), BLOCK_SIZE as u64);
+        let mut end = self.meta.lock().map.counts().backed * size;
+        let doing = || "asking the file system which space the map takes".into();
+        while let Some(found) = file.next_allocated(end).during(doing)?.filter(|found| found.start <= end) {
+            end = found.end;
+        }
+        self.meta.lock().map.set_backed_length(end / size);
+        Ok(())
+    }
+
+    /// Makes sure that the next operation finds as many nodes as any may need; false when the file system is full.
+    /// Under the metadata lock, for what is not counted: replay, and what should not happen.
+    pub(crate) fn ensure_nodes(&self, meta: &mut Meta, nodes: u64) -> Result<bool> {
+        let counts = meta.map.counts();
+        if counts.free >= nodes {
+            return Ok(true);
+        }
+        let more = nodes_more(counts.used).max(nodes - counts.free);
+        let needs = super::extend::needs(meta, 0, counts.backed + more);
+        let reserved = self.reserve_needs(&needs).and_then(|()| self.reserve_nodes(counts.backed, more));
+        match reserved {
+            Ok(()) => meta.map.set_backed_length(counts.backed + more),
+            Err(error) if is_full(&error) => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        Ok(meta.map.counts().free >= nodes)
+    }
+}

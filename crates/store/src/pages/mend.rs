@@ -1,0 +1,185 @@
+//! Bringing back a page that fails its checksum, where its content can be proven.
+//!
+//! Two things prove a page:
+//!
+//! * The images of the last checkpoint: a page that is among them has not changed since (invariant 1 of the
+//!   [cache](super)), so its image is the page.
+//! * Its own checksum, when one inverted bit explains the difference. CRC32C has a Hamming distance of 4 over any
+//!   length that is used here: of all pages with a valid checksum at most one is a single bit away, and none is where
+//!   two bits are wrong.
+
+use super::{PageKey, verify};
+use crate::sync::Mutex;
+use backend::{BLOCK_SIZE, Block, File};
+use rustc_hash::FxHashMap;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// Where the checksum of a page stands.
+const CHECKSUM_AT: usize = 12;
+/// The polynomial of CRC32C, bits reversed.
+const POLYNOMIAL: u32 = 0x82f6_3b78;
+
+const TABLE: [u32; 256] = table();
+
+const fn table() -> [u32; 256] {
+    let mut table = [0; 256];
+    let mut byte = 0;
+    while byte < 256 {
+        let mut sum = byte as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            sum = if sum & 1 == 1 { sum >> 1 ^ POLYNOMIAL } else { sum >> 1 };
+            bit += 1;
+        }
+        table[byte] = sum;
+        byte += 1;
+    }
+    table
+}
+
+/// What proved a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Proof {
+    /// The images of the last checkpoint hold it.
+    Image,
+    /// One bit was inverted.
+    Bit,
+}
+
+impl fmt::Display for Proof {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Image => "restored from the images of the last checkpoint",
+            Self::Bit => "restored: one bit was inverted, which its checksum proves",
+        })
+    }
+}
+
+/// Puts right the one inverted bit of `bytes` whose checksum, CRC32C with its own field at `field` taken as zero, is
+/// wrong. False, and nothing changed, when no single bit explains it.
+pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
+    let Some(Ok(stored)) = bytes.get(field..field + 4).map(<[u8; 4]>::try_from) else { return false };
+    let found = crate::checksum_of(&[&bytes[..field], &[0; 4], &bytes[field + 4..]]);
+    let difference = u32::from_le_bytes(stored) ^ found;
+    if difference.count_ones() == 1 {
+        bytes[field..field + 4].copy_from_slice(&found.to_le_bytes());
+        return true;
+    }
+    invert(bytes, difference, field..field + 4)
+}
+
+/// Puts right the one inverted bit of `bytes`, whose checksum stands elsewhere and is right.
+pub fn restore_bit_of(bytes: &mut [u8], stored: u32) -> bool {
+    let difference = stored ^ crate::checksum(bytes);
+    invert(bytes, difference, 0..0)
+}
+
+/// Inverts the bit that makes a difference of the checksum, if there is one outside `not_in`.
+fn invert(bytes: &mut [u8], difference: u32, not_in: Range<usize>) -> bool {
+    // What each bit of the last byte adds to the checksum; of each byte before, that with one more byte behind it.
+    let mut adds: [u32; 8] = std::array::from_fn(|bit| TABLE[1 << bit]);
+    for at in (0..bytes.len()).rev() {
+        if !not_in.contains(&at)
+            && let Some(bit) = adds.iter().position(|add| *add == difference)
+        {
+            bytes[at] ^= 1 << bit;
+            return true;
+        }
+        adds = adds.map(|add| add >> 8 ^ TABLE[(add & 0xff) as usize]);
+    }
+    false
+}
+
+/// Pages of the last checkpoint: where each is in the file that holds them.
+pub struct ImageIndex {
+    /// The file.
+    pub file: Arc<dyn File>,
+    /// Byte offset of each page.
+    pub places: FxHashMap<PageKey, u64>,
+}
+
+/// Brings back pages that a cache finds damaged.
+#[derive(Default)]
+pub struct Mender {
+    images: Option<ImageIndex>,
+    mended: Mutex<BTreeMap<PageKey, Proof>>,
+}
+
+impl Mender {
+    /// With the images of the last checkpoint, where they are whole.
+    pub fn new(images: Option<ImageIndex>) -> Self {
+        Self { images, mended: Mutex::default() }
+    }
+
+    /// Whether the last checkpoint left an image of a page.
+    pub fn has_image(&self, key: PageKey) -> bool {
+        self.images.as_ref().is_some_and(|images| images.places.contains_key(&key))
+    }
+
+    /// The page that ought to be at `key`, where `raw` was found, if it can be proven.
+    pub fn restore(&self, key: PageKey, raw: Option<&Block>) -> Option<Block> {
+        let (page, proof) = self.proven(key, raw)?;
+        self.mended.lock().insert(key, proof);
+        Some(page)
+    }
+
+    fn proven(&self, key: PageKey, raw: Option<&Block>) -> Option<(Block, Proof)> {
+        if let Some(images) = &self.images
+            && let Some(place) = images.places.get(&key)
+        {
+            let mut page = Block([0; BLOCK_SIZE]);
+            let read = images.file.read_at(&mut page.0, *place).is_ok();
+            // A page of zeros passes for one that was never written, and is no image.
+            if read && page.0[0..4] != [0; 4] && verify(&mut page, key).is_ok() {
+                return Some((page, Proof::Image));
+            }
+        }
+        let mut page = *raw?;
+        (restore_bit(&mut page.0, CHECKSUM_AT) && verify(&mut page, key).is_ok()).then_some((page, Proof::Bit))
+    }
+
+    /// What was brought back since it was asked for last.
+    pub fn take_mended(&self) -> BTreeMap<PageKey, Proof> {
+        std::mem::take(&mut self.mended.lock())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+    use crate::pages::{PageFile, blank, sealed};
+
+    #[test]
+    fn one_inverted_bit_is_put_right_and_two_are_not() {
+        let key = PageKey::new(PageFile::DataSummary, 5);
+        let mut page = blank(key);
+        (100..4000).for_each(|at| page.0[at] = (at * 7) as u8);
+        let good = sealed(&page);
+        for at in (0..64).chain([1000, 4095]) {
+            for bit in 0..8 {
+                let mut bad = good;
+                bad.0[at] ^= 1 << bit;
+                let raw = bad;
+                assert!(restore_bit(&mut bad.0, CHECKSUM_AT), "byte {at} bit {bit}");
+                assert_eq!(bad.0, good.0);
+                assert_eq!(Mender::default().restore(key, Some(&raw)).unwrap().0, good.0);
+                let mut worse = raw;
+                worse.0[(at + 77) % BLOCK_SIZE] ^= 16;
+                assert!(!restore_bit(&mut worse.0, CHECKSUM_AT), "byte {at} bit {bit} and another");
+            }
+        }
+    }
+
+    #[test]
+    fn a_bit_that_makes_another_page_of_it_proves_nothing() {
+        // The page of another number, with one bit wrong.
+        let mut page = sealed(&blank(PageKey::new(PageFile::DataSummary, 5)));
+        page.0[2000] ^= 4;
+        assert!(Mender::default().restore(PageKey::new(PageFile::DataSummary, 6), Some(&page)).is_none());
+    }
+}

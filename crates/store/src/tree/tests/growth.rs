@@ -1,0 +1,177 @@
+//! How many nodes changes need, against the bound: random changes, and those that cost most.
+
+use super::memory::Memory;
+use crate::testbed::Random;
+use crate::tree::page::{self, ENTRIES_MAX};
+use crate::tree::{Forest, NodeId, NodeStore, create, levels, nodes_needed, replace};
+
+/// A discard, see `crate::buffer::DISCARD_CHANGES`.
+const DISCARD: u64 = 3;
+
+/// Trees, and what has been done to them since the last `begin`.
+struct Run {
+    store: Memory,
+    roots: Vec<NodeId>,
+    /// What shares nodes with them.
+    others: Vec<NodeId>,
+    before: usize,
+    forest: Forest,
+    changes: u64,
+    highest: u64,
+}
+
+impl Run {
+    fn new(trees: usize) -> Self {
+        let mut store = Memory::new();
+        let roots = (0..trees).map(|_| create(&mut store).unwrap()).collect();
+        let forest = Forest::default();
+        Self { store, roots, others: Vec::new(), before: 0, forest, changes: 0, highest: 0 }
+    }
+
+    /// From here on changes are counted. Between `layers` of them there are snapshots.
+    fn begin(&mut self, layers: u64) {
+        self.before = self.store.live_pages();
+        let highest = self.roots.clone().into_iter().map(|root| levels(&mut self.store, root).unwrap()).max().unwrap();
+        let (trees, used) = (self.roots.len() as u64, self.before as u64);
+        self.forest = Forest { trees, levels: highest, layers, used };
+        self.changes = 0;
+    }
+
+    fn map(&mut self, tree: usize, block: u64, blocks: u64) {
+        self.store.skip_data();
+        let physical = self.store.allocate_data(blocks);
+        let range = block..block + blocks;
+        self.roots[tree] = replace(&mut self.store, self.roots[tree], range, Some((physical, false))).unwrap();
+        self.count(blocks);
+    }
+
+    fn unmap(&mut self, tree: usize, block: u64, blocks: u64) {
+        // In steps of any length, as the engine does it.
+        let mut at = block;
+        let step = blocks.div_ceil(5).max(1);
+        self.changes += DISCARD;
+        while at < block + blocks {
+            let end = (at + step).min(block + blocks);
+            self.roots[tree] = replace(&mut self.store, self.roots[tree], at..end, None).unwrap();
+            self.count(0);
+            at = end;
+        }
+    }
+
+    fn count(&mut self, changes: u64) {
+        self.changes += changes;
+        let more = (self.store.live_pages() as u64).saturating_sub(self.before as u64);
+        let bound = nodes_needed(&self.forest, self.changes);
+        assert!(more <= bound, "{more} nodes for {} changes of {:?}: {bound} at most", self.changes, self.forest);
+        self.highest = self.highest.max((more * 100).checked_div(bound).unwrap_or(0));
+    }
+
+    fn share(&mut self, tree: usize) {
+        self.store.add_reference(self.roots[tree]).unwrap();
+        self.others.push(self.roots[tree]);
+    }
+
+    /// Another tree that begins as this one.
+    fn copy(&mut self, tree: usize) {
+        self.store.add_reference(self.roots[tree]).unwrap();
+        self.roots.push(self.roots[tree]);
+    }
+}
+
+/// A tree whose nodes are all full: single blocks apart from each other, ascending.
+fn packed(run: &mut Run, tree: usize, leaves: u64, apart: u64) {
+    for i in 0..leaves * ENTRIES_MAX as u64 {
+        run.map(tree, i * apart, 1);
+    }
+}
+
+#[test]
+fn random_changes_need_no_more_nodes_than_the_bound_says() {
+    let mut highest = 0;
+    for seed in 0..60 {
+        let mut random = Random(seed);
+        let mut run = Run::new(1 + random.below(3) as usize);
+        let space = *random.pick(&[600, 20_000, 400_000]);
+        run.begin(1);
+        run.forest.used = u64::MAX >> 20;
+        run.forest.levels = 9;
+        for _ in 0..random.below(3000) {
+            let (tree, block) = (random.below(run.roots.len() as u64) as usize, random.below(space));
+            run.map(tree, block, 1 + random.scaled(300));
+        }
+        if random.chance(70) {
+            for tree in 0..run.roots.len() {
+                run.share(tree);
+            }
+        }
+        if random.chance(50) {
+            run.copy(0);
+        }
+        let layers = 1 + random.below(3);
+        run.begin(layers);
+        for layer in 0..layers {
+            if layer > 0 {
+                for tree in 0..run.roots.len() {
+                    run.share(tree);
+                }
+            }
+            for _ in 0..random.below(400) {
+                let (tree, block) = (random.below(run.roots.len() as u64) as usize, random.below(space));
+                match random.below(5) {
+                    0 => run.unmap(tree, block, 1 + random.scaled(space)),
+                    1 => run.map(tree, block, 1 + random.scaled(600)),
+                    _ => run.map(tree, block, 1),
+                }
+            }
+        }
+        highest = highest.max(run.highest);
+        let all: Vec<NodeId> = run.roots.iter().chain(&run.others).copied().collect();
+        run.store.verify(&all);
+    }
+    assert!(highest >= 20, "the bound is never met by more than {highest} percent");
+}
+
+#[test]
+fn a_change_of_every_full_leaf_splits_and_copies_each_node_once() {
+    let mut run = Run::new(1);
+    run.begin(1);
+    (run.forest.used, run.forest.levels) = (1 << 20, 3);
+    packed(&mut run, 0, 300, 600);
+    run.share(0);
+    run.begin(1);
+    run.highest = 0;
+    for leaf in 0..300 {
+        run.map(0, leaf * 254 * 600 + 100, 1);
+    }
+    assert!(run.highest >= 80, "{} percent of the bound", run.highest);
+}
+
+#[test]
+fn streams_that_end_everywhere_split_no_more_than_is_counted() {
+    // Behind every extent of full leaves, from the first and from the last one on.
+    for descending in [false, true] {
+        let mut run = Run::new(1);
+        run.begin(1);
+        (run.forest.used, run.forest.levels) = (1 << 20, 3);
+        packed(&mut run, 0, 4, 600);
+        run.begin(1);
+        for i in 0..4 * 254 {
+            let i = if descending { 4 * 254 - 1 - i } else { i };
+            run.map(0, i * 600 + 1, 1);
+        }
+    }
+}
+
+#[test]
+fn a_descending_fill_behind_a_full_leaf_fills_leaves() {
+    let mut run = Run::new(1);
+    run.begin(1);
+    packed(&mut run, 0, 1, 1);
+    run.begin(1);
+    for i in 0..4000 {
+        run.map(0, 1_000_000 - 2 * i, 1);
+    }
+    let root = run.roots[0];
+    assert!(run.store.live_pages() < 60, "{} nodes", run.store.live_pages());
+    assert_eq!(page::level(run.store.page(root)), 1);
+}
