@@ -127,6 +127,8 @@ fn journal_batch() {
     writer.push(&Operation::Resolve { block: 9, checksum: 0x1122_3344 });
     journal.append(BatchKind::Operations, &writer.finish()).unwrap();
     is_as_shown("journal batch", &read(&*file, 0, BLOCK_SIZE));
+    journal.trail().unwrap();
+    is_as_shown("journal trailer", &read(&*file, 4096, BLOCK_SIZE));
 }
 
 #[test]

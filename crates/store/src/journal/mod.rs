@@ -12,6 +12,8 @@
 //!    off by a crash can never be taken for its continuation.
 //! 3. The head never overtakes the tail. The tail moves only after a checkpoint has made everything before it
 //!    unnecessary and the superblock says so.
+//! 4. A trailer is written at the head after everything before the head is durable, and the head stays: the next batch
+//!    overwrites it. A whole trailer behind the end of the journal therefore tells damage from a torn batch.
 
 mod record;
 
@@ -24,6 +26,7 @@ use std::sync::Arc;
 const MAGIC: u32 = u32::from_le_bytes(*b"LMJB");
 const VERSION: u16 = 1;
 const HEAD_SIZE: usize = 64;
+const CHECKSUM_AT: usize = 60;
 /// Blocks read at a time when looking for batches (1 MiB): no ring is smaller.
 const PIECE_BLOCKS: usize = 256;
 /// No ring gets this far in the life of any medium: what names a higher position is damaged.
@@ -42,6 +45,8 @@ pub enum BatchKind {
     Pages,
     /// The end of a checkpoint: its pages are all in the journal. Body: sequence number from which to replay.
     Checkpoint,
+    /// No batch of its own: everything before it was durable when it was written. It has no body.
+    Trailer,
 }
 
 impl BatchKind {
@@ -51,11 +56,14 @@ impl BatchKind {
             Self::Pages => 2,
             Self::Checkpoint => 3,
             Self::Urgent => 4,
+            Self::Trailer => 5,
         }
     }
 
     fn from_code(code: u16) -> Option<Self> {
-        [Self::Operations, Self::Pages, Self::Checkpoint, Self::Urgent].into_iter().find(|kind| kind.code() == code)
+        [Self::Operations, Self::Pages, Self::Checkpoint, Self::Urgent, Self::Trailer]
+            .into_iter()
+            .find(|kind| kind.code() == code)
     }
 }
 
@@ -90,23 +98,66 @@ pub struct Journal {
     incarnation: u64,
     tail: Place,
     head: Place,
+    /// The head at which the trailer stands that was written last.
+    trailed: Option<Place>,
     staging: Buffer,
+    /// Batches with one inverted bit are read as they were.
+    mending: bool,
 }
 
 impl Journal {
     /// A ring of `size` bytes whose oldest needed batch is at `tail`; `salt` keeps rings of other datastores apart.
     pub fn new(file: Arc<dyn File>, size: u64, salt: u64, tail: Place) -> Self {
-        Self { file, size, salt, incarnation: 0, tail, head: tail, staging: Buffer::default() }
+        Self {
+            file,
+            size,
+            salt,
+            incarnation: 0,
+            tail,
+            head: tail,
+            trailed: None,
+            staging: Buffer::default(),
+            mending: false,
+        }
+    }
+
+    /// From now on a batch in which one bit is inverted is read as it was, which its checksum proves
+    /// ([`crate::pages::restore_bit`]): for repair and salvage.
+    pub fn mend(&mut self) {
+        self.mending = true;
     }
 
     /// Reads the batch at `place`; `None` where the journal ends. A failing medium is an error, not an end.
     pub fn read(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
+        let found = self.read_any(place, incarnation)?;
+        Ok(found.filter(|batch| batch.kind != BatchKind::Trailer))
+    }
+
+    /// As [`Journal::read`], but finds trailers, too.
+    fn read_any(&self, place: Place, incarnation: u64) -> Result<Option<Batch>> {
         if place.position > POSITION_MAX || place.sequence > POSITION_MAX {
             return Ok(None);
         }
         let mut first = Buffer::zeroed(1);
         self.read_ring(&mut first, place.position)?;
-        let Some(head) = Head::decode(&first) else { return Ok(None) };
+        let read = self.read_as(&first, place, incarnation, false)?;
+        if read.is_some() || !self.mending {
+            return Ok(read);
+        }
+        // Not only the body may be damaged, but what says how long it is.
+        for bit in 0..8 * HEAD_SIZE {
+            first[bit / 8] ^= 1 << (bit % 8);
+            if let Some(batch) = self.read_as(&first, place, incarnation, false)? {
+                return Ok(Some(batch));
+            }
+            first[bit / 8] ^= 1 << (bit % 8);
+        }
+        self.read_as(&first, place, incarnation, true)
+    }
+
+    /// Reads the batch at `place`, whose head is that of `first`; with `mend`, one bit of its body may be inverted.
+    fn read_as(&self, first: &[u8], place: Place, incarnation: u64, mend: bool) -> Result<Option<Batch>> {
+        let Some(head) = Head::decode(first) else { return Ok(None) };
         if head.salt != self.salt
             || head.position != place.position
             || head.sequence != place.sequence
@@ -120,7 +171,9 @@ impl Journal {
         }
         let mut bytes = Buffer::with_bytes(padded);
         self.read_ring(&mut bytes, place.position)?;
-        if Head::checksum(&bytes[..HEAD_SIZE + head.length]) != head.checksum {
+        bytes[..HEAD_SIZE].copy_from_slice(&first[..HEAD_SIZE]);
+        let whole = &mut bytes[..HEAD_SIZE + head.length];
+        if Head::checksum(whole) != head.checksum && !(mend && crate::pages::restore_bit(whole, CHECKSUM_AT)) {
             return Ok(None);
         }
         Ok(Some(Batch {
@@ -134,7 +187,8 @@ impl Journal {
 
     /// Looks behind the place where the journal ended for a batch that can only be its continuation: whole, later, and
     /// of no earlier opening. A crash never leaves one (only the last batch can be torn), so what lies between was
-    /// damaged since, or the superblock that named the tail is an old one. Returns the place of the batch found.
+    /// damaged since, or the superblock that named the tail is an old one. A trailer counts as a batch, but for the one
+    /// at the end itself, which says that nothing is missing. Returns the place of what was found.
     pub fn continuation(&self, end: Place, incarnation: u64) -> Result<Option<Place>> {
         if end.position > POSITION_MAX {
             return Ok(None);
@@ -154,7 +208,8 @@ impl Journal {
                     && head.sequence >= end.sequence
                 {
                     let place = Place { position: head.position, sequence: head.sequence };
-                    if self.read(place, incarnation)?.is_some() {
+                    let ends_here = head.kind == BatchKind::Trailer && place.sequence == end.sequence;
+                    if !ends_here && self.read_any(place, incarnation)?.is_some() {
                         return Ok(Some(place));
                     }
                 }
@@ -173,6 +228,13 @@ impl Journal {
             self.file.read_at(after, 0).during(|| "reading the journal at 0".into())?;
         }
         Ok(())
+    }
+
+    /// The salt of a ring whose first batch is still there: of a datastore without a checkpoint.
+    pub fn first_salt(file: &dyn File) -> Option<u64> {
+        let mut first = Buffer::zeroed(1);
+        file.read_at(&mut first, 0).ok()?;
+        Head::decode(&first).filter(|head| (head.position, head.sequence) == (0, 1)).map(|head| head.salt)
     }
 
     /// Sets the head behind the last batch found, to append under `incarnation` from now on.
@@ -225,6 +287,24 @@ impl Journal {
         if length > BODY_MAX || self.used() + padded as u64 > self.size {
             return Err(Error::new(ErrorKind::NoSpace, format!("the journal has no room for {length} bytes")));
         }
+        self.stage(kind, parts, length);
+        let offset = self.head.position % self.size;
+        let until_wrap = ((self.size - offset) as usize).min(padded);
+        let doing = || format!("appending {padded} bytes to the journal");
+        self.file.write_at(&[&self.staging[..until_wrap]], offset, true).during(doing)?;
+        if until_wrap < padded {
+            self.file.write_at(&[&self.staging[until_wrap..padded]], 0, true).during(doing)?;
+        }
+        self.head = Place { position: self.head.position + padded as u64, sequence: self.head.sequence + 1 };
+        if self.staging.len() > 4 << 20 {
+            self.staging = Buffer::default();
+        }
+        Ok(())
+    }
+
+    /// Puts a batch for the head together.
+    fn stage(&mut self, kind: BatchKind, parts: &[&[u8]], length: usize) {
+        let padded = padded(length);
         if self.staging.len() < padded {
             self.staging = Buffer::with_bytes(padded.next_power_of_two());
         }
@@ -246,19 +326,22 @@ impl Journal {
         head.encode(&mut self.staging[..HEAD_SIZE]);
         let sum = Head::checksum(&self.staging[..at]);
         self.staging[60..64].copy_from_slice(&sum.to_le_bytes());
+    }
 
+    /// Writes a trailer at the head, without a flush, unless it stands there, nothing lies before it, or the ring has
+    /// no room for it. Everything before the head is durable: appends are. What a failure leaves at the head counts for
+    /// nothing, and the next batch overwrites it.
+    pub fn trail(&mut self) -> Result<()> {
+        if self.trailed == Some(self.head) || self.used() == 0 || self.used() + BLOCK_SIZE as u64 > self.size {
+            return Ok(());
+        }
+        // Not tried again before the next batch, also if it fails.
+        self.trailed = Some(self.head);
+        self.stage(BatchKind::Trailer, &[], 0);
         let offset = self.head.position % self.size;
-        let until_wrap = ((self.size - offset) as usize).min(padded);
-        let doing = || format!("appending {padded} bytes to the journal");
-        self.file.write_at(&[&self.staging[..until_wrap]], offset, true).during(doing)?;
-        if until_wrap < padded {
-            self.file.write_at(&[&self.staging[until_wrap..padded]], 0, true).during(doing)?;
-        }
-        self.head = Place { position: self.head.position + padded as u64, sequence: self.head.sequence + 1 };
-        if self.staging.len() > 4 << 20 {
-            self.staging = Buffer::default();
-        }
-        Ok(())
+        self.file
+            .write_at(&[&self.staging[..BLOCK_SIZE]], offset, false)
+            .during(|| "writing the trailer of the journal".into())
     }
 }
 
@@ -272,7 +355,7 @@ fn padded(body: usize) -> usize {
 /// |---|---|---|
 /// | 0 | 4 | magic `LMJB` |
 /// | 4 | 2 | version, 1 |
-/// | 6 | 2 | kind: 1 operations, 2 pages, 3 checkpoint, 4 urgent |
+/// | 6 | 2 | kind: 1 operations, 2 pages, 3 checkpoint, 4 urgent, 5 trailer |
 /// | 8 | 8 | salt: first half of the datastore's UUID |
 /// | 16 | 8 | incarnation |
 /// | 24 | 8 | sequence number |

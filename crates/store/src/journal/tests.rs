@@ -174,6 +174,87 @@ fn remains_of_a_log_cut_off_are_not_its_continuation() {
 }
 
 #[test]
+fn behind_a_trailer_damage_is_told_from_a_torn_end() {
+    for seed in 0..50 {
+        let mut random = Random(seed);
+        let (file, _) = ring();
+        let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
+        let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
+        journal.resume(start, 1);
+        let batches: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+        journal.trail().unwrap();
+        assert_eq!(journal.head(), batches[2].next, "a trailer moves nothing");
+        compare(&survey(&file, start), &batches);
+        assert_eq!(journal.continuation(journal.head(), 1).unwrap(), None, "nothing is missing");
+        // A flip in the trailer hides the trailer.
+        let trailer = journal.head().position % SIZE;
+        let mut whole = [0; 64];
+        file.read_at(&mut whole, trailer).unwrap();
+        let mut damaged = whole;
+        damaged[random.below(64) as usize] ^= 1 << random.below(8);
+        file.write_at(&[&damaged], trailer, false).unwrap();
+        compare(&survey(&file, start), &batches);
+        assert_eq!(journal.continuation(journal.head(), 1).unwrap(), None);
+        file.write_at(&[&whole], trailer, false).unwrap();
+        // A flip in the last batch does not hide the batch.
+        let at = (batches[2].place.position + random.below(64 + 5000)) % SIZE;
+        let mut byte = [0];
+        file.read_at(&mut byte, at).unwrap();
+        file.write_at(&[&[byte[0] ^ 1 << random.below(8)]], at, false).unwrap();
+        compare(&survey(&file, start), &batches[..2]);
+        assert_eq!(journal.continuation(batches[2].place, 1).unwrap(), Some(journal.head()));
+        // Not to an opening that went on before it.
+        assert_eq!(journal.continuation(batches[2].place, 2).unwrap(), None);
+    }
+}
+
+#[test]
+fn a_batch_torn_over_a_trailer_is_the_end() {
+    for seed in 0..400 {
+        let mut random = Random(seed);
+        let (file, _) = ring();
+        let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 };
+        let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
+        journal.resume(start, 1);
+        let mut batches: Vec<Appended> = (0..2).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+        journal.trail().unwrap();
+        let mut before = vec![0; SIZE as usize];
+        file.read_at(&mut before, 0).unwrap();
+        let length = random.scaled(20_000) as usize;
+        batches.push(append(&mut random, &mut journal, length).unwrap());
+        let sectors = (batches[2].next.position - batches[2].place.position) / 512;
+        for sector in (0..sectors).filter(|_| random.chance(50)) {
+            let at = ((batches[2].place.position + sector * 512) % SIZE) as usize;
+            file.write_at(&[&before[at..at + 512]], at as u64, false).unwrap();
+        }
+        let found = survey(&file, start);
+        assert!(found.len() >= 2, "what was durable before the trailer stays");
+        compare(&found, &batches[..found.len()]);
+        assert_eq!(journal.continuation(found.last().unwrap().next, 1).unwrap(), None, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_trailer_takes_no_room_from_batches() {
+    let (file, mut journal) = ring();
+    journal.trail().unwrap();
+    let mut first = [1; 4096];
+    file.read_at(&mut first, 0).unwrap();
+    assert_eq!(first, [0; 4096], "before the first batch there is nothing to protect");
+    let mut appended = 0;
+    while journal.append(BatchKind::Operations, &[&[0x5a; 4096 - 64]]).is_ok() {
+        journal.trail().unwrap();
+        appended += 1;
+    }
+    assert_eq!((appended, journal.used()), (512, SIZE), "the last batch takes the place of a trailer");
+    assert_eq!(survey(&file, START).len(), 512, "the first batch is as it was");
+    // A checkpoint lets go of all of it.
+    journal.release(journal.head());
+    journal.trail().unwrap();
+    assert_eq!(survey(&file, START).len(), 512);
+}
+
+#[test]
 fn every_byte_of_a_batch_is_covered() {
     let mut random = Random(4);
     let (file, mut journal) = ring();

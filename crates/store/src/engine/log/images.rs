@@ -26,8 +26,9 @@
 //! 2. A superblock that names images was written after they were flushed.
 //! 3. The space is reserved before pages become dirty that might need it.
 
-use super::{CheckpointRecord, NamedImages, Superblock};
-use crate::pages::{PageFile, PageKey, sealed, verify, write_home};
+use super::{CheckpointRecord, FORMAT_VERSION, NamedImages, Superblock};
+use crate::journal::Place;
+use crate::pages::{ImageIndex, PageFile, PageKey, restore_bit, restore_bit_of, sealed, verify, write_home};
 use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode};
 use std::sync::Arc;
@@ -40,6 +41,7 @@ pub const COUNT_LIMIT: u64 = 1 << 32;
 pub const INITIAL_PAGES: u64 = 512;
 const MAGIC: &[u8; 4] = b"LMCI";
 const VERSION: u16 = 1;
+const CHECKSUM_AT: usize = 36;
 const KEYS_PER_BLOCK: u64 = (BLOCK_SIZE / 8) as u64;
 /// Pages read or written at a time (1 MiB).
 const PAGES_AT_A_TIME: usize = 256;
@@ -118,6 +120,8 @@ impl Head {
 pub struct Images {
     file: Arc<dyn File>,
     salt: u64,
+    /// What one inverted bit explains is read as it was.
+    mending: bool,
 }
 
 /// Pages with their keys.
@@ -144,7 +148,125 @@ impl Images {
         let file = directory
             .open(IMAGES_FILE, IoMode::Buffered)
             .during(|| format!("opening {IMAGES_FILE} of the datastore"))?;
-        Ok(Self { file, salt })
+        Ok(Self { file, salt, mending: false })
+    }
+
+    /// Opens the file of a datastore whose superblock is lost.
+    pub fn of_lost(directory: &dyn Directory, salt: u64) -> Result<Self> {
+        let file = directory.open(IMAGES_FILE, IoMode::Buffered).during(|| format!("opening {IMAGES_FILE}"))?;
+        Ok(Self { file, salt, mending: false })
+    }
+
+    /// From now on what one inverted bit explains is read as it was: for repair and salvage.
+    pub fn mend(&mut self) {
+        self.mending = true;
+    }
+
+    fn read_head(&self) -> Result<Option<(Head, u32)>> {
+        let mut bytes = Buffer::zeroed(1);
+        self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
+        let mut found = Head::decode(&bytes);
+        if found.is_none() && self.mending && restore_bit(&mut bytes, CHECKSUM_AT) {
+            found = Head::decode(&bytes);
+        }
+        Ok(found.filter(|(head, _)| head.salt == self.salt))
+    }
+
+    /// The keys of the images, if they are whole.
+    fn read_keys(&self, head: &Head) -> Result<Option<Buffer>> {
+        let doing = || format!("reading {IMAGES_FILE}");
+        if length(head.count) > self.file.len().during(doing)? {
+            return Ok(None);
+        }
+        let mut keys = Buffer::zeroed(head.count.div_ceil(KEYS_PER_BLOCK) as usize);
+        if !keys.is_empty() {
+            self.file.read_at(&mut keys, BLOCK_SIZE as u64).during(doing)?;
+        }
+        let whole =
+            checksum(&keys) == head.keys_checksum || self.mending && restore_bit_of(&mut keys, head.keys_checksum);
+        Ok(whole.then_some(keys))
+    }
+
+    /// What the superblock said, where both copies of it are lost: after the checkpoint that the file holds, if that is
+    /// whole, or before the first. All that images need was durable before they were written, and no later checkpoint
+    /// changed a page that is among them, or it had left its own. Half of the datastore's identity is lost. `None`
+    /// where nothing proves which state is the newest.
+    pub fn lost_superblock(&self, journal_size: u64) -> Result<Option<Superblock>> {
+        let mut bytes = Buffer::zeroed(1);
+        self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
+        let mut uuid = [0; 16];
+        uuid[..8].copy_from_slice(&self.salt.to_le_bytes());
+        let start = Place { position: 0, sequence: 1 };
+        let mut superblock = Superblock {
+            version: FORMAT_VERSION,
+            uuid,
+            sequence: 1,
+            journal_size,
+            tail: start,
+            ordered: start,
+            data_regions: 0,
+            map_regions: 0,
+            map_length: 0,
+            catalog_slots: 0,
+            next_id: 1,
+            created: 0,
+            clean: false,
+            incarnation: 0,
+            checkpoint: 0,
+            images: None,
+        };
+        if bytes.iter().all(|byte| *byte == 0) {
+            return Ok(Some(superblock));
+        }
+        let Some((head, checksum)) = self.read_head()? else { return Ok(None) };
+        if !self.each(&head, &mut |_| Ok(()))? {
+            return Ok(None);
+        }
+        head.record.update(&mut superblock);
+        superblock.checkpoint = head.number;
+        superblock.incarnation = head.incarnation;
+        superblock.images = Some(NamedImages { count: head.count, checksum });
+        Ok(Some(superblock))
+    }
+
+    /// The salt of a datastore whose superblock is lost.
+    pub fn lost_salt(directory: &dyn Directory) -> Option<u64> {
+        let mut bytes = Buffer::zeroed(1);
+        directory.open(IMAGES_FILE, IoMode::Buffered).ok()?.read_at(&mut bytes, 0).ok()?;
+        if Head::decode(&bytes).is_none() {
+            restore_bit(&mut bytes, CHECKSUM_AT);
+        }
+        Head::decode(&bytes).map(|(head, _)| head.salt)
+    }
+
+    /// Takes home the images that are whole, and spoils the places of those that are not: what is there may be of the
+    /// checkpoint before. The number of these. `None` where not even the places are known.
+    pub fn take_whole_home(&self, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<Option<(Head, u64)>> {
+        let Some((head, _)) = self.read_head()? else { return Ok(None) };
+        let Some(keys) = self.read_keys(&head)? else { return Ok(None) };
+        let mut at = (1 + head.count.div_ceil(KEYS_PER_BLOCK)) * BLOCK_SIZE as u64;
+        let mut lost = 0;
+        for raw in keys[..8 * head.count as usize].chunks_exact(8) {
+            let raw = u64::from_le_bytes(raw.try_into().expect("eight bytes"));
+            let Some(key) = PageKey::from_raw(raw) else { return Ok(None) };
+            let mut page = Block([0; BLOCK_SIZE]);
+            let read = self.file.read_at(&mut page.0, at).is_ok();
+            at += BLOCK_SIZE as u64;
+            if !read || !self.is_image(&mut page, key) {
+                page = Block([0xff; BLOCK_SIZE]);
+                lost += 1;
+            }
+            let file = &files[key.file() as usize];
+            file.write_at(&[&page.0], key.offset(), false).during(|| format!("taking {key} home"))?;
+        }
+        Ok(Some((head, lost)))
+    }
+
+    /// Whether a page is the image of `key`, as it goes to the medium.
+    fn is_image(&self, page: &mut Block, key: PageKey) -> bool {
+        // A page of zeros passes for one that was never written, and is no image.
+        let whole = |page: &mut Block| page.0[0..4] != [0; 4] && verify(page, key).is_ok();
+        whole(page) || self.mending && restore_bit(&mut page.0, 12) && whole(page)
     }
 
     /// Images that it has room for.
@@ -165,6 +287,11 @@ impl Images {
             return Err(error).during(|| format!("reserving {wanted} bytes for checkpoints ({IMAGES_FILE})"));
         }
         Ok(())
+    }
+
+    /// Makes a reservation durable.
+    pub fn sync(&self) -> Result<()> {
+        self.file.sync().during(|| format!("flushing {IMAGES_FILE}"))
     }
 
     /// Writes the images of a checkpoint and flushes them; what the superblock has to name.
@@ -213,9 +340,7 @@ impl Images {
                 None => Ok(None),
             };
         }
-        let mut bytes = Buffer::zeroed(1);
-        self.file.read_at(&mut bytes, 0).during(|| format!("reading {IMAGES_FILE}"))?;
-        let found = Head::decode(&bytes).filter(|(head, _)| head.salt == self.salt);
+        let found = self.read_head()?;
         if let Some(named) = superblock.images {
             let Some((head, sum)) = found else { return Err(damaged("its head is damaged")) };
             if head.number != superblock.checkpoint || head.count != named.count || sum != named.checksum {
@@ -232,6 +357,20 @@ impl Images {
         Ok(whole.then_some(head))
     }
 
+    /// Where the pages of checkpoint `number` are in the file, if it still holds them.
+    pub fn index(&self, number: u64) -> Option<ImageIndex> {
+        let (head, _) = self.read_head().ok()?.filter(|(head, _)| head.number == number)?;
+        let keys = self.read_keys(&head).ok()??;
+        let key_blocks = head.count.div_ceil(KEYS_PER_BLOCK);
+        let first = (1 + key_blocks) * BLOCK_SIZE as u64;
+        let raw = keys.chunks_exact(8).take(head.count as usize);
+        let places = raw.zip(0u64..).filter_map(|(raw, i)| {
+            let key = PageKey::from_raw(u64::from_le_bytes(raw.try_into().ok()?))?;
+            Some((key, first + i * BLOCK_SIZE as u64))
+        });
+        Some(ImageIndex { places: places.collect(), file: Arc::clone(&self.file) })
+    }
+
     /// Takes images home and flushes them there.
     pub fn take_home(&self, head: &Head, files: &[Arc<dyn File>; PageFile::COUNT]) -> Result<()> {
         match self.each(head, &mut |images| write_home(files, images))? {
@@ -243,18 +382,8 @@ impl Images {
     /// Calls `each` with all images in portions; false when one of them is not whole, which ends it.
     fn each(&self, head: &Head, each: &mut Part<'_>) -> Result<bool> {
         let doing = || format!("reading {IMAGES_FILE}");
-        let end = self.file.len().during(doing)?;
-        if length(head.count) > end {
-            return Ok(false);
-        }
+        let Some(keys) = self.read_keys(head)? else { return Ok(false) };
         let key_blocks = head.count.div_ceil(KEYS_PER_BLOCK);
-        let mut keys = Buffer::zeroed(key_blocks as usize);
-        if !keys.is_empty() {
-            self.file.read_at(&mut keys, BLOCK_SIZE as u64).during(doing)?;
-        }
-        if checksum(&keys) != head.keys_checksum {
-            return Ok(false);
-        }
         let mut at = (1 + key_blocks) * BLOCK_SIZE as u64;
         let keys = &keys[..8 * head.count as usize];
         for part in keys.chunks(8 * PAGES_AT_A_TIME) {
@@ -266,8 +395,7 @@ impl Images {
                 let raw = u64::from_le_bytes(raw.try_into().expect("eight bytes"));
                 let Some(key) = PageKey::from_raw(raw) else { return Ok(false) };
                 let mut page = Block(page.try_into().expect("a block"));
-                // A page of zeros passes for one that was never written, and is no image.
-                if page.0[0..4] == [0; 4] || verify(&mut page, key).is_err() {
+                if !self.is_image(&mut page, key) {
                     return Ok(false);
                 }
                 images.push((key, Arc::new(page)));
@@ -293,8 +421,8 @@ fn damaged(what: &str) -> Error {
     Error::new(
         ErrorKind::Corrupt,
         format!(
-            "pages of the last checkpoint have to be taken from '{IMAGES_FILE}', and {what}; restore the datastore from a \
-             backup"
+            "pages of the last checkpoint have to be taken from '{IMAGES_FILE}', and {what}; run 'lamina check \
+             --repair', or read out what is whole with 'lamina salvage'"
         ),
     )
 }

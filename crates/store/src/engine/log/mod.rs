@@ -18,10 +18,11 @@ pub use record::CheckpointRecord;
 pub use superblock::{FORMAT_VERSION, NamedImages, Superblock};
 
 use crate::journal::{BatchKind, Journal, Place};
+use crate::pages::ImageIndex;
 use crate::space::Run;
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard};
-use crate::{IoContext, Result};
+use crate::{Error, IoContext, Result};
 use admission::Admission;
 use backend::{Directory, File};
 use permits::Permits;
@@ -61,6 +62,10 @@ pub struct CommitLog {
     announced_end: AtomicU64,
     /// Overwrites announced before this journal position are durable.
     settled: AtomicU64,
+    /// What the journal durably says about that.
+    told: AtomicU64,
+    /// A batch was appended since the last trailer: another one is asked for.
+    untrailed: AtomicBool,
 }
 
 /// A flush of the data files under way. One at a time.
@@ -99,6 +104,8 @@ impl CommitLog {
             announced: AtomicU64::new(u64::MAX),
             announced_end: AtomicU64::new(0),
             settled: AtomicU64::new(0),
+            told: AtomicU64::new(0),
+            untrailed: AtomicBool::new(false),
         })
     }
 
@@ -136,6 +143,28 @@ impl CommitLog {
         Ok(())
     }
 
+    /// Whether the batch just appended is the first since the last trailer: then a trailer has to be asked for.
+    pub fn lacks_trailer(&self, _commit: &Committer) -> bool {
+        !self.untrailed.load(Ordering::Acquire) && !self.untrailed.swap(true, Ordering::AcqRel)
+    }
+
+    /// Ends the journal with a trailer, so that damage of its last batch can be told from a torn one. Nothing depends
+    /// on its success.
+    pub fn trail(&self, commit: &mut Committer) -> Result<()> {
+        self.untrailed.store(false, Ordering::Release);
+        commit.journal.trail()
+    }
+
+    /// The journal, locked, unless something is being appended.
+    pub fn try_lock(&self) -> Option<MutexGuard<'_, Committer>> {
+        self.commit.try_lock()
+    }
+
+    /// Position of the head.
+    pub fn head(&self) -> u64 {
+        self.head.load(Ordering::Acquire)
+    }
+
     /// Lets go of the journal before `tail`.
     fn release(&self, commit: &mut Committer, tail: Place) {
         commit.journal.release(tail);
@@ -149,6 +178,27 @@ impl CommitLog {
         commit.superblock = *next;
         self.release(commit, next.tail);
         Ok(())
+    }
+
+    /// Which copy of the superblock on the medium is damaged; with `repair` it is written anew. No checkpoint is under
+    /// way.
+    pub fn damaged_superblock(&self, repair: bool) -> Result<Option<u64>> {
+        let mut commit = self.lock();
+        let damaged = commit.superblock.damaged_copy(&*self.superblock_file)?;
+        let whole = Superblock::read(&*self.superblock_file).is_ok_and(|(found, _)| found == commit.superblock);
+        let damaged = if whole { damaged } else { Some(commit.superblock.sequence % 2) };
+        if damaged.is_some() && repair {
+            // One after the other, so that both are of now whichever was damaged.
+            commit.superblock.write(&*self.superblock_file)?;
+            commit.superblock.write(&*self.superblock_file)?;
+        }
+        Ok(damaged)
+    }
+
+    /// Where the pages of the last checkpoint still are whole beside their places. No checkpoint is under way.
+    pub fn image_index(&self) -> Option<ImageIndex> {
+        let number = self.lock().superblock.checkpoint;
+        self.images.index(number)
     }
 
     /// The superblock says that the store was not closed: from here on the files change.
@@ -176,7 +226,7 @@ impl CommitLog {
     }
 
     /// Makes sure of room for so many images in the file system of `directory`.
-    pub fn reserve_images(&self, pages: u64, directory: &dyn Directory) -> Result<()> {
+    pub fn reserve_images(&self, pages: u64, directory: &dyn Directory, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         if pages <= self.admission.capacity() {
             return Ok(());
         }
@@ -189,6 +239,8 @@ impl CommitLog {
         let room = directory.room().during(|| "asking for the room of the file system".into())?;
         images::check_room(room.available, pages, known)?;
         self.images.reserve(pages)?;
+        // A power cut would undo it, and recovery needs as many.
+        self.images.sync().map_err(stop)?;
         self.admission.set_capacity(self.images.capacity()?);
         Ok(())
     }
@@ -209,6 +261,16 @@ impl CommitLog {
     /// Whether a flush of the data files has settled all that was announced before a position.
     pub fn is_settled(&self, position: u64) -> bool {
         self.settled.load(Ordering::Acquire) >= position
+    }
+
+    /// The journal durably says that overwrites announced before a position are settled.
+    pub fn note_told(&self, position: u64) {
+        self.told.fetch_max(position, Ordering::AcqRel);
+    }
+
+    /// Whether the journal durably says so of all that was announced before a position.
+    pub fn is_told(&self, position: u64) -> bool {
+        self.told.load(Ordering::Acquire) >= position
     }
 
     /// What was announced is written, and the data files know of it.
@@ -263,11 +325,6 @@ impl CommitLog {
         drop(permits);
         let settled = head.min(self.announced.load(Ordering::Acquire));
         Syncing { log: self, _one: one, settled, home: self.clocks.home() }
-    }
-
-    #[cfg(test)]
-    pub fn head(&self) -> u64 {
-        self.head.load(Ordering::Acquire)
     }
 }
 

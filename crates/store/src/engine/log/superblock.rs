@@ -29,6 +29,7 @@ use crate::{Error, ErrorKind, IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, File};
 
 const MAGIC: &[u8; 8] = b"LAMINADS";
+const CHECKSUM_AT: usize = 12;
 /// The version written. Every version up to it is read.
 pub const FORMAT_VERSION: u32 = 2;
 /// The version without an images file.
@@ -196,9 +197,46 @@ impl Superblock {
             (_, Some(error)) => Err(error),
             (None, None) => Err(Error::new(
                 ErrorKind::Corrupt,
-                "neither copy of the superblock can be read: this is not a datastore, or both copies are damaged",
+                "neither copy of the superblock can be read: this is not a datastore, or both copies are damaged; 'lamina \
+                 salvage' reads out what can be",
             )),
         }
+    }
+
+    /// As [`Superblock::read`], of copies in each of which one bit may be inverted.
+    pub fn read_mended(file: &dyn File) -> Result<(Self, bool)> {
+        let mut newest: Option<Self> = None;
+        let mut lost = false;
+        for copy in 0..2 {
+            let mut bytes = Buffer::zeroed(1);
+            let read = file.read_at(&mut bytes, copy * BLOCK_SIZE as u64).is_ok();
+            let mut decoded = Self::decode(&bytes);
+            if read && matches!(decoded, Ok(None)) && crate::pages::restore_bit(&mut bytes, CHECKSUM_AT) {
+                decoded = Self::decode(&bytes);
+            }
+            match decoded {
+                Ok(Some(found)) if newest.is_none_or(|best| found.sequence > best.sequence) => newest = Some(found),
+                Ok(Some(_)) => {}
+                // A later version must not be taken for damage.
+                Err(error) if error.kind() == ErrorKind::Unsupported => return Err(error),
+                Ok(None) | Err(_) => lost = true,
+            }
+        }
+        match newest {
+            Some(found) => Ok((found, lost)),
+            None => Self::read(file),
+        }
+    }
+
+    /// Which copy of the file, 0 or 1, is damaged while the other one says this.
+    pub fn damaged_copy(&self, file: &dyn File) -> Result<Option<u64>> {
+        let other = (self.sequence + 1) % 2;
+        let mut bytes = Buffer::zeroed(1);
+        let read = file.read_at(&mut bytes, other * BLOCK_SIZE as u64);
+        // The first copy of a new datastore is alone.
+        let never_written = self.sequence == 1 && read.is_ok() && bytes.iter().all(|byte| *byte == 0);
+        let whole = read.is_ok() && matches!(Self::decode(&bytes), Ok(Some(_)));
+        Ok((!whole && !never_written).then_some(other))
     }
 
     /// Writes the next copy durably.
