@@ -14,18 +14,20 @@
 use super::Engine;
 use super::checkpoint::Purpose;
 use super::metadata::{Effects, Sight, View};
+use super::rebuild::{Damaged, mender};
 use super::verify::Standing;
 use crate::catalog::{Catalog, State};
-use crate::space::TABLE_ENTRIES;
+use crate::space::{Entry, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Findings listed one by one; the rest is only counted.
 const FINDINGS_MAX: usize = 1000;
-/// Data blocks counted in one pass: 64 MiB of memory for 64 GiB of data.
-const WINDOW_BLOCKS: u64 = 1 << 24;
+/// Data blocks counted in one pass, in whole pages of the table: 64 MiB of memory for 63.5 GiB of data.
+const WINDOW_BLOCKS: u64 = TABLE_ENTRIES << 15;
 /// Pages kept for what a repair changes last: summaries and the catalog.
 const REPAIR_AHEAD: u64 = 64;
 /// Marks a counted block that some tree maps as written.
@@ -66,6 +68,10 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// Findings beyond those listed.
     pub unlisted: u64,
+    /// Pages of `data.table` that were made anew: their checksums are to be compared with the blocks.
+    pub(super) renewed: Vec<u64>,
+    /// Pages of the catalog to be written anew from memory.
+    pub(super) renewed_catalog: Vec<u64>,
 }
 
 impl Report {
@@ -79,9 +85,19 @@ impl Report {
 }
 
 /// A tree to walk, and what to call it.
-struct Root {
+pub(super) struct Root {
     name: String,
-    node: NodeId,
+    pub node: NodeId,
+    /// Blocks of the disk.
+    blocks: u64,
+}
+
+impl Root {
+    /// A range of its blocks, as bytes, for a message.
+    pub fn bytes(&self, range: &Range<u64>) -> String {
+        let byte = |block: u64| block.min(self.blocks) * BLOCK_SIZE as u64;
+        format!("{} bytes {} to {}", self.name, byte(range.start), byte(range.end))
+    }
 }
 
 /// References counted in a window of data blocks.
@@ -94,6 +110,30 @@ impl Window {
     /// Whether some tree maps a block as written.
     pub fn written(&self, block: u64) -> bool {
         self.counts[(block - self.range.start) as usize] & WRITTEN != 0
+    }
+
+    /// The ranges of all windows.
+    pub fn all(blocks: u64) -> impl Iterator<Item = Range<u64>> {
+        (0..blocks.div_ceil(WINDOW_BLOCKS))
+            .map(move |number| number * WINDOW_BLOCKS..((number + 1) * WINDOW_BLOCKS).min(blocks))
+    }
+
+    /// References counted of a block.
+    pub fn references(&self, block: u64) -> u32 {
+        let at = block.checked_sub(self.range.start).and_then(|at| self.counts.get(at as usize));
+        at.map_or(0, |count| count & !WRITTEN)
+    }
+
+    /// A part of it.
+    pub fn part(&self, range: Range<u64>) -> Self {
+        let from = (range.start - self.range.start) as usize;
+        Self { counts: self.counts[from..from + (range.end - range.start) as usize].to_vec(), range }
+    }
+
+    /// Nothing is expected of the blocks of a range.
+    fn clear(&mut self, range: Range<u64>) {
+        let end = range.end.min(self.range.end);
+        (range.start.max(self.range.start)..end).for_each(|block| self.counts[(block - self.range.start) as usize] = 0);
     }
 }
 
@@ -136,11 +176,12 @@ impl Engine {
     fn check_running_store(&self, options: CheckOptions, progress: &dyn Fn(u64, u64) -> bool) -> Result<Report> {
         self.commit_changes()?;
         for _ in 0..TRASH_ROUNDS {
-            if !self.drop_all_trash()? {
+            if !self.drop_whole_trash()? {
                 break;
             }
         }
-        let mut report = Report::default();
+        let mut report = self.take_found_first();
+        self.check_superblock(false, &mut report)?;
         let mut view = self.view()?;
         let used = view.used;
         let checked = self.check_sight(&mut view.sight(), Standing::Running, used, options, progress, &mut report);
@@ -158,26 +199,33 @@ impl Engine {
         // A hole about to be punched is no leak.
         let _punching = self.reserves.lock_punching();
         self.commit_changes()?;
-        while self.drop_all_trash()? {}
+        while self.drop_whole_trash()? {}
+        let mut report = self.take_found_first();
+        self.check_superblock(true, &mut report)?;
         let checkpoint = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::GoOn)?;
+        let mender = mender(self);
         let gate = self.writeback.lock();
         let commit = self.log.lock();
         let through = self.writeback.stop_through();
-        let mut report = Report::default();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
         meta.pages.drop_clean();
+        meta.pages.set_mender(Some(mender));
         let used = meta.data.counts().used;
         // Payload that flushes have put into the journal since: it is not home.
         let logged = std::mem::take(&mut meta.logged);
         let standing = Standing::Stopped(&logged);
         let checked = self.check_sight(&mut meta.sight(), standing, used, options, progress, &mut report);
+        for number in std::mem::take(&mut report.renewed_catalog) {
+            meta.catalog.renew_page(&mut meta.pages, number);
+        }
         meta.logged = logged;
+        self.note_mended(meta, &mut report)?;
+        meta.pages.set_mender(None);
         let repaired = report.findings.iter().any(|finding| finding.repaired.is_some());
         if repaired {
-            meta.map.recount(&mut meta.pages)?;
-            meta.data.recount(&mut meta.pages)?;
+            self.recount(meta)?;
         }
         checked?;
         drop(guard);
@@ -193,7 +241,7 @@ impl Engine {
     }
 
     /// Counts, compares and verifies.
-    fn check_sight(
+    pub(super) fn check_sight(
         &self,
         sight: &mut Sight<'_>,
         standing: Standing<'_>,
@@ -203,36 +251,108 @@ impl Engine {
         report: &mut Report,
     ) -> Result<()> {
         let roots = check_catalog(sight.catalog, report);
+        let damaged = sight.find_damaged();
+        self.report_damaged(sight, &damaged, options.repair, report);
+        if options.repair {
+            report.renewed_catalog.extend(damaged.catalog.iter().map(|(key, _)| key.number()));
+        }
         let windows = sight.data.blocks().div_ceil(WINDOW_BLOCKS).max(1);
         let total = windows * roots.len() as u64 + if options.data { used } else { 0 };
         let mut steps = Steps { done: 0, total, progress };
         let mut nodes: Vec<u32> = vec![0; sight.map.blocks() as usize];
-        let mut readable = true;
+        let mut lost = BTreeMap::new();
         for number in 0..windows {
             let range = number * WINDOW_BLOCKS..((number + 1) * WINDOW_BLOCKS).min(sight.data.blocks());
             let mut window = Window { counts: vec![0; (range.end - range.start) as usize], range };
             let mut seen = vec![false; nodes.len()];
             for root in &roots {
-                if let Err(error) = count_tree(sight, root, number == 0, &mut nodes, &mut seen, &mut window) {
-                    readable = false;
-                    if number == 0 {
-                        report.add(format!("{}: {error}", root.name), None);
-                    }
-                }
+                count_tree(sight, root, number == 0, &mut nodes, &mut seen, &mut window, &mut lost)?;
                 steps.pass(1)?;
             }
             // A tree that cannot be read whole keeps what it refers to: nothing is called a leak then.
-            let repair = options.repair && readable;
+            let whole = lost.is_empty() && sight.catalog.lost().is_empty();
+            let repair = options.repair && whole;
             if number == 0 {
+                self.note_lost_nodes(sight, &roots, &lost, report);
                 report.pages = seen.iter().filter(|seen| **seen).count() as u64;
+                self.renew_node_tables(sight, &roots, &damaged, &nodes, repair, report);
                 self.compare_nodes(sight, &nodes, repair, report)?;
             }
+            self.renew_block_tables(sight, &roots, &damaged, &mut window, repair, report);
             self.compare_blocks(sight, &window, repair, report)?;
-            if options.data {
-                self.verify_window(sight, standing, &window, report, &mut steps)?;
+            match options.data {
+                true => self.verify_window(sight, standing, &window, report, &mut steps)?,
+                false => self.verify_renewed(sight, standing, &window, report, &mut steps)?,
             }
         }
+        report.renewed.clear();
         Ok(())
+    }
+
+    /// Damaged pages of `map.table`: reported, and with `repair` made anew.
+    fn renew_node_tables(
+        &self,
+        sight: &mut Sight<'_>,
+        roots: &[Root],
+        damaged: &Damaged,
+        nodes: &[u32],
+        repair: bool,
+        report: &mut Report,
+    ) {
+        for (page, why) in &damaged.map_tables {
+            let (first, last) = (page * TABLE_ENTRIES, (page + 1) * TABLE_ENTRIES - 1);
+            let mut done = None;
+            if repair && self.has_room_for_repair(sight) {
+                sight.renew_nodes(*page, nodes);
+                done = Some("counted anew from the trees".to_owned());
+            }
+            let named: Vec<&str> = roots.iter().map(|root| root.name.as_str()).take(4).collect();
+            let whose = if roots.len() > named.len() { ", and others" } else { "" };
+            report.add(
+                format!(
+                    "page {page} of map.table is damaged, the reference counts of map nodes {first} to {last}, of the \
+                     trees of {}{whose}: {why}",
+                    named.join(", ")
+                ),
+                done,
+            );
+        }
+    }
+
+    /// Damaged pages of `data.table`: reported, and with `repair` made anew.
+    fn renew_block_tables(
+        &self,
+        sight: &mut Sight<'_>,
+        roots: &[Root],
+        damaged: &Damaged,
+        window: &mut Window,
+        repair: bool,
+        report: &mut Report,
+    ) {
+        for (page, why) in &damaged.data_tables {
+            let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
+            if !window.range.contains(&blocks.start) {
+                continue;
+            }
+            let owners = sight.describe_blocks(roots, &blocks);
+            let mut done = None;
+            if repair && self.has_room_for_repair(sight) {
+                sight.renew_blocks(*page, window);
+                report.renewed.push(*page);
+                done = Some("counted anew from the trees; blocks whose checksum was lost are named below".to_owned());
+            } else {
+                window.clear(blocks.clone());
+            }
+            report.add(
+                format!(
+                    "page {page} of data.table is damaged, the reference counts and checksums of data blocks {} to {}, \
+                     which hold {owners}: {why}",
+                    blocks.start,
+                    blocks.end - 1
+                ),
+                done,
+            );
+        }
     }
 
     /// Space of the file system that no block claims.
@@ -256,7 +376,7 @@ impl Engine {
 impl Engine {
     /// Whether one more repaired page fits into the checkpoint that will make the repairs durable. Where the file
     /// system has no room for a larger one, the rest is left to the next check.
-    fn has_room_for_repair(&self, sight: &Sight<'_>) -> bool {
+    pub(super) fn has_room_for_repair(&self, sight: &Sight<'_>) -> bool {
         let wanted =
             sight.pages.dirty() as u64 + sight.data.changed_regions() + sight.map.changed_regions() + REPAIR_AHEAD;
         let larger = self.log.admission.capacity() * 2;
@@ -265,15 +385,8 @@ impl Engine {
 
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
         for (id, counted) in (0u64..).zip(nodes) {
-            let known = match sight.map.entry(sight.pages, id) {
-                Ok(entry) => entry.references,
-                Err(error) => {
-                    if id % TABLE_ENTRIES == 0 {
-                        report.add(error.to_string(), None);
-                    }
-                    continue;
-                }
-            };
+            // A damaged page of the table has been reported.
+            let Ok(Entry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
             if known == *counted {
                 continue;
             }
@@ -294,15 +407,7 @@ impl Engine {
         for (block, counted) in window.range.clone().zip(&window.counts) {
             let counted = counted & !WRITTEN;
             report.blocks += u64::from(counted > 0);
-            let known = match sight.entry(block) {
-                Ok(entry) => entry.references,
-                Err(error) => {
-                    if block % TABLE_ENTRIES == 0 {
-                        report.add(error.to_string(), None);
-                    }
-                    continue;
-                }
-            };
+            let Ok(Entry { references: known, .. }) = sight.entry(block) else { continue };
             if known == counted {
                 continue;
             }
@@ -344,11 +449,23 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
             }
         }
         if let Some(node) = object.root {
-            roots.push(Root { name, node });
+            roots.push(Root { name, node, blocks: object.capacity.div_ceil(BLOCK_SIZE as u64) });
         }
     }
     roots.sort_by(|a, b| a.name.cmp(&b.name));
     roots
+}
+
+/// Counts the references of all trees on the blocks of a range, and where `nodes` holds none yet on the nodes.
+pub(super) fn count_trees(sight: &mut Sight<'_>, range: Range<u64>, nodes: &mut [u32]) -> Result<Window> {
+    let roots = check_catalog(sight.catalog, &mut Report::default());
+    let first = nodes.iter().all(|count| *count == 0);
+    let mut window = Window { counts: vec![0; (range.end - range.start) as usize], range };
+    let mut seen = vec![false; nodes.len()];
+    for root in &roots {
+        count_tree(sight, root, first, nodes, &mut seen, &mut window, &mut BTreeMap::new())?;
+    }
+    Ok(window)
 }
 
 /// Adds the references of one tree. Nodes are counted in the first pass; leaves met before are not entered again.
@@ -359,16 +476,16 @@ fn count_tree(
     nodes: &mut [u32],
     seen: &mut [bool],
     window: &mut Window,
+    lost: &mut BTreeMap<u64, String>,
 ) -> Result<()> {
     let mut effects = Effects::default();
-    let beyond = |id: u64| Error::new(ErrorKind::Corrupt, format!("map node {id} lies past the end of the map"));
-    tree::walk(&mut sight.nodes(&mut effects), root.node, &mut |visit| match visit {
+    let mut visit = |visit: Visit| match visit {
         Visit::Node { id, .. } => {
-            let at = id.0 as usize;
+            // Past the end of the map there is nothing to read: found damaged by the walk.
+            let Some(known) = seen.get_mut(id.0 as usize) else { return Ok(true) };
             if first {
-                *nodes.get_mut(at).ok_or_else(|| beyond(id.0))? += 1;
+                nodes[id.0 as usize] += 1;
             }
-            let known = seen.get_mut(at).ok_or_else(|| beyond(id.0))?;
             Ok(!std::mem::replace(known, true))
         }
         Visit::Extent(mapping) => {
@@ -383,7 +500,9 @@ fn count_tree(
             }
             Ok(true)
         }
-    })
+    };
+    let mut damaged = |id: NodeId, _: Range<u64>, error: Error| drop(lost.insert(id.0, error.to_string()));
+    tree::walk_damaged(&mut sight.nodes(&mut effects), root.node, &mut visit, &mut damaged)
 }
 
 /// Who maps a data block: for the message about a damaged one.
@@ -393,14 +512,16 @@ pub(super) fn owners_of(sight: &mut Sight<'_>, block: u64) -> Result<String> {
     for root in check_catalog(sight.catalog, &mut report) {
         let mut effects = Effects::default();
         let mut at = None;
-        let walked = tree::walk(&mut sight.nodes(&mut effects), root.node, &mut |visit| {
+        let mut visit = |visit: Visit| {
             if let Visit::Extent(mapping) = visit
                 && (mapping.physical..mapping.physical + mapping.blocks).contains(&block)
             {
                 at = Some((mapping.logical + (block - mapping.physical)) * BLOCK_SIZE as u64);
             }
             Ok(at.is_none())
-        });
+        };
+        let nodes = &mut sight.nodes(&mut effects);
+        let walked = tree::walk_damaged(nodes, root.node, &mut visit, &mut |_, _, _| {});
         if let (Ok(()), Some(offset)) = (walked, at) {
             names.push(format!("{} at offset {offset}", root.name));
         }

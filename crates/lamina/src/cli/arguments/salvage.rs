@@ -1,0 +1,54 @@
+//! `lamina salvage`.
+
+use crate::cli::address::parse_disk;
+use crate::cli::arguments::image::target_format;
+use crate::cli::size::parse_size;
+use crate::control::Request;
+use clap::Args;
+use disk::convert::TargetFormat;
+use disk::salvage::{Extract, SalvageRequest};
+use std::path::PathBuf;
+
+/// How `salvage` reads.
+#[derive(Debug, Args)]
+pub struct SalvageArguments {
+    /// Folder of the damaged datastore. Nothing is written to it.
+    #[arg(value_name = "DATASTORE")]
+    pub path: PathBuf,
+    /// List the disks and snapshots that can be read.
+    #[arg(long, required_unless_present = "disk", conflicts_with_all = ["disk", "snapshot", "to"])]
+    pub list: bool,
+    /// The disk to read out.
+    #[arg(long, value_name = "NAME", requires = "to")]
+    pub disk: Option<String>,
+    /// A snapshot of it instead.
+    #[arg(long, value_name = "NAME", requires = "disk", value_parser = parse_disk)]
+    pub snapshot: Option<String>,
+    /// A file that is not there yet, or the folder of another datastore.
+    #[arg(long, value_name = "FILE|DATASTORE", requires = "disk")]
+    pub to: Option<PathBuf>,
+    /// Format of the target; by its name otherwise: .raw, .vmdk (monolithicsparse), .ova, and native in a datastore.
+    #[arg(long, value_name = "FORMAT", value_parser = target_format())]
+    pub format: Option<TargetFormat>,
+    /// Name of the disk in another datastore.
+    #[arg(long, value_name = "NAME", value_parser = parse_disk)]
+    pub name: Option<String>,
+    /// Most bytes to copy in a second.
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub rate: Option<u64>,
+}
+
+impl SalvageArguments {
+    /// The request.
+    pub fn request(&self) -> Request {
+        let extract = self.disk.clone().zip(self.to.clone()).map(|(disk, to)| Extract {
+            disk,
+            snapshot: self.snapshot.clone(),
+            to,
+            format: self.format,
+            name: self.name.clone(),
+            rate: self.rate.unwrap_or(0),
+        });
+        Request::Salvage(Box::new(SalvageRequest { datastore: self.path.clone(), extract }))
+    }
+}

@@ -1,0 +1,57 @@
+//! What was read out of a damaged datastore, as text.
+
+use crate::output::human::{count, size};
+use crate::output::{Align, Table};
+use disk::salvage::{ByteRange, SalvageList, SalvageReport};
+use std::io::{self, Write};
+
+/// What can be read out.
+pub fn print_list(out: &mut dyn Write, list: &SalvageList) -> io::Result<()> {
+    let columns = [("NAME", Align::Left), ("CAPACITY", Align::Right), ("LOST", Align::Right), ("RECORD", Align::Left)];
+    let mut table = Table::new(&columns);
+    for object in &list.objects {
+        let name = match &object.snapshot {
+            Some(snapshot) => format!("{}@{snapshot}", object.disk),
+            None => object.disk.clone(),
+        };
+        let lost = if object.lost == 0 { "-".to_owned() } else { size(object.lost) };
+        table.row(vec![name, size(object.capacity), lost, if object.proven { "whole" } else { "damaged" }.to_owned()]);
+    }
+    table.print(out)?;
+    print_notes(out, list.behind, &list.notes)
+}
+
+/// What was read out, and what was lost.
+pub fn print(out: &mut dyn Write, report: &SalvageReport) -> io::Result<()> {
+    print_notes(out, report.behind, &report.notes)?;
+    if !report.proven {
+        writeln!(out, "note: name and capacity of {} come from a damaged page", report.source)?;
+    }
+    print_ranges(out, "lost", &report.lost)?;
+    print_ranges(out, "unverified", &report.unverified)?;
+    let sum = |ranges: &[ByteRange]| ranges.iter().map(|range| range.length).sum::<u64>();
+    let lost = match sum(&report.lost) {
+        0 => "nothing is lost".to_owned(),
+        bytes => format!("{} in {} lost, zeros there", size(bytes), count(report.lost.len() as u64, "range")),
+    };
+    writeln!(
+        out,
+        "read {} out to {} ({}, {} of data): {lost}",
+        report.source,
+        report.target,
+        report.format,
+        size(report.copied)
+    )
+}
+
+fn print_ranges(out: &mut dyn Write, what: &str, ranges: &[ByteRange]) -> io::Result<()> {
+    ranges.iter().try_for_each(|range| writeln!(out, "{what}: bytes {} to {}", range.start, range.start + range.length))
+}
+
+fn print_notes(out: &mut dyn Write, behind: bool, notes: &[String]) -> io::Result<()> {
+    notes.iter().try_for_each(|note| writeln!(out, "note: {note}"))?;
+    match behind {
+        true => writeln!(out, "note: the end of the journal is lost: all of this is as it was before"),
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,141 @@
+//! Ranges of disks that cannot be brought into the map, because the part of it that describes them is damaged.
+//!
+//! A write is acknowledged before anything looks at the map. What turns out later to have no way into it would stand in
+//! the way of all that is flushed or written back after it, of every disk. So it leaves the buffer: the next flush of
+//! its disk fails with the reason, the range answers reads with the damage, and further writes to it are refused.
+
+use super::metadata::{Effects, Meta};
+use super::{Engine, Head};
+use crate::sync::Mutex;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::tree;
+use crate::{Error, ErrorKind, Result};
+use backend::BLOCK_SIZE;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// What was isolated of one disk.
+#[derive(Default)]
+struct Isolated {
+    /// Blocks, and why.
+    ranges: Vec<(Range<u64>, String)>,
+    /// Acknowledged writes were lost, which no flush has told yet.
+    untold: Option<String>,
+}
+
+/// What was isolated, by disk.
+#[derive(Default)]
+pub struct Isolation {
+    any: AtomicBool,
+    disks: Mutex<BTreeMap<u64, Isolated>>,
+}
+
+impl Isolation {
+    fn add(&self, disk: u64, range: Range<u64>, why: String) {
+        let mut disks = self.disks.lock();
+        let isolated = disks.entry(disk).or_default();
+        let bytes = BLOCK_SIZE as u64;
+        isolated.untold = Some(format!(
+            "acknowledged writes to bytes {} to {} are lost: the map is damaged there ({why})",
+            range.start * bytes,
+            range.end * bytes
+        ));
+        match isolated.ranges.last_mut() {
+            Some((last, _)) if last.end == range.start => last.end = range.end,
+            _ => isolated.ranges.push((range, why)),
+        }
+        self.any.store(true, Ordering::Release);
+    }
+}
+
+impl Meta {
+    /// The parts of a range of a disk whose map cannot be read, and why.
+    fn unreadable(&mut self, disk: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, Error)>) {
+        let Some(root) = self.catalog.find(disk).and_then(|object| object.root) else { return };
+        let mut effects = Effects::default();
+        let looked = tree::lookup(&mut self.nodes(&mut effects), root, range.clone(), &mut Vec::new());
+        match looked {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                if range.end - range.start == 1 {
+                    return out.push((range, error));
+                }
+                let middle = range.start + (range.end - range.start) / 2;
+                self.unreadable(disk, range.start..middle, out);
+                self.unreadable(disk, middle..range.end, out);
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Engine {
+    /// As [`Engine::flush`], for a client of a disk: fails once where writes to it were lost.
+    pub fn flush_head(&self, head: &Head) -> Result<()> {
+        self.flush()?;
+        if !self.isolation.any.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        match self.isolation.disks.lock().get_mut(&head.id).and_then(|isolated| isolated.untold.take()) {
+            Some(why) => Err(Error::new(ErrorKind::Corrupt, why)),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses what has no way into the map.
+    #[inline]
+    pub(super) fn refuse_isolated(&self, head: &Head, range: &Range<u64>) -> Result<()> {
+        if self.isolation.any.load(Ordering::Acquire) { self.look_at_isolated(head, range) } else { Ok(()) }
+    }
+
+    #[cold]
+    fn look_at_isolated(&self, head: &Head, range: &Range<u64>) -> Result<()> {
+        let mut disks = self.isolation.disks.lock();
+        let Some(isolated) = disks.get_mut(&head.id) else { return Ok(()) };
+        let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
+        if !isolated.ranges.iter().any(|(known, _)| overlaps(known)) {
+            return Ok(());
+        }
+        // It may have been mended, or the disk gone back to a snapshot.
+        let mut unreadable = Vec::new();
+        self.meta.lock().unreadable(head.id, range.clone(), &mut unreadable);
+        match unreadable.into_iter().next() {
+            Some((_, error)) => Err(error),
+            None => {
+                isolated.ranges.retain(|(known, _)| !overlaps(known));
+                Ok(())
+            }
+        }
+    }
+
+    /// After bringing buffered blocks into the map failed with `error`: takes those out of the buffers that have no way
+    /// into it. True if there were any, and the rest can be tried again.
+    pub(super) fn isolate(&self, error: &Error) -> bool {
+        if error.kind() != ErrorKind::Corrupt {
+            return false;
+        }
+        let mut any = false;
+        for head in self.buffers.heads() {
+            let mut buffer = head.lock();
+            if buffer.layers.is_empty() {
+                continue;
+            }
+            let (layer, _) = buffer.layers.oldest();
+            for piece in layer.take(0, u64::MAX) {
+                let mut unreadable = Vec::new();
+                let range = piece.logical..piece.logical + piece.entry.blocks;
+                self.meta.lock().unreadable(head.id, range, &mut unreadable);
+                for (range, why) in unreadable {
+                    let (layer, _) = buffer.layers.oldest();
+                    let gone = layer.remove(range.start, range.end - range.start, piece.entry.stamp);
+                    self.give_back(gone);
+                    self.isolation.add(head.id, range, why.to_string());
+                    any = true;
+                }
+            }
+        }
+        if any {
+            tracing::error!(%error, "writes are lost where the map is damaged");
+        }
+        any
+    }
+}

@@ -1,0 +1,173 @@
+//! Operations of the journal that cannot be carried out, because what they change is damaged.
+//!
+//! What must hold: nothing is left out that a repair could still carry out. An ordinary opening refuses
+//! instead: its checkpoint lets go of the journal. A repair has tried all proofs before it leaves out what concerns
+//! objects on a lost page of the catalog. A salvage leaves out whatever cannot be, and says of which ranges.
+
+use super::Meta;
+use super::metadata::Effects;
+use crate::catalog::Object;
+use crate::journal::Operation;
+use crate::tree::{self, LOGICAL_LIMIT};
+use crate::{Error, ErrorKind, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+/// How much may be left out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Tolerance {
+    /// Nothing.
+    Nothing,
+    /// What concerns objects that are not known any more.
+    LostObjects,
+    /// Everything.
+    Everything,
+}
+
+/// What was left out.
+pub struct LeftOut {
+    tolerance: Tolerance,
+    /// Objects of lower ids were there at the checkpoint.
+    next_id: u64,
+    /// Objects that were never made.
+    objects: BTreeSet<u64>,
+    /// Of objects that are known, the blocks that are not what they should be.
+    pub ranges: BTreeMap<u64, Vec<Range<u64>>>,
+}
+
+/// The object whose tree or record an operation changes, and the blocks.
+pub fn target(operation: &Operation) -> Option<(u64, Range<u64>)> {
+    let all = 0..LOGICAL_LIMIT;
+    Some(match operation {
+        Operation::Map { disk, logical, run, .. }
+        | Operation::MapData { disk, logical, run, .. }
+        | Operation::Unwritten { disk, logical, run, .. }
+        | Operation::Written { disk, logical, run, .. } => (*disk, *logical..logical.saturating_add(run.blocks)),
+        Operation::Unmap { disk, logical, blocks } => (*disk, *logical..logical.saturating_add(*blocks)),
+        Operation::Put { record } => (Object::decode(record).ok()??.id, 0..0),
+        Operation::Seal { snapshot } => (*snapshot, 0..0),
+        Operation::Clone { snapshot, .. } => (*snapshot, 0..0),
+        Operation::Revert { disk, .. } => (*disk, 0..0),
+        Operation::Trash { object } => (*object, 0..0),
+        Operation::Drop { object, .. } => (*object, all),
+        Operation::Overwrite { .. }
+        | Operation::OverwriteData { .. }
+        | Operation::Announce { .. }
+        | Operation::Checksums { .. }
+        | Operation::Synced { .. }
+        | Operation::Resolve { .. }
+        | Operation::Backed { .. } => return None,
+    })
+}
+
+impl LeftOut {
+    /// Nothing yet.
+    pub fn new(tolerance: Tolerance, next_id: u64) -> Self {
+        Self { tolerance, next_id, objects: BTreeSet::new(), ranges: BTreeMap::new() }
+    }
+
+    fn is_missing(&self, meta: &Meta, id: u64) -> bool {
+        self.objects.contains(&id) || meta.catalog.may_have_lost(id, self.next_id)
+    }
+
+    /// Whether an operation is left out.
+    pub fn leaves_out(&mut self, meta: &mut Meta, operation: &Operation) -> Result<bool> {
+        if self.tolerance != Tolerance::Everything && meta.catalog.lost().is_empty() {
+            return Ok(false);
+        }
+        let Some((id, range)) = target(operation) else { return Ok(false) };
+        if self.is_missing(meta, id) {
+            return self.leave_out_lost(meta, operation, id).map(|()| true);
+        }
+        let disk = match operation {
+            Operation::Put { record } => Object::decode(record)?.filter(Object::is_snapshot).map(|object| object.disk),
+            Operation::Seal { snapshot } => meta.catalog.find(*snapshot).map(|object| object.disk),
+            _ => None,
+        };
+        if let Some(disk) = disk.filter(|disk| self.is_missing(meta, *disk)) {
+            // What it would be a snapshot of is not known.
+            self.leave_out_lost(meta, operation, disk)?;
+            self.objects.insert(id);
+            meta.catalog.remove(id);
+            return Ok(true);
+        }
+        if self.tolerance != Tolerance::Everything {
+            return Ok(false);
+        }
+        if !range.is_empty() && !is_readable(meta, id, range.clone()) {
+            self.lose(id, range);
+            return Ok(true);
+        }
+        match operation {
+            Operation::Seal { snapshot } => {
+                let disk = meta.catalog.find(*snapshot).map_or(0, |object| object.disk);
+                self.inherit(disk, *snapshot);
+            }
+            Operation::Clone { snapshot, record } => {
+                let clone = Object::decode(record)?.map_or(0, |object| object.id);
+                self.inherit(*snapshot, clone);
+            }
+            Operation::Revert { disk, snapshot, .. } if self.is_missing(meta, *snapshot) => {
+                self.lose(*disk, 0..LOGICAL_LIMIT);
+                return Ok(true);
+            }
+            Operation::Revert { disk, snapshot, .. } => self.inherit(*snapshot, *disk),
+            _ => {}
+        }
+        Ok(false)
+    }
+
+    /// After an operation failed half way: whether that is tolerated.
+    pub fn tolerates(&mut self, operation: &Operation, error: &Error) -> bool {
+        if self.tolerance != Tolerance::Everything {
+            return false;
+        }
+        tracing::warn!(%error, "an operation of the journal is left out");
+        if let Some((id, _)) = target(operation) {
+            self.lose(id, 0..LOGICAL_LIMIT);
+        }
+        true
+    }
+
+    fn lose(&mut self, id: u64, range: Range<u64>) {
+        self.ranges.entry(id).or_default().push(range);
+    }
+
+    fn inherit(&mut self, from: u64, to: u64) {
+        match self.ranges.get(&from).cloned() {
+            Some(ranges) => drop(self.ranges.insert(to, ranges)),
+            None => drop(self.ranges.remove(&to)),
+        }
+    }
+
+    fn leave_out_lost(&mut self, meta: &mut Meta, operation: &Operation, id: u64) -> Result<()> {
+        if self.tolerance == Tolerance::Nothing {
+            return Err(Error::new(
+                ErrorKind::Corrupt,
+                format!("the journal changes object {id}, which is on a damaged page of the catalog"),
+            ));
+        }
+        match operation {
+            Operation::Map { run, .. }
+            | Operation::MapData { run, .. }
+            | Operation::Unwritten { run, fresh: true, .. } => {
+                // Its data is not to be written over.
+                match meta.data.adopt(&mut meta.pages, *run) {
+                    Err(error) if self.tolerance != Tolerance::Everything => return Err(error),
+                    _ => {}
+                }
+            }
+            Operation::Clone { record, .. } => {
+                self.objects.extend(Object::decode(record)?.map(|object| object.id));
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn is_readable(meta: &mut Meta, id: u64, range: Range<u64>) -> bool {
+    let Some(root) = meta.catalog.find(id).and_then(|object| object.root) else { return true };
+    let mut effects = Effects::default();
+    tree::lookup(&mut meta.nodes(&mut effects), root, range, &mut Vec::new()).is_ok()
+}

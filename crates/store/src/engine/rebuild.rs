@@ -1,0 +1,323 @@
+//! Damaged pages: finding them, naming what they describe, and making anew what follows from other pages.
+//!
+//! What follows from what ([the format](../../../../docs/format/native.md#what-can-be-proven)):
+//!
+//! * A page of any kind from the images of the last checkpoint, or from its own checksum where one bit is inverted
+//!   ([`crate::pages::Mender`]).
+//! * Summaries from the tables, reference counts from the trees.
+//! * Of an entry of `data.table`, the checksum from the block: where the bytes that are left of the entry have the
+//!   checksum of the block, both are what was written. Where they differ, nothing tells which of them is wrong, and
+//!   the block stays an error.
+//! * Pages of the catalog that are damaged while the store is open from memory.
+//!
+//! What must hold: no count is made anew while a tree cannot be walked whole or an object is not known. A count that is
+//! too low would free, or overwrite in place, what another tree refers to.
+
+use super::check::{Report, Root, Steps, Window};
+use super::metadata::{Effects, Meta, Sight};
+use super::{CheckOptions, Engine};
+use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::verify::Standing;
+use crate::pages::{Mender, PageFile, PageKey};
+use crate::space::{Entry, SUMMARY_ENTRIES, TABLE_ENTRIES};
+use crate::tree::{self, NodeId, Visit};
+use crate::{Error, IoContext, Result};
+use backend::BLOCK_SIZE;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Owners named in one finding.
+const OWNERS_MAX: usize = 8;
+
+/// The finding for a damaged copy of the superblock.
+pub(super) fn damaged_superblock(copy: u64) -> String {
+    let from = copy * BLOCK_SIZE as u64;
+    format!("copy {} of 2 of the superblock, at byte {from} of 'superblock', is damaged", copy + 1)
+}
+
+/// The finding for a damaged page of summaries.
+pub(super) fn damaged_page(key: PageKey, error: &Error) -> String {
+    let first = key.number() * SUMMARY_ENTRIES;
+    format!("{key} is damaged, the counts of regions {first} to {}: {error}", first + SUMMARY_ENTRIES - 1)
+}
+
+impl Meta {
+    /// Blanks damaged pages behind the end of what the last checkpoint knew: nothing was ever written home there, and
+    /// the journal has all that they will hold. Before the journal is carried out.
+    pub(super) fn blank_unused(&mut self) -> Result<Vec<PageKey>> {
+        let summaries = |regions: u64| regions.div_ceil(SUMMARY_ENTRIES);
+        let known = [
+            (PageFile::MapTable, self.map.table_pages()),
+            (PageFile::MapSummary, summaries(self.map.regions())),
+            (PageFile::DataTable, self.data.table_pages()),
+            (PageFile::DataSummary, summaries(self.data.regions())),
+            (PageFile::Catalog, self.catalog.slots().div_ceil(SLOTS_PER_PAGE as u64)),
+        ];
+        let mut blanked = Vec::new();
+        for (file, known) in known {
+            let length = self.pages.file(file).len().during(|| format!("measuring {}", file.name()))?;
+            for number in known..length / BLOCK_SIZE as u64 {
+                let key = PageKey::new(file, number);
+                if self.pages.get(key).is_err() {
+                    self.pages.replace(key);
+                    blanked.push(key);
+                }
+            }
+        }
+        Ok(blanked)
+    }
+}
+
+/// Pages that cannot be read.
+#[derive(Default)]
+pub(super) struct Damaged {
+    pub map_tables: BTreeMap<u64, String>,
+    pub data_tables: BTreeMap<u64, String>,
+    pub summaries: Vec<(PageKey, Error)>,
+    pub catalog: Vec<(PageKey, Error)>,
+}
+
+impl Sight<'_> {
+    /// Reads every page of the tables, the summaries and the catalog.
+    pub(super) fn find_damaged(&mut self) -> Damaged {
+        let mut damaged = Damaged::default();
+        let summaries = |regions: u64| regions.div_ceil(SUMMARY_ENTRIES);
+        let counts = [
+            (PageFile::MapTable, self.map.table_pages()),
+            (PageFile::MapSummary, summaries(self.map.regions())),
+            (PageFile::DataTable, self.data.table_pages()),
+            (PageFile::DataSummary, summaries(self.data.regions())),
+            (PageFile::Catalog, self.catalog.slots().div_ceil(SLOTS_PER_PAGE as u64)),
+        ];
+        for (file, count) in counts {
+            for number in 0..count {
+                let key = PageKey::new(file, number);
+                let Err(error) = self.pages.get(key) else { continue };
+                match file {
+                    PageFile::MapTable => drop(damaged.map_tables.insert(number, error.to_string())),
+                    PageFile::DataTable => drop(damaged.data_tables.insert(number, error.to_string())),
+                    PageFile::Catalog if self.catalog.lost().contains_key(&number) => {}
+                    PageFile::Catalog => damaged.catalog.push((key, error)),
+                    PageFile::MapSummary | PageFile::DataSummary => damaged.summaries.push((key, error)),
+                    PageFile::Map => {}
+                }
+            }
+        }
+        damaged
+    }
+
+    /// Who has blocks of a range, and where, as a text.
+    pub(super) fn describe_blocks(&mut self, roots: &[Root], blocks: &Range<u64>) -> String {
+        let mut owners = Vec::new();
+        for root in roots {
+            let mut here: Option<Range<u64>> = None;
+            let mut effects = Effects::default();
+            let mut visit = |visit: Visit| {
+                if let Visit::Extent(mapping) = visit {
+                    let from = mapping.physical.max(blocks.start);
+                    let to = (mapping.physical + mapping.blocks).min(blocks.end);
+                    if from < to {
+                        let first = mapping.logical + (from - mapping.physical);
+                        let span = here.get_or_insert(first..first);
+                        span.end = first + (to - from);
+                    }
+                }
+                Ok(true)
+            };
+            // What cannot be walked is a finding of its own.
+            let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut visit, &mut |_, _, _| {});
+            owners.extend(here.map(|span| root.bytes(&span)));
+        }
+        listed(owners)
+    }
+
+    /// In whose trees nodes are, and what lies below them there.
+    pub(super) fn describe_nodes(&mut self, roots: &[Root], damaged: &BTreeMap<u64, String>) -> BTreeMap<u64, String> {
+        let mut owners: BTreeMap<u64, Vec<String>> = BTreeMap::new();
+        for root in roots {
+            let mut effects = Effects::default();
+            let mut lost = |id: NodeId, range: Range<u64>, _: Error| {
+                if damaged.contains_key(&id.0) {
+                    owners.entry(id.0).or_default().push(root.bytes(&range));
+                }
+            };
+            let _ = tree::walk_damaged(&mut self.nodes(&mut effects), root.node, &mut |_| Ok(true), &mut lost);
+        }
+        owners.into_iter().map(|(id, owners)| (id, listed(owners))).collect()
+    }
+
+    /// Makes a page of `map.table` anew from what was counted.
+    pub(super) fn renew_nodes(&mut self, page: u64, nodes: &[u32]) {
+        self.map.renew_table(self.pages, page, &mut |id, _| Entry {
+            references: nodes.get(id as usize).copied().unwrap_or(0),
+            ..Entry::default()
+        });
+    }
+
+    /// Makes a page of `data.table` anew from what was counted. Whether the checksums that are left are those of the
+    /// blocks is for a look at the blocks.
+    pub(super) fn renew_blocks(&mut self, page: u64, window: &Window) {
+        if !window.range.contains(&(page * TABLE_ENTRIES)) {
+            return;
+        }
+        self.data.renew_table(self.pages, page, &mut |block, left| match window.references(block) {
+            0 => Entry::default(),
+            references => Entry { references, backed: true, checksum: left.checksum, ..Entry::default() },
+        });
+    }
+}
+
+fn listed(mut owners: Vec<String>) -> String {
+    if owners.is_empty() {
+        return "nothing that is in use".to_owned();
+    }
+    let more = owners.len().saturating_sub(OWNERS_MAX);
+    owners.truncate(OWNERS_MAX);
+    let rest = if more > 0 { format!(", and {more} more") } else { String::new() };
+    format!("{}{rest}", owners.join(", "))
+}
+
+impl Engine {
+    /// What the opening found, for the report of a check: told once.
+    pub(super) fn take_found_first(&self) -> Report {
+        std::mem::take(&mut self.found_first.lock())
+    }
+
+    /// Looks at both copies of the superblock, before a checkpoint writes over one of them.
+    pub(super) fn check_superblock(&self, repair: bool, report: &mut Report) -> Result<()> {
+        let _checkpoint = self.log.lock_checkpoints();
+        if let Some(copy) = self.log.damaged_superblock(repair)? {
+            report.add(damaged_superblock(copy), repair.then(|| "written anew from memory".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Puts right what can be before replay needs it.
+    pub(super) fn repair_before_replay(&self) -> Result<()> {
+        let mut report = self.take_found_first();
+        let mut guard = self.meta.lock();
+        let meta = &mut *guard;
+        for key in meta.blank_unused()? {
+            let problem = format!("{key} is damaged; the last checkpoint has nothing in it");
+            report.add(problem, Some("made anew from the journal".to_owned()));
+        }
+        // All pages are looked at now: the images of the last checkpoint go with the one that ends recovery.
+        let standing = Standing::Stopped(&BTreeMap::new());
+        let options = CheckOptions { data: false, repair: true };
+        let mut first = Report::default();
+        self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
+        // The rest is for the check that follows to find.
+        first.findings.retain(|finding| finding.repaired.is_some());
+        if !first.findings.is_empty() {
+            self.recount(meta)?;
+        }
+        report.findings.append(&mut first.findings);
+        report.renewed.append(&mut first.renewed);
+        drop(guard);
+        *self.found_first.lock() = report;
+        Ok(())
+    }
+
+    /// Counts regions anew after a repair.
+    pub(super) fn recount(&self, meta: &mut Meta) -> Result<()> {
+        meta.map.recount(&mut meta.pages)?;
+        meta.data.recount(&mut meta.pages)
+    }
+
+    /// The end of an opening that repairs.
+    pub(super) fn end_mending(&self) -> Result<()> {
+        let mut report = self.take_found_first();
+        let mut meta = self.meta.lock();
+        self.note_mended(&mut meta, &mut report)?;
+        meta.pages.set_mender(None);
+        drop(meta);
+        *self.found_first.lock() = report;
+        Ok(())
+    }
+
+    /// What was brought back goes home with the next checkpoint.
+    pub(super) fn note_mended(&self, meta: &mut Meta, report: &mut Report) -> Result<()> {
+        let Some(mender) = meta.pages.mender().cloned() else { return Ok(()) };
+        for (key, proof) in mender.take_mended() {
+            if self.has_room_for_repair(&meta.sight()) {
+                meta.pages.get_mut(key)?;
+                report.add(format!("{key} was damaged"), Some(proof.to_string()));
+            } else {
+                report.add(format!("{key} is damaged, and there is no room to restore it"), None);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reports damaged pages, and makes anew those that follow from memory.
+    pub(super) fn report_damaged(&self, sight: &mut Sight<'_>, damaged: &Damaged, repair: bool, report: &mut Report) {
+        for (number, why) in sight.catalog.lost() {
+            let first = number * SLOTS_PER_PAGE as u64;
+            let names: Vec<String> = sight.catalog.unproven().map(|object| format!("'{}'", object.name)).collect();
+            let named = if names.is_empty() { String::new() } else { format!("; its bytes name {}", names.join(", ")) };
+            report.add(
+                format!(
+                    "page {number} of catalog is damaged, and the disks and snapshots of slots {first} to {} are lost with \
+                     it ({why}){named}; 'lamina salvage' reads out what can be read",
+                    first + SLOTS_PER_PAGE as u64 - 1
+                ),
+                None,
+            );
+        }
+        for (key, error) in &damaged.summaries {
+            if repair {
+                let space = if key.file() == PageFile::MapSummary { &mut *sight.map } else { &mut *sight.data };
+                space.renew_summaries(sight.pages, key.number());
+            }
+            report.add(damaged_page(*key, error), repair.then(|| "counted anew from the table".to_owned()));
+        }
+        for (key, error) in &damaged.catalog {
+            report.add(format!("{key} is damaged: {error}"), repair.then(|| "written anew from memory".to_owned()));
+        }
+    }
+
+    /// Walks one tree for the counts of a check. False: not all of it could be walked.
+    pub(super) fn note_lost_nodes(
+        &self,
+        sight: &mut Sight<'_>,
+        roots: &[Root],
+        lost: &BTreeMap<u64, String>,
+        report: &mut Report,
+    ) {
+        if lost.is_empty() {
+            return;
+        }
+        let mut described = sight.describe_nodes(roots, lost);
+        for (id, why) in lost {
+            let owners = described.remove(id).unwrap_or_default();
+            report.add(
+                format!("page {id} of map is damaged ({why}); what lies below it cannot be read or written: {owners}"),
+                None,
+            );
+        }
+    }
+
+    /// Blocks of table pages that were made anew, against the checksums that were left.
+    pub(super) fn verify_renewed(
+        &self,
+        sight: &mut Sight<'_>,
+        standing: Standing<'_>,
+        window: &Window,
+        report: &mut Report,
+        steps: &mut Steps<'_>,
+    ) -> Result<()> {
+        for page in report.renewed.clone() {
+            let blocks = page * TABLE_ENTRIES..(page + 1) * TABLE_ENTRIES;
+            if blocks.start >= window.range.start && blocks.start < window.range.end {
+                let part = window.part(blocks.start..blocks.end.min(window.range.end));
+                self.verify_window(sight, standing, &part, report, steps)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A mender over the images that the last checkpoint left.
+pub(super) fn mender(engine: &Engine) -> std::sync::Arc<Mender> {
+    std::sync::Arc::new(Mender::new(engine.log.image_index()))
+}

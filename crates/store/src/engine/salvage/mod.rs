@@ -1,0 +1,233 @@
+//! Reading disks and snapshots out of a store that cannot be opened, without writing to it.
+//!
+//! The store is opened for itself over an [`Overlay`]: everything that recovery writes stays in memory. What an
+//! ordinary opening refuses is taken as far as it can be proven, and the rest is named (`open`). Pages come from their
+//! places, from the images of the last checkpoint or with one inverted bit put right ([`crate::pages::Mender`]); tables
+//! that are lost are counted anew from the trees (`../rebuild.rs`); operations of the journal that meet damage are left
+//! out, with the ranges that they concern (`../left_out.rs`).
+//!
+//! What must hold: what is handed out as good is what was written. A block is good if it has the checksum that the
+//! table has for it, and nothing that was left out may have changed it since.
+
+mod open;
+
+use super::Engine;
+use super::metadata::Effects;
+use crate::catalog::{Object, State};
+use crate::space::Run;
+use crate::tree::{self, LOGICAL_LIMIT, NodeId};
+use crate::{Error, Result, checksum};
+use backend::{BLOCK_SIZE, Directory};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// A store from which is read what can be.
+pub struct Salvage {
+    engine: Arc<Engine>,
+    /// What is wrong, beside the ranges of single disks.
+    notes: Vec<String>,
+    /// Blocks of disks and snapshots that operations left out concern.
+    left_out: BTreeMap<u64, Vec<Range<u64>>>,
+    /// Objects whose records were on a damaged page.
+    unproven: BTreeSet<u64>,
+    /// Part of the journal is lost: what is read is older than what was acknowledged.
+    behind: bool,
+    /// Blocks whose content is known to be newer than what can be told of them.
+    outdated: BTreeSet<u64>,
+}
+
+/// A disk or snapshot that can be read.
+#[derive(Clone, Debug)]
+pub struct Salvaged {
+    /// Its record.
+    pub object: Object,
+    /// False where the record is on a damaged page: name and size may be wrong.
+    pub proven: bool,
+}
+
+/// What is at some blocks of a disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Piece {
+    /// They read as zeros.
+    Zero,
+    /// They are in the store from this block on.
+    Data(u64),
+    /// They cannot be found.
+    Lost,
+}
+
+/// What a block that was read is worth.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is what was written.
+    Good,
+    /// It was being overwritten when the store stopped: it holds what was left of that, and no flush ever covered it.
+    Unverified,
+    /// It is not what was written.
+    Lost,
+}
+
+impl Salvage {
+    /// Opens what is in a folder, which no process writes meanwhile.
+    pub fn open(directory: Arc<dyn Directory>) -> Result<Self> {
+        open::open(directory)
+    }
+
+    /// What is wrong with the store as a whole.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Whether acknowledged changes at the end of the journal are lost.
+    pub fn is_behind(&self) -> bool {
+        self.behind
+    }
+
+    /// Every disk and snapshot, disks by name and each followed by its snapshots.
+    pub fn objects(&self) -> Vec<Salvaged> {
+        let salvaged =
+            |object: &Object| Salvaged { object: object.clone(), proven: !self.unproven.contains(&object.id) };
+        self.engine.with_catalog(|catalog| {
+            let mut out = Vec::new();
+            for disk in catalog.disks().filter(|disk| !disk.incomplete) {
+                out.push(salvaged(disk));
+                out.extend(catalog.snapshots_of(disk.id).filter(|snapshot| !snapshot.incomplete).map(salvaged));
+            }
+            // Of disks whose record is lost.
+            let orphan = |object: &&Object| object.is_snapshot() && catalog.find(object.disk).is_none();
+            let mut orphans: Vec<Salvaged> = catalog.objects().filter(orphan).map(salvaged).collect();
+            orphans.sort_by_key(|orphan| orphan.object.id);
+            out.extend(orphans);
+            out
+        })
+    }
+
+    /// The blocks of an object that cannot be found: in order, apart.
+    pub fn lost(&self, id: u64) -> Result<Vec<Range<u64>>> {
+        let mut ranges = self.left_out.get(&id).cloned().unwrap_or_default();
+        let mut meta = self.engine.meta.lock();
+        let object = meta.catalog.get(id)?.clone();
+        let mut effects = Effects::default();
+        if let Some(root) = object.root {
+            let mut lost = |_: NodeId, range: Range<u64>, _: Error| ranges.push(range);
+            tree::walk_damaged(&mut meta.nodes(&mut effects), root, &mut |_| Ok(true), &mut lost)?;
+        }
+        let end = object.capacity.div_ceil(BLOCK_SIZE as u64);
+        ranges.retain_mut(|range| {
+            range.end = range.end.min(end);
+            !range.is_empty()
+        });
+        ranges.sort_unstable_by_key(|range| range.start);
+        let mut out: Vec<Range<u64>> = Vec::new();
+        for range in ranges {
+            match out.last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                _ => out.push(range),
+            }
+        }
+        Ok(out)
+    }
+
+    /// What is in `range` of an object, in order and without gaps; `lost` is what [`Salvage::lost`] said.
+    pub fn pieces(&self, id: u64, range: Range<u64>, lost: &[Range<u64>]) -> Result<Vec<(Range<u64>, Piece)>> {
+        let mut out = Vec::new();
+        let mut at = range.start;
+        let first = lost.partition_point(|lost| lost.end <= range.start);
+        for hole in lost[first..].iter().take_while(|lost| lost.start < range.end) {
+            if at < hole.start {
+                self.pieces_between(id, at..hole.start, &mut out)?;
+            }
+            let end = hole.end.min(range.end);
+            out.push((at.max(hole.start)..end, Piece::Lost));
+            at = end;
+        }
+        if at < range.end {
+            self.pieces_between(id, at..range.end, &mut out)?;
+        }
+        Ok(out)
+    }
+
+    fn pieces_between(&self, id: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, Piece)>) -> Result<()> {
+        let mut meta = self.engine.meta.lock();
+        let mut extents = Vec::new();
+        if let Some(root) = meta.catalog.get(id)?.root {
+            let mut effects = Effects::default();
+            tree::lookup(&mut meta.nodes(&mut effects), root, range.clone(), &mut extents)?;
+        }
+        let mut at = range.start;
+        for extent in extents {
+            if at < extent.logical {
+                out.push((at..extent.logical, Piece::Zero));
+            }
+            at = extent.logical + extent.blocks;
+            let piece = if extent.unwritten { Piece::Zero } else { Piece::Data(extent.physical) };
+            out.push((extent.logical..at, piece));
+        }
+        if at < range.end {
+            out.push((at..range.end, Piece::Zero));
+        }
+        Ok(())
+    }
+
+    /// Reads blocks of the store from `physical` on into `out`, and says of each what it is worth. What is lost reads
+    /// as zeros.
+    pub fn read(&self, physical: u64, out: &mut [u8]) -> Vec<Verdict> {
+        let run = Run { start: physical, blocks: (out.len() / BLOCK_SIZE) as u64 };
+        let located = self.engine.files.locate(run).ok();
+        let whole = located.as_ref().is_some_and(|(file, offset)| file.read_at(out, *offset).is_ok());
+        let mut verdicts = Vec::with_capacity(run.blocks as usize);
+        for (number, block) in (physical..).zip(out.chunks_exact_mut(BLOCK_SIZE)) {
+            // One bad sector must not hide its neighbours.
+            let read = whole
+                || located.as_ref().is_some_and(|(file, offset)| {
+                    file.read_at(block, offset + (number - physical) * BLOCK_SIZE as u64).is_ok()
+                });
+            let verdict = if read { self.verdict(number, block) } else { Verdict::Lost };
+            if verdict == Verdict::Lost {
+                block.fill(0);
+            }
+            verdicts.push(verdict);
+        }
+        verdicts
+    }
+
+    fn verdict(&self, number: u64, content: &[u8]) -> Verdict {
+        if self.outdated.contains(&number) {
+            return Verdict::Lost;
+        }
+        match self.engine.meta.lock().entry(number) {
+            Ok(entry) if entry.references > 0 && entry.checksum == checksum(content) => Verdict::Good,
+            // Where the journal is lost, the block may have another owner since.
+            Ok(entry) if entry.references > 0 && entry.suspect && !self.behind => Verdict::Unverified,
+            _ => Verdict::Lost,
+        }
+    }
+
+    /// Everything of an object, for tests: of each block its content, or none where it is lost.
+    pub fn contents(&self, id: u64, range: Range<u64>) -> Result<Vec<Option<Vec<u8>>>> {
+        let mut out = Vec::new();
+        for (range, piece) in self.pieces(id, range, &self.lost(id)?)? {
+            for block in range.clone() {
+                out.push(match piece {
+                    Piece::Zero => Some(vec![0; BLOCK_SIZE]),
+                    Piece::Lost => None,
+                    Piece::Data(physical) => {
+                        let mut content = vec![0; BLOCK_SIZE];
+                        let verdict = self.read(physical + (block - range.start), &mut content);
+                        (verdict[0] != Verdict::Lost).then_some(content)
+                    }
+                });
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// All blocks of a disk.
+const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
+
+/// Whether an object is one that is read out.
+fn is_readable(object: &Object) -> bool {
+    matches!(object.state, State::Disk | State::Snapshot)
+}

@@ -1,0 +1,393 @@
+//! Damaged pages of every kind: what stays in use, what a check names, and what a repair brings back.
+
+use super::*;
+use crate::catalog::SLOTS_PER_PAGE;
+use crate::engine::log::IMAGES_FILE;
+use std::collections::BTreeMap;
+
+/// Disks, so that the catalog has more than one page.
+const DISKS: u64 = SLOTS_PER_PAGE as u64 + 3;
+/// Blocks written of the first disk: its map has several leaves.
+const WRITTEN: u64 = 1200;
+
+type Model = BTreeMap<(u64, u64), u8>;
+
+fn put(engine: &Engine, model: &mut Model, disk: u64, logical: u64, value: u8) {
+    let mut buffer = Buffer::zeroed(1);
+    buffer.fill(value);
+    engine.write_blocks(&engine.head(disk), logical, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
+    model.insert((disk, logical), value);
+}
+
+fn get(engine: &Engine, disk: u64, logical: u64) -> Result<u8> {
+    let head = engine.head(disk);
+    let block = engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
+    Ok(block[0])
+}
+
+/// A store with a long disk, short ones and a snapshot, stopped or killed.
+fn prepared(closed: bool) -> (SimulatedDisk, Model) {
+    let (disk, engine) = made();
+    let mut model = Model::new();
+    for number in 2..=DISKS {
+        let new = NewDisk {
+            name: format!("vm{number}"),
+            capacity: BLOCKS * BLOCK_SIZE as u64,
+            provisioning: Provisioning::Thin,
+            uuid: [number as u8; 16],
+            incomplete: false,
+        };
+        assert_eq!(engine.create_disk(new).unwrap(), number);
+        put(&engine, &mut model, number, number, number as u8);
+    }
+    // Every second block: an entry each.
+    for block in 0..WRITTEN {
+        put(&engine, &mut model, 1, 2 * block, (block % 200) as u8 + 1);
+        if block % 64 == 0 {
+            engine.pump().unwrap();
+        }
+    }
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    engine.snapshot(&[NewSnapshot { disk: 1, name: "s".into(), uuid: [9; 16], incomplete: false }]).unwrap();
+    for block in 0..40 {
+        put(&engine, &mut model, 1, 2 * block, 250);
+    }
+    engine.flush().unwrap();
+    if closed {
+        engine.close().unwrap();
+    }
+    (disk, model)
+}
+
+/// Makes the images of the last checkpoint useless.
+fn without_images(disk: &SimulatedDisk) {
+    spoil(disk, IMAGES_FILE, 0, 0..64);
+}
+
+/// Puts other bytes into a part of block `number` of a file.
+fn spoil(disk: &SimulatedDisk, name: &str, number: u64, part: std::ops::Range<usize>) {
+    let file = disk.directory().open(name, IoMode::Buffered).unwrap();
+    let mut block = Buffer::zeroed(1);
+    file.read_at(&mut block, number * BLOCK_SIZE as u64).unwrap();
+    block[part].iter_mut().for_each(|byte| *byte ^= 0x5a);
+    file.write_at(&[&block], number * BLOCK_SIZE as u64, true).unwrap();
+}
+
+fn is_model(engine: &Engine, model: &Model) {
+    for ((disk, block), value) in model {
+        assert_eq!(get(engine, *disk, *block).unwrap(), *value, "disk {disk} block {block}");
+    }
+}
+
+/// Whether it holds the model, and a check finds nothing, after it was closed and opened again.
+fn stays_whole(engine: Arc<Engine>, disk: &SimulatedDisk, model: &Model) {
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(disk).unwrap();
+    is_model(&engine, model);
+    is_whole(&engine);
+}
+
+fn checked(engine: &Engine, repair: bool) -> Report {
+    engine.check(CheckOptions { data: true, repair }, &|_, _| true).unwrap()
+}
+
+fn repairing(disk: &SimulatedDisk) -> Result<Arc<Engine>> {
+    Engine::open_repairing(disk.directory(), options(), None)
+}
+
+fn problems(report: &Report) -> String {
+    report.findings.iter().map(|finding| format!("{finding:?}\n")).collect()
+}
+
+#[test]
+fn a_damaged_copy_of_the_superblock_is_reported_and_written_anew() {
+    for (closed, copy) in [(true, 0), (true, 1), (false, 0), (false, 1)] {
+        let (disk, model) = prepared(closed);
+        spoil(&disk, files::SUPERBLOCK_FILE, copy, 40..60);
+        let Ok(engine) = open(&disk) else {
+            assert!(!closed, "copy {copy}");
+            continue;
+        };
+        is_model(&engine, &model);
+        let report = checked(&engine, false);
+        assert_eq!(report.findings.len(), 1, "{}", problems(&report));
+        let finding = &report.findings[0];
+        assert!(finding.problem.contains(&format!("copy {} of 2 of the superblock", copy + 1)), "{finding:?}");
+        assert!(finding.repaired.is_some());
+        is_whole(&engine);
+        // Rot while it is open.
+        spoil(&disk, files::SUPERBLOCK_FILE, copy, 40..60);
+        let report = checked(&engine, false);
+        assert!(report.findings.len() == 1 && report.findings[0].repaired.is_none(), "{}", problems(&report));
+        assert!(checked(&engine, true).findings.iter().all(|finding| finding.repaired.is_some()));
+        is_whole(&engine);
+        engine.close().unwrap();
+        assert_eq!(open(&disk).unwrap().take_found_first().findings, []);
+    }
+}
+
+#[test]
+fn a_damaged_summary_is_counted_anew_when_the_store_is_opened() {
+    for name in ["data.summary", "map.summary"] {
+        for closed in [true, false] {
+            let (disk, mut model) = prepared(closed);
+            let before = open(&disk.crash()).unwrap().counts();
+            let disk = disk.crash();
+            spoil(&disk, name, 0, 0..50);
+            let engine = open(&disk).unwrap();
+            let counts = engine.counts();
+            assert_eq!((counts.data, counts.map), (before.data, before.map), "{name}");
+            is_model(&engine, &model);
+            put(&engine, &mut model, 1, 77, 77);
+            let report = checked(&engine, false);
+            assert_eq!(report.findings.len(), 1, "{}", problems(&report));
+            assert!(report.findings[0].problem.contains(&format!("page 0 of {name}")), "{}", problems(&report));
+            stays_whole(engine, &disk, &model);
+        }
+    }
+}
+
+#[test]
+fn a_damaged_table_is_named_and_counted_anew_by_a_repair() {
+    for name in ["data.table", "map.table"] {
+        for closed in [true, false] {
+            let (disk, mut model) = prepared(closed);
+            without_images(&disk);
+            // Not the entries: what is left of them tells the checksums.
+            spoil(&disk, name, 0, 0..30);
+            match open(&disk) {
+                Ok(engine) => {
+                    let report = checked(&engine, false);
+                    let named =
+                        report.findings.iter().filter(|finding| finding.problem.contains(&format!("page 0 of {name}")));
+                    assert_eq!(named.count(), 1, "{}", problems(&report));
+                    assert!(problems(&report).contains("'vm'"), "{}", problems(&report));
+                }
+                Err(error) => {
+                    assert!(!closed, "{error}");
+                    assert!(error.to_string().contains("run 'lamina check --repair'"), "{error}");
+                }
+            }
+            let engine = repairing(&disk).unwrap();
+            let report = checked(&engine, true);
+            assert!(
+                problems(&report).contains("counted anew from the trees"),
+                "{name} {closed}: {}",
+                problems(&report)
+            );
+            assert!(report.findings.iter().all(|finding| finding.repaired.is_some()), "{}", problems(&report));
+            is_whole(&engine);
+            is_model(&engine, &model);
+            (0..300).for_each(|block| put(&engine, &mut model, 1, 3 * block, 99));
+            stays_whole(engine, &disk, &model);
+        }
+    }
+}
+
+#[test]
+fn a_block_whose_checksum_was_lost_with_its_page_is_an_error_and_named() {
+    let (disk, model) = prepared(true);
+    without_images(&disk);
+    // The checksums of blocks 10 and 11, and the head of the page.
+    spoil(&disk, "data.table", 0, 112..116);
+    spoil(&disk, "data.table", 0, 120..124);
+    spoil(&disk, "data.table", 0, 0..30);
+    let engine = repairing(&disk).unwrap();
+    let report = checked(&engine, true);
+    let lost: Vec<_> = report.findings.iter().filter(|finding| finding.repaired.is_none()).collect();
+    assert!((1..=2).contains(&lost.len()), "{}", problems(&report));
+    assert!(lost.iter().all(|finding| finding.problem.contains("data block 1")), "{}", problems(&report));
+    let mut bad = 0;
+    for ((disk, block), value) in &model {
+        match get(&engine, *disk, *block) {
+            Ok(found) => assert_eq!(found, *value),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Corrupt);
+                bad += 1;
+            }
+        }
+    }
+    assert!(bad <= lost.len());
+}
+
+#[test]
+fn a_damaged_page_of_the_catalog_takes_its_objects_and_no_others() {
+    for closed in [true, false] {
+        let (disk, model) = prepared(closed);
+        without_images(&disk);
+        spoil(&disk, "catalog", 1, 100..300);
+        let engine = open(&disk).unwrap();
+        for ((disk, block), value) in model.iter().filter(|((disk, _), _)| *disk <= SLOTS_PER_PAGE as u64) {
+            assert_eq!(get(&engine, *disk, *block).unwrap(), *value, "disk {disk} block {block}");
+        }
+        let lost = SLOTS_PER_PAGE as u64 + 1;
+        assert_eq!(get(&engine, lost, lost).unwrap_err().kind(), ErrorKind::NotFound);
+        let report = checked(&engine, true);
+        assert!(problems(&report).contains("page 1 of catalog is damaged"), "{}", problems(&report));
+        assert_eq!(report.findings.iter().filter(|finding| finding.repaired.is_some()).count(), 0, "{report:?}");
+        // What is new goes elsewhere, and nothing of what was lost is given out.
+        let new = NewDisk {
+            name: "new".into(),
+            capacity: BLOCKS * BLOCK_SIZE as u64,
+            provisioning: Provisioning::Thin,
+            uuid: [77; 16],
+            incomplete: false,
+        };
+        let new = engine.create_disk(new).unwrap();
+        let mut written = Model::new();
+        (0..500).for_each(|block| put(&engine, &mut written, new, block, 55));
+        engine.close().unwrap();
+        drop(engine);
+        // The page is mended: everything is there.
+        spoil(&disk, "catalog", 1, 100..300);
+        let engine = open(&disk).unwrap();
+        is_model(&engine, &written);
+        if closed {
+            is_model(&engine, &model);
+        }
+    }
+}
+
+#[test]
+fn a_damaged_node_takes_its_range_and_no_other() {
+    for closed in [true, false] {
+        let (disk, model) = prepared(closed);
+        without_images(&disk);
+        let engine = open(&disk).unwrap();
+        engine.close().unwrap();
+        drop(engine);
+        // A leaf of the long disk.
+        let map = disk.directory().open("map", IoMode::Buffered).unwrap();
+        let mut page = Buffer::zeroed(1);
+        let leaf = (0..200u64).rev().find(|number| {
+            map.read_at(&mut page, number * BLOCK_SIZE as u64).unwrap();
+            &page[0..4] == b"LMND" && page[6] == 0 && page[8] > 100
+        });
+        spoil(&disk, "map", leaf.unwrap(), 40..90);
+        without_images(&disk);
+        let engine = open(&disk).unwrap();
+        let mut bad = Vec::new();
+        for ((disk, block), value) in &model {
+            match get(&engine, *disk, *block) {
+                Ok(found) => assert_eq!(found, *value),
+                Err(error) => bad.push((*disk, *block, error.kind())),
+            }
+        }
+        assert!((1..300).contains(&bad.len()), "{}", bad.len());
+        assert!(bad.iter().all(|(disk, _, kind)| *disk == 1 && *kind == ErrorKind::Corrupt), "{bad:?}");
+        let report = checked(&engine, true);
+        assert!(
+            problems(&report).contains(&format!("page {} of map is damaged", leaf.unwrap())),
+            "{}",
+            problems(&report)
+        );
+        assert!(
+            problems(&report).contains("'vm' bytes") || problems(&report).contains("'vm@s' bytes"),
+            "{}",
+            problems(&report)
+        );
+        // Other disks, and other ranges of this one, are written as ever.
+        let lost = &bad[0].1;
+        let mut written = Model::new();
+        let mut buffer = Buffer::zeroed(1);
+        buffer.fill(3);
+        let part = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
+        let refused =
+            engine.write_blocks(&engine.head(1), *lost, part).and_then(|()| engine.flush_head(&engine.head(1)));
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(get(&engine, 1, *lost).unwrap_err().kind(), ErrorKind::Corrupt);
+        let again = SharedSlice::new(Arc::new(Buffer::zeroed(1)), 0..BLOCK_SIZE);
+        assert_eq!(engine.write_blocks(&engine.head(1), *lost, again).unwrap_err().kind(), ErrorKind::Corrupt);
+        put(&engine, &mut written, 2, 100, 1);
+        let whole = |(disk, block): &&(u64, u64)| *disk == 1 && !bad.iter().any(|bad| bad.1 == *block);
+        let far = model.keys().rfind(whole);
+        put(&engine, &mut written, 1, far.unwrap().1, 2);
+        engine.flush().unwrap();
+        engine.close().unwrap();
+        drop(engine);
+        is_model(&open(&disk).unwrap(), &written);
+    }
+}
+
+#[test]
+fn one_inverted_bit_of_any_page_is_put_right_by_a_repair() {
+    for (name, pages) in
+        [("map", 12), ("map.table", 1), ("map.summary", 1), ("data.table", 3), ("data.summary", 1), ("catalog", 2)]
+    {
+        for page in 0..pages {
+            for images in [true, false] {
+                let (disk, model) = prepared(page % 2 == 0);
+                if !images {
+                    without_images(&disk);
+                }
+                disk.flip_bit(name, page * BLOCK_SIZE as u64 + 33 + 40 * page, 3).unwrap();
+                let engine = repairing(&disk).unwrap();
+                let report = checked(&engine, true);
+                assert!(
+                    report.findings.iter().all(|finding| finding.repaired.is_some()),
+                    "{name} {page}: {}",
+                    problems(&report)
+                );
+                is_model(&engine, &model);
+                is_whole(&engine);
+                engine.close().unwrap();
+                drop(engine);
+                is_model(&open(&disk).unwrap(), &model);
+            }
+        }
+    }
+}
+
+#[test]
+fn damage_while_the_store_is_open_is_put_right_from_memory() {
+    let (disk, mut model) = prepared(true);
+    let engine = open(&disk).unwrap();
+    is_model(&engine, &model);
+    for name in ["data.summary", "map.summary", "catalog"] {
+        spoil(&disk, name, 0, 100..300);
+    }
+    let report = checked(&engine, true);
+    for name in ["data.summary", "map.summary", "catalog"] {
+        assert!(problems(&report).contains(&format!("page 0 of {name}")), "{}", problems(&report));
+    }
+    assert!(report.findings.iter().all(|finding| finding.repaired.is_some()), "{}", problems(&report));
+    is_whole(&engine);
+    put(&engine, &mut model, 1, 5, 5);
+    engine.close().unwrap();
+    drop(engine);
+    is_model(&open(&disk).unwrap(), &model);
+}
+
+/// Whether a salvage reads all of the model.
+fn is_salvaged(disk: &SimulatedDisk, model: &Model) {
+    let salvage = Salvage::open(disk.directory()).unwrap();
+    for ((id, block), value) in model {
+        let content = salvage.contents(*id, *block..*block + 1).unwrap().remove(0);
+        assert_eq!(content.map(|bytes| bytes[0]), Some(*value), "disk {id} block {block}");
+    }
+}
+
+#[test]
+fn damage_where_the_last_checkpoint_has_nothing_costs_nothing() {
+    for name in ["data.table", "map.table", "catalog"] {
+        let (disk, engine) = made();
+        let mut model = Model::new();
+        for block in 0..WRITTEN {
+            put(&engine, &mut model, 1, 2 * block, (block % 200) as u8 + 1);
+        }
+        engine.flush().unwrap();
+        // Everything is in the journal alone.
+        drop(engine);
+        for page in 1..4 {
+            spoil(&disk, name, page, 100..900);
+        }
+        is_salvaged(&disk, &model);
+        let engine = repairing(&disk).unwrap();
+        let report = checked(&engine, true);
+        assert!(report.findings.iter().all(|finding| finding.repaired.is_some()), "{name}: {}", problems(&report));
+        is_model(&engine, &model);
+        is_whole(&engine);
+    }
+}

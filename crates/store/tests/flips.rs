@@ -1,0 +1,414 @@
+//! Wrong bits and bytes anywhere in the files of stores that were stopped or killed. Nothing wrong is ever read; a
+//! bit is found or makes no difference, and a repair, or a salvage, gives every block that is not damaged itself.
+//!
+//! `LAMINA_FLIPS` sets how many are tried, `LAMINA_SEED` where they begin.
+
+#![allow(clippy::unwrap_used)]
+
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use store::catalog::Provisioning;
+use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Salvage};
+use store::{Engine, EngineOptions, ErrorKind, Result};
+
+const BLOCKS: u64 = 1500;
+const DISKS: u64 = 10;
+const RING: u64 = 4 << 20;
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+}
+
+/// What each block of each object holds: its number of the write, 0 for zeros.
+type Model = BTreeMap<u64, BTreeMap<u64, u32>>;
+
+struct World {
+    disk: SimulatedDisk,
+    model: Model,
+    /// Everything that was ever in a block: for what a lost end of the journal takes back.
+    history: BTreeMap<(u64, u64), BTreeSet<u32>>,
+    names: BTreeMap<u64, String>,
+    /// Files with their lengths.
+    files: Vec<(String, u64)>,
+    /// Bytes of the journal that its last batch takes.
+    last_batch: std::ops::Range<u64>,
+}
+
+fn options() -> EngineOptions {
+    EngineOptions { metadata_cache: 1 << 20, write_buffer: 1 << 20, threads: false, ..EngineOptions::default() }
+}
+
+fn content(number: u32) -> Buffer {
+    let mut buffer = Buffer::zeroed(1);
+    if number > 0 {
+        buffer.chunks_exact_mut(4).for_each(|word| word.copy_from_slice(&number.to_le_bytes()));
+    }
+    buffer
+}
+
+/// A store with a history, stopped or killed; all that was written was flushed.
+fn world(seed: u64, closed: bool) -> World {
+    let mut random = Random(seed);
+    let disk = SimulatedDisk::new(seed, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+    Engine::init(&disk.directory(), InitParameters { uuid: [5; 16], journal_size: RING }).unwrap();
+    let engine = Engine::open(disk.directory(), options()).unwrap();
+    let mut world = World {
+        disk,
+        model: Model::new(),
+        history: BTreeMap::new(),
+        names: BTreeMap::new(),
+        files: Vec::new(),
+        last_batch: 0..0,
+    };
+    let mut disks = Vec::new();
+    for number in 0..DISKS {
+        let name = format!("d{number}");
+        let provisioning = Provisioning::Thin;
+        let capacity = BLOCKS * BLOCK_SIZE as u64;
+        let id = engine.create_disk(NewDisk {
+            name: name.clone(),
+            capacity,
+            provisioning,
+            uuid: [1; 16],
+            incomplete: false,
+        });
+        disks.push(id.unwrap());
+        world.names.insert(disks[number as usize], name);
+        world.model.insert(disks[number as usize], BTreeMap::new());
+    }
+    let mut number = 0;
+    let rounds = 6 + random.below(6);
+    for round in 0..rounds {
+        for _ in 0..random.below(400) {
+            number += 1;
+            // Most of it on the first disks, so that they have trees of several levels.
+            let id = disks[(random.below(DISKS) * random.below(3) / 2) as usize % disks.len()];
+            let block = random.below(BLOCKS);
+            let data = SharedSlice::new(Arc::new(content(number)), 0..BLOCK_SIZE);
+            engine.write_blocks(&engine.head(id), block, data).unwrap();
+            world.model.get_mut(&id).unwrap().insert(block, number);
+            world.history.entry((id, block)).or_default().insert(number);
+            if random.below(40) == 0 {
+                engine.pump().unwrap();
+            }
+        }
+        match random.below(6) {
+            0 => engine.checkpoint().unwrap(),
+            1 | 2 => {
+                let id = disks[random.below(3) as usize];
+                let name = format!("s{round}");
+                let made =
+                    engine.snapshot(&[NewSnapshot { disk: id, name, uuid: [2; 16], incomplete: false }]).unwrap();
+                let image = world.model[&id].clone();
+                // Writes that it waits for are lost with the end of the journal.
+                for block in 0..BLOCKS {
+                    let before = world.history.get(&(id, block)).cloned().unwrap_or_default();
+                    world.history.insert((made[0], block), before);
+                }
+                world.model.insert(made[0], image);
+            }
+            3 => {
+                let (id, from) = (disks[random.below(3) as usize], random.below(BLOCKS - 100));
+                engine.discard_blocks(&engine.head(id), from..from + 100).unwrap();
+                world.model.get_mut(&id).unwrap().retain(|block, _| !(from..from + 100).contains(block));
+            }
+            _ => engine.flush().unwrap(),
+        }
+    }
+    engine.flush().unwrap();
+    if closed {
+        engine.close().unwrap();
+    }
+    drop(engine);
+    let directory = world.disk.directory();
+    let length = |name: &str| directory.open(name, IoMode::Buffered).unwrap().len().unwrap();
+    let names = directory.list().unwrap().into_iter();
+    world.files = names.map(|name| (name.clone(), length(&name))).filter(|(_, length)| *length > 0).collect();
+    world.last_batch = last_batch(&world.disk);
+    world
+}
+
+fn number_of(bytes: &[u8]) -> Option<u32> {
+    let number = u32::from_le_bytes(bytes[..4].try_into().unwrap());
+    (content(number)[..] == *bytes).then_some(number)
+}
+
+fn is_snapshot(world: &World, id: u64) -> bool {
+    !world.names.contains_key(&id)
+}
+
+/// Blocks that are lost: an error, or not there. What is read must be right; `older` is what a lost end of the journal
+/// may have brought back.
+fn compare(
+    world: &World,
+    older: bool,
+    context: &str,
+    read: &mut dyn FnMut(u64, u64) -> Result<Vec<u8>>,
+) -> Vec<(u64, u64)> {
+    let mut lost = Vec::new();
+    for (id, image) in &world.model {
+        for block in 0..BLOCKS {
+            let expected = image.get(&block).copied().unwrap_or(0);
+            match read(*id, block) {
+                Ok(bytes) => {
+                    let found = number_of(&bytes);
+                    let before = older
+                        && found.is_some_and(|found| {
+                            found == 0 || world.history.get(&(*id, block)).is_some_and(|all| all.contains(&found))
+                        });
+                    assert!(
+                        found == Some(expected) || before,
+                        "{context}: object {id} block {block} is {found:?}, not {expected}"
+                    );
+                }
+                Err(error) => {
+                    let kinds = [ErrorKind::Corrupt, ErrorKind::NotFound];
+                    assert!(kinds.contains(&error.kind()), "{context}: object {id} block {block}: {error}");
+                    lost.push((*id, block));
+                }
+            }
+        }
+    }
+    lost
+}
+
+fn opened(world: &World, engine: &Engine, older: bool, context: &str) -> Vec<(u64, u64)> {
+    compare(world, older, context, &mut |id, block| {
+        if is_snapshot(world, id) {
+            engine
+                .read_blocks("s", block..block + 1, &|range| engine.plan_snapshot(id, range))
+                .map(|bytes| bytes.to_vec())
+        } else {
+            let head = engine.head(id);
+            engine
+                .read_blocks("d", block..block + 1, &|range| engine.plan_head(&head, range))
+                .map(|bytes| bytes.to_vec())
+        }
+    })
+}
+
+/// Blocks that a salvage does not give, and what it says.
+type Salvaged = (Vec<(u64, u64)>, Vec<String>);
+
+/// What a salvage does not give; `None` when nothing can be proven at all.
+fn salvaged(world: &World, disk: &SimulatedDisk, older: bool, context: &str) -> Option<Salvaged> {
+    let before = disk.operations();
+    let salvage = match Salvage::open(disk.directory()) {
+        Ok(salvage) => salvage,
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{context}: {error}");
+            println!("{context}: {error}");
+            return None;
+        }
+    };
+    let mut objects: BTreeMap<u64, Vec<Option<Vec<u8>>>> = BTreeMap::new();
+    for object in salvage.objects() {
+        let id = object.object.id;
+        if object.proven {
+            let disk = world.names.get(&id);
+            assert!(disk.is_none_or(|name| *name == object.object.name), "{context}: {object:?}");
+        }
+        objects.insert(id, salvage.contents(id, 0..BLOCKS).unwrap());
+    }
+    let older = older || salvage.is_behind();
+    let lost = compare(world, older, &format!("{context}: salvaged"), &mut |id, block| {
+        let content = objects.get(&id).and_then(|blocks| blocks[block as usize].clone());
+        content.ok_or_else(|| store::Error::new(ErrorKind::Corrupt, "lost"))
+    });
+    assert_eq!(disk.operations(), before, "{context}: a salvage wrote");
+    Some((lost, salvage.notes().to_vec()))
+}
+
+/// Bytes of the journal that its last batch takes.
+fn last_batch(disk: &SimulatedDisk) -> std::ops::Range<u64> {
+    let file = disk.directory().open("journal", IoMode::Buffered).unwrap();
+    let mut ring = Buffer::zeroed((RING / BLOCK_SIZE as u64) as usize);
+    file.read_at(&mut ring, 0).unwrap();
+    let word = |bytes: &[u8], at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+    let heads = ring.chunks_exact(BLOCK_SIZE).filter(|block| block[..4] == *b"LMJB");
+    let last = heads.max_by_key(|block| word(block, 24)).map(|block| (word(block, 32) % RING, word(block, 40) as u32));
+    last.map_or(0..0, |(at, length)| at..at + u64::from(length) + 64)
+}
+
+#[derive(Default, Debug)]
+struct Figures {
+    tried: u64,
+    refused: u64,
+    found: u64,
+    harmless: u64,
+    repaired: u64,
+    salvaged_whole: u64,
+    lost_to_repair: u64,
+    lost_to_salvage: u64,
+    nothing_proven: u64,
+    window: u64,
+}
+
+/// One flip: `mask` on a byte of a file.
+fn flip(world: &World, name: &str, offset: u64, mask: u8, figures: &mut Figures, context: &str) {
+    let damage = || {
+        let disk = world.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+        (0..8).filter(|bit| mask >> bit & 1 == 1).for_each(|bit| disk.flip_bit(name, offset, bit).unwrap());
+        disk
+    };
+    let single = mask.count_ones() == 1;
+    let window = name == "journal" && world.last_batch.contains(&offset);
+    figures.tried += 1;
+    figures.window += u64::from(window);
+
+    let disk = damage();
+    let salvaged = salvaged(world, &disk, window, context);
+    let mut found = false;
+    let mut lost_open = None;
+    match Engine::open(disk.directory(), options()) {
+        Err(error) => {
+            assert!([ErrorKind::Corrupt, ErrorKind::Unsupported].contains(&error.kind()), "{context}: {error}");
+            figures.refused += 1;
+            found = true;
+        }
+        Ok(engine) => {
+            let lost = opened(world, &engine, window, context);
+            let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+            found |= !report.findings.is_empty();
+            assert!(lost.is_empty() || found, "{context}: lost {lost:?}, and a check finds nothing");
+            lost_open = Some(lost);
+        }
+    }
+    if found {
+        figures.found += 1;
+    } else {
+        figures.harmless += 1;
+    }
+    drop(disk);
+
+    let disk = damage();
+    let lost = match Engine::open_repairing(disk.directory(), options(), None) {
+        Err(error) => {
+            assert!([ErrorKind::Corrupt, ErrorKind::Unsupported].contains(&error.kind()), "{context}: {error}");
+            None
+        }
+        Ok(engine) => {
+            let report = engine.check(CheckOptions { data: true, repair: true }, &|_, _| true).unwrap();
+            let lost = opened(world, &engine, window && !single, &format!("{context}: repaired"));
+            let open = report.findings.iter().filter(|finding| finding.repaired.is_none()).count();
+            assert!(lost.is_empty() || open > 0, "{context}: lost {lost:?}, and the repair says nothing");
+            engine.close().unwrap();
+            drop(engine);
+            let engine = Engine::open(disk.directory(), options()).unwrap();
+            let report = engine.check(CheckOptions { data: true, repair: false }, &|_, _| true).unwrap();
+            assert!(open > 0 || report.findings.is_empty(), "{context}: after the repair: {:?}", report.findings);
+            Some(lost)
+        }
+    };
+    figures.repaired += u64::from(lost.as_ref().is_some_and(|lost| lost.is_empty()));
+    figures.lost_to_repair += lost.as_ref().map_or(0, |lost| lost.len() as u64);
+    match &salvaged {
+        Some((lost, _)) => {
+            figures.salvaged_whole += u64::from(lost.is_empty());
+            figures.lost_to_salvage += lost.len() as u64;
+        }
+        None => figures.nothing_proven += 1,
+    }
+    // Something gives all that is not damaged.
+    let in_data = name.starts_with("data.0");
+    let outcomes = [lost_open, lost, salvaged.map(|(lost, _)| lost)];
+    let least = outcomes.iter().flatten().map(Vec::len).min();
+    assert!(least.is_some(), "{context}: it neither opens, nor is repaired, nor salvaged");
+    if single && !in_data {
+        assert_eq!(least, Some(0), "{context}: one bit of metadata takes blocks");
+    }
+    if in_data {
+        let blocks: BTreeSet<u64> = outcomes.iter().flatten().flatten().map(|(_, block)| *block).collect();
+        assert!(blocks.len() <= 1, "{context}: one block of data takes {blocks:?}");
+    }
+}
+
+fn from_environment(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
+}
+
+#[test]
+fn a_wrong_bit_or_byte_anywhere_is_found_or_harmless_and_takes_only_itself() {
+    let flips = from_environment("LAMINA_FLIPS", 240);
+    let seed = from_environment("LAMINA_SEED", 1);
+    let mut figures: [Figures; 2] = Default::default();
+    let mut random = Random(seed);
+    let mut done = 0;
+    let mut round = seed;
+    while done < flips {
+        let world = world(round, round.is_multiple_of(2));
+        for (name, length) in &world.files {
+            for turn in 0..4 {
+                // Where something is, most of the time.
+                let used = match random.below(4) {
+                    0 => *length,
+                    1 => (*length).min(64 * BLOCK_SIZE as u64),
+                    _ => (*length).min(6 * BLOCK_SIZE as u64),
+                };
+                let last = &world.last_batch;
+                let offset = match name == "journal" && turn > 1 && !last.is_empty() {
+                    true => (last.start + random.below(last.end - last.start)) % *length,
+                    false => random.below(used),
+                };
+                let mask = if turn % 2 == 0 { 1 << random.below(8) } else { 1 + random.below(255) as u8 };
+                let kind = usize::from(mask.count_ones() > 1);
+                let context = format!("world {round}, {name}, byte {offset}, mask {mask:02x}");
+                flip(&world, name, offset, mask, &mut figures[kind], &context);
+                done += 1;
+            }
+        }
+        round += 1;
+    }
+    println!("one bit:   {:?}\nmore bits: {:?}", figures[0], figures[1]);
+    assert!(figures[0].found + figures[1].found > done / 20);
+}
+
+#[test]
+fn a_salvage_gives_what_is_left_when_a_file_is_cut_short_or_gone() {
+    for closed in [true, false] {
+        let world = world(7, closed);
+        for (name, _) in &world.files {
+            for cut in [0, 2, 100] {
+                let context = format!("closed {closed}, {name} cut to {cut} %");
+                let disk =
+                    world.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+                let file = disk.directory().open(name, IoMode::Buffered).unwrap();
+                let length = file.len().unwrap();
+                match cut {
+                    100 => disk.directory().remove(name).unwrap(),
+                    cut => file.set_len(length * cut / 100 / BLOCK_SIZE as u64 * BLOCK_SIZE as u64).unwrap(),
+                }
+                drop(file);
+                disk.directory().sync().unwrap();
+                let Some((lost, notes)) = salvaged(&world, &disk, false, &context) else {
+                    panic!("{context}: nothing is proven");
+                };
+                println!("{context}: {} lost; {notes:?}", lost.len());
+                let all = world.model.values().map(BTreeMap::len).sum::<usize>();
+                match name.as_str() {
+                    "superblock" | "map.summary" | "data.summary" | "checkpoint" => {
+                        assert_eq!(lost, [], "{context}: {notes:?}");
+                    }
+                    "map.table" => assert_eq!(lost, [], "{context}: {notes:?}"),
+                    "journal" if closed => assert_eq!(lost, [], "{context}: {notes:?}"),
+                    "journal" => assert!(!notes.is_empty(), "{context}"),
+                    _ => assert!(lost.len() <= DISKS as usize * BLOCKS as usize * 3 && all > 0, "{context}"),
+                }
+            }
+        }
+    }
+}
