@@ -74,7 +74,17 @@ pub enum Content {
 }
 
 impl Content {
-    fn part(&self, blocks: Range<u64>) -> Self {
+    /// Changes of the map that so many blocks of it may need beside those that are counted as blocks of data.
+    pub fn changes(&self, blocks: u64) -> u64 {
+        match self {
+            Self::Data(..) => 0,
+            Self::Unmapped => DISCARD_CHANGES,
+            Self::Zero => blocks,
+        }
+    }
+
+    /// What a part of it is.
+    pub fn part(&self, blocks: Range<u64>) -> Self {
         match self {
             Self::Data(slice, sums) => {
                 let (from, to) = (blocks.start as usize, blocks.end as usize);
@@ -85,6 +95,29 @@ impl Content {
         }
     }
 }
+
+/// What entries hold beside their bytes, to be given back when they go.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Claimed blocks.
+    pub claimed: u64,
+    /// Blocks of data.
+    pub data: u64,
+    /// Changes of the map beside those that blocks of data make.
+    pub changes: u64,
+}
+
+impl std::ops::AddAssign for Held {
+    fn add_assign(&mut self, other: Self) {
+        self.claimed += other.claimed;
+        self.data += other.data;
+        self.changes += other.changes;
+    }
+}
+
+/// Changes of the map that a discard of any length may be on its way into it: at its beginning, at its end, and where
+/// the step ends that it has come to. What lies between is cut out of nodes that are changed for these.
+pub const DISCARD_CHANGES: u64 = 3;
 
 /// A run of blocks with one fate.
 #[derive(Clone, Debug)]
@@ -97,6 +130,8 @@ pub struct Entry {
     pub stamp: u64,
     /// Room was set aside for it.
     pub claimed: bool,
+    /// The free nodes of the map cover it. Otherwise it goes over written blocks of its disk.
+    pub covered: bool,
 }
 
 /// An entry with its place.
@@ -128,6 +163,8 @@ pub struct Layer {
     entries: BTreeMap<u64, Entry>,
     /// Blocks of data in it.
     pub data_blocks: u64,
+    /// Discards in it.
+    discards: usize,
     /// Set when closed: the snapshot that it completes.
     pub snapshot: Option<u64>,
 }
@@ -152,34 +189,49 @@ impl Layer {
         self.entries.range(first..range.end)
     }
 
-    /// Cuts `range` out; returns what had been claimed or held as data there: (claimed blocks, data blocks).
-    fn cut(&mut self, range: &Range<u64>) -> (u64, u64) {
-        let (mut claimed, mut data) = (0, 0);
+    /// Whether taking out `range` leaves a discard in two pieces: both need what the one had.
+    fn cuts_discard(&self, range: &Range<u64>) -> bool {
+        self.discards > 0
+            && self.overlapping(range).next().is_some_and(|(at, entry)| {
+                matches!(entry.content, Content::Unmapped) && *at < range.start && at + entry.blocks > range.end
+            })
+    }
+
+    /// Cuts `range` out; returns what was held there. A discard that is cut in two takes what the second piece needs
+    /// from the caller.
+    fn cut(&mut self, range: &Range<u64>) -> Held {
+        let mut held = Held::default();
         let hit: Vec<u64> = self.overlapping(range).map(|(at, _)| *at).collect();
         for at in hit {
             let Some(entry) = self.entries.remove(&at) else { continue };
             let end = at + entry.blocks;
             let (from, to) = (at.max(range.start), end.min(range.end));
             if entry.claimed {
-                claimed += to - from;
+                held.claimed += to - from;
             }
-            if matches!(entry.content, Content::Data(..)) {
-                data += to - from;
+            match entry.content {
+                Content::Data(..) => held.data += to - from,
+                Content::Zero => held.changes += entry.content.changes(to - from),
+                Content::Unmapped if (at, end) == (from, to) => held.changes += entry.content.changes(to - from),
+                Content::Unmapped => {}
             }
+            self.discards -= usize::from(matches!(entry.content, Content::Unmapped));
             for (start, stop) in [(at, from), (to, end)] {
                 if start < stop {
+                    self.discards += usize::from(matches!(entry.content, Content::Unmapped));
                     let content = entry.content.part(start - at..stop - at);
                     self.entries.insert(start, Entry { blocks: stop - start, content, ..entry.clone() });
                 }
             }
         }
-        self.data_blocks -= data;
-        (claimed, data)
+        self.data_blocks -= held.data;
+        held
     }
 
-    /// Replaces what the layer knew of a range; returns (claimed blocks, data blocks) that went.
-    pub fn insert(&mut self, logical: u64, entry: Entry) -> (u64, u64) {
+    /// Replaces what the layer knew of a range; returns what went.
+    pub fn insert(&mut self, logical: u64, entry: Entry) -> Held {
         let gone = self.cut(&(logical..logical + entry.blocks));
+        self.discards += usize::from(matches!(entry.content, Content::Unmapped));
         if matches!(entry.content, Content::Data(..)) {
             self.data_blocks += entry.blocks;
         }
@@ -187,17 +239,24 @@ impl Layer {
         gone
     }
 
-    /// Removes what is left of the write `stamp` in a range; returns (claimed blocks, data blocks) that went.
-    pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> (u64, u64) {
+    /// The first part of a range that still is what the write `stamp` made of it.
+    pub fn still(&self, range: &Range<u64>, stamp: u64) -> Option<Range<u64>> {
+        self.overlapping(range)
+            .find(|(_, entry)| entry.stamp == stamp)
+            .map(|(at, entry)| (*at).max(range.start)..(at + entry.blocks).min(range.end))
+    }
+
+    /// Removes what is left of the write `stamp` in a range; returns what went. Of a discard it is a beginning or an
+    /// end.
+    pub fn remove(&mut self, logical: u64, blocks: u64, stamp: u64) -> Held {
         let mine: Vec<Range<u64>> = self
             .overlapping(&(logical..logical + blocks))
             .filter(|(_, entry)| entry.stamp == stamp)
             .map(|(at, entry)| (*at).max(logical)..(at + entry.blocks).min(logical + blocks))
             .collect();
-        let mut gone = (0, 0);
+        let mut gone = Held::default();
         for range in mine {
-            let (claimed, data) = self.cut(&range);
-            gone = (gone.0 + claimed, gone.1 + data);
+            gone += self.cut(&range);
         }
         gone
     }
@@ -292,8 +351,14 @@ impl Layers {
         }
     }
 
-    /// Puts a write on top; returns (claimed blocks, data blocks) of what it replaced in the newest layer.
-    pub fn insert(&mut self, logical: u64, entry: Entry) -> (u64, u64) {
+    /// Whether a write of a range leaves a discard of the newest layer in two pieces.
+    pub fn cuts_discard(&self, range: &Range<u64>) -> bool {
+        self.layers.back().is_some_and(|layer| layer.cuts_discard(range))
+    }
+
+    /// Puts a write on top; returns what went of that which it replaced in the newest layer. The second piece of a
+    /// discard that it cuts in two takes what it needs from the caller.
+    pub fn insert(&mut self, logical: u64, entry: Entry) -> Held {
         if !self.partial.is_empty() {
             self.invalidate_partial(&(logical..logical + entry.blocks));
         }
@@ -325,12 +390,11 @@ impl Layers {
         true
     }
 
-    /// Forgets everything; returns (claimed blocks, data blocks).
-    pub fn clear(&mut self) -> (u64, u64) {
-        let mut gone = (0, 0);
+    /// Forgets everything; returns what went.
+    pub fn clear(&mut self) -> Held {
+        let mut gone = Held::default();
         for layer in &mut self.layers {
-            let (claimed, data) = layer.cut(&(0..u64::MAX));
-            gone = (gone.0 + claimed, gone.1 + data);
+            gone += layer.cut(&(0..u64::MAX));
         }
         *self = Self::default();
         gone

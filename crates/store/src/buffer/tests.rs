@@ -112,7 +112,7 @@ fn layers_equal_a_map_of_blocks() {
         let mut random = Random(seed);
         let mut layers = Layers::default();
         let mut model = Model { layers: VecDeque::from([Default::default()]) };
-        let (mut stamp, mut snapshot) = (0, 0);
+        let (mut stamp, mut snapshot, mut changes) = (0, 0, 0);
         for _ in 0..120 {
             let logical = random.below(SPAN);
             let blocks = 1 + random.below(SPAN - logical);
@@ -122,12 +122,16 @@ fn layers_equal_a_map_of_blocks() {
                     stamp += 1;
                     let claimed = random.chance(50);
                     let (content, whats) = contents(&mut random, blocks);
-                    let gone = layers.insert(logical, Entry { blocks, content, stamp, claimed });
+                    let entry = Entry { blocks, content, stamp, claimed, covered: true };
+                    changes += entry.content.changes(blocks);
+                    changes += if layers.cuts_discard(&range) { DISCARD_CHANGES } else { 0 };
+                    let gone = layers.insert(logical, entry);
+                    changes -= gone.changes;
                     let replaced: Vec<Cell> = (logical..)
                         .zip(whats)
                         .filter_map(|(at, what)| model.newest().insert(at, Cell { stamp, claimed, what }))
                         .collect();
-                    assert_eq!(gone, tally(replaced.iter()));
+                    assert_eq!((gone.claimed, gone.data), tally(replaced.iter()));
                 }
                 55..65 => {
                     // Write-back is done with a write: what is left of it goes, and nothing newer.
@@ -136,9 +140,16 @@ fn layers_equal_a_map_of_blocks() {
                     let done = cell.stamp;
                     let mine = |at: &u64, cell: &Cell| range.contains(at) && cell.stamp == done;
                     let gone = tally(oldest.iter().filter(|(at, cell)| mine(at, cell)).map(|(_, cell)| cell));
-                    oldest.retain(|at, cell| !mine(at, cell));
                     let (layer, closed) = layers.oldest();
-                    assert_eq!(layer.remove(logical, blocks, done), gone);
+                    if layer.cuts_discard(&range) {
+                        // Discards go from an end.
+                        continue;
+                    }
+                    oldest.retain(|at, cell| !mine(at, cell));
+                    let removed = layer.remove(logical, blocks, done);
+                    assert_eq!((removed.claimed, removed.data), gone);
+                    assert_eq!(layer.still(&range, done), None);
+                    changes -= removed.changes;
                     assert_eq!(closed, model.layers.len() > 1);
                 }
                 65..72 => {
@@ -154,7 +165,7 @@ fn layers_equal_a_map_of_blocks() {
                     // All of the oldest layer reaches the map, and the snapshot behind it is complete.
                     let (layer, closed) = layers.oldest();
                     for piece in layer.take(0, u64::MAX) {
-                        layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp);
+                        changes -= layer.remove(piece.logical, piece.entry.blocks, piece.entry.stamp).changes;
                     }
                     assert!(layer.is_empty());
                     model.layers[0].0.clear();
@@ -164,7 +175,9 @@ fn layers_equal_a_map_of_blocks() {
                 }
                 80..82 => {
                     let gone = tally(model.layers.iter().flat_map(|(layer, _)| layer.values()));
-                    assert_eq!(layers.clear(), gone);
+                    let cleared = layers.clear();
+                    assert_eq!((cleared.claimed, cleared.data), gone);
+                    changes -= cleared.changes;
                     model = Model { layers: VecDeque::from([Default::default()]) };
                 }
                 82..90 => {
@@ -185,6 +198,9 @@ fn layers_equal_a_map_of_blocks() {
                 assert_eq!(layers.retire(), None);
             }
             model.compare(&layers);
+            // What entries hold is what they will give back, however they were cut.
+            let entries = layers.iter().flat_map(|layer| layer.entries.values());
+            assert_eq!(changes, entries.map(|entry| entry.content.changes(entry.blocks)).sum::<u64>());
         }
         overlay(&layers, &model, 0..SPAN);
     }
@@ -194,7 +210,7 @@ fn layers_equal_a_map_of_blocks() {
 fn a_partial_overwrite_yields_to_whatever_is_written_meanwhile() {
     let mut layers = Layers::default();
     let write = |layers: &mut Layers, logical: u64, blocks: u64| {
-        layers.insert(logical, Entry { blocks, content: Content::Unmapped, stamp: 1, claimed: false });
+        layers.insert(logical, Entry { blocks, content: Content::Unmapped, stamp: 1, claimed: false, covered: true });
     };
     assert!(layers.begin_partial(5));
     assert!(!layers.begin_partial(5), "one at a time");

@@ -201,31 +201,89 @@ pub struct Catalog {
     dirty: BTreeSet<u64>,
     next_id: u64,
     reserved: u64,
+    /// Pages that could not be read, and why: what their slots hold is not known, and they are left alone.
+    lost: BTreeMap<u64, String>,
+    /// What the bytes of such pages seem to say, with the slots.
+    unproven: Vec<(u64, Object)>,
 }
 
 impl Catalog {
-    /// Reads all records; `slots` as the superblock has it.
+    /// Reads all records; `slots` as the superblock has it. A page that is damaged takes its objects with it, and no
+    /// others.
     pub fn open(pages: &mut Pages, slots: u64, next_id: u64) -> Result<Self> {
         let mut catalog = Self { slots, next_id, ..Self::default() };
-        for slot in 0..slots {
-            let page = pages.get(slot_page(slot))?;
+        for first in (0..slots).step_by(SLOTS_PER_PAGE) {
+            match whole_page(pages, first) {
+                Ok(()) => catalog.read_page(pages, first)?,
+                Err(error) if error.kind() == ErrorKind::Corrupt => catalog.lose_page(pages, first, &error),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(catalog)
+    }
+
+    fn read_page(&mut self, pages: &mut Pages, first: u64) -> Result<()> {
+        let page = pages.get(slot_page(first))?;
+        for slot in first..(first + SLOTS_PER_PAGE as u64).min(self.slots) {
             match Object::decode(slot_bytes(page, slot))? {
                 None => {
-                    catalog.free_slots.insert(slot);
+                    self.free_slots.insert(slot);
                 }
                 Some(object) => {
-                    if object.id == 0 || object.id >= next_id || catalog.objects.contains_key(&object.id) {
+                    if object.id == 0 || object.id >= self.next_id || self.objects.contains_key(&object.id) {
                         return Err(Error::new(
                             ErrorKind::Corrupt,
                             format!("catalog slot {slot} bears the impossible id {}; run 'lamina check'", object.id),
                         ));
                     }
-                    catalog.index(&object);
-                    catalog.objects.insert(object.id, Held { object, slot });
+                    self.index(&object);
+                    self.objects.insert(object.id, Held { object, slot });
                 }
             }
         }
-        Ok(catalog)
+        Ok(())
+    }
+
+    fn lose_page(&mut self, pages: &mut Pages, first: u64, error: &Error) {
+        let key = slot_page(first);
+        tracing::error!(%error, "the disks and snapshots of a page of the catalog are not known");
+        self.lost.insert(key.number(), error.to_string());
+        // None of its slots is given out, also none that was free.
+        self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);
+        let raw = pages.read_raw(key);
+        for slot in first..(first + SLOTS_PER_PAGE as u64).min(self.slots) {
+            if let Ok(Some(object)) = Object::decode(slot_bytes(&raw, slot)) {
+                self.unproven.push((slot, object));
+            }
+        }
+    }
+
+    /// Pages that could not be read, and why.
+    pub fn lost(&self) -> &BTreeMap<u64, String> {
+        &self.lost
+    }
+
+    /// Whether an object of that id may have been on a page that was lost.
+    pub fn may_have_lost(&self, id: u64, next_id: u64) -> bool {
+        !self.lost.is_empty() && id < next_id && self.find(id).is_none()
+    }
+
+    /// What the bytes of lost pages seem to say.
+    pub fn unproven(&self) -> impl Iterator<Item = &Object> {
+        self.unproven.iter().map(|(_, object)| object)
+    }
+
+    /// Takes an object as the bytes of its lost page have it, for looking only; false where that cannot be.
+    pub fn admit_unproven(&mut self, id: u64) -> bool {
+        let Some((slot, object)) = self.unproven.iter().find(|(_, object)| object.id == id).cloned() else {
+            return false;
+        };
+        if object.id >= self.next_id || self.objects.contains_key(&id) {
+            return false;
+        }
+        self.index(&object);
+        self.objects.insert(id, Held { object, slot });
+        true
     }
 
     /// Slots in use or free, for the superblock.
@@ -376,28 +434,53 @@ impl Catalog {
         }
     }
 
+    /// All records of a page are written by the next checkpoint, into a page made anew.
+    pub fn renew_page(&mut self, pages: &mut Pages, number: u64) {
+        pages.replace(PageKey::new(PageFile::Catalog, number));
+        let first = number * SLOTS_PER_PAGE as u64;
+        self.dirty.extend(first..(first + SLOTS_PER_PAGE as u64).min(self.slots));
+    }
+
     /// Writes changed records into their pages: part of a checkpoint.
     pub fn store(&mut self, pages: &mut Pages) -> Result<()> {
         if self.dirty.is_empty() {
             return Ok(());
         }
-        let by_slot: FxHashMap<u64, u64> = self
-            .objects
-            .values()
-            .filter(|held| self.dirty.contains(&held.slot))
-            .map(|held| (held.slot, held.object.id))
-            .collect();
-        for slot in std::mem::take(&mut self.dirty) {
-            let page = pages.get_mut(slot_page(slot))?;
+        let by_slot: FxHashMap<u64, u64> = self.objects.values().map(|held| (held.slot, held.object.id)).collect();
+        // Each stays marked until its page has it: a page that is not read now is not written by the next checkpoint.
+        while let Some(slot) = self.dirty.first().copied() {
+            let page = match pages.get_mut(slot_page(slot)) {
+                Ok(page) => page,
+                // Memory knows all that was in it.
+                Err(error) if error.kind() == ErrorKind::Corrupt => {
+                    tracing::error!(%error, "a page of the catalog is written anew");
+                    self.renew_page(pages, slot_page(slot).number());
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
             let at = slot_offset(slot);
             page.0[at..at + SLOT_SIZE].fill(0);
             if let Some(held) = by_slot.get(&slot).and_then(|id| self.objects.get(id)) {
                 let bytes = held.object.encode();
                 page.0[at..at + bytes.len()].copy_from_slice(&bytes);
             }
+            self.dirty.remove(&slot);
         }
         Ok(())
     }
+}
+
+/// Makes sure that the page of a slot can be read.
+fn whole_page(pages: &mut Pages, slot: u64) -> Result<()> {
+    let key = slot_page(slot);
+    pages.get(key)?;
+    if !pages.is_unwritten(key) {
+        return Ok(());
+    }
+    // The superblock counts slots of it: it was written.
+    let text = format!("{key} holds zeros only; run 'lamina check --repair' on the datastore");
+    Err(Error::new(ErrorKind::Corrupt, text))
 }
 
 fn slot_page(slot: u64) -> PageKey {

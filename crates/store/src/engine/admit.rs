@@ -2,6 +2,7 @@
 
 use super::checkpoint::Purpose;
 use super::log::{Cost, Grant};
+use super::reserve::KEPT;
 use super::{Engine, Meta};
 use crate::journal::{Journal, Operation};
 use crate::space::Run;
@@ -149,8 +150,11 @@ impl Engine {
     /// Applies an operation and queues it for the journal. A failure in the middle stops the datastore: memory and
     /// journal would no longer agree. Under a grant, or for what the reserves of admission are for.
     pub(super) fn carry_out(&self, meta: &mut Meta, operation: Operation, gate: u64) -> Result<()> {
-        if operation.changes_map() {
-            self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
+        if operation.changes_map()
+            && !self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?
+            && meta.nodes_of(&operation)? > meta.map.counts().free
+        {
+            return Err(Error::new(ErrorKind::NoSpace, "no room for more of the map in a file system that is full"));
         }
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
         self.count_changes(meta);
@@ -161,6 +165,12 @@ impl Engine {
     pub(super) fn carry_out_waiting(&self, operation: Operation, gate: u64) -> Result<()> {
         loop {
             let mut meta = self.meta.lock();
+            let nodes = meta.nodes_of(&operation)?;
+            if !self.are_spare(&meta, nodes, KEPT) {
+                drop(meta);
+                self.make_spare(nodes, KEPT)?;
+                continue;
+            }
             let done = self.try_carry_out(&mut meta, operation.clone(), gate)?;
             self.update_headroom(&meta);
             drop(meta);
@@ -173,7 +183,7 @@ impl Engine {
 
     /// Makes sure of room for so many images of a checkpoint.
     pub(super) fn reserve_images(&self, pages: u64) -> Result<()> {
-        self.log.reserve_images(pages, &*self.directory)
+        self.log.reserve_images(pages, &*self.directory, &|error| self.stop(error))
     }
 
     /// Doubles the room for images while it is what bounds the dirty pages, or is less than one change of so many pages

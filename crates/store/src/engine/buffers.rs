@@ -6,7 +6,7 @@
 use super::read::gone;
 use crate::Result;
 use crate::buffer::{Layers, Piece};
-use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, RwLock};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
@@ -21,6 +21,8 @@ pub struct Head {
     /// Object id of the disk.
     pub id: u64,
     buffer: Mutex<Buffer>,
+    /// The height of its tree is among those that are known.
+    measured: AtomicBool,
 }
 
 /// The buffer of a disk.
@@ -71,9 +73,23 @@ impl Buffer {
 }
 
 impl Head {
+    fn new(id: u64, buffer: Buffer) -> Arc<Self> {
+        Arc::new(Self { id, buffer: Mutex::new(buffer), measured: AtomicBool::new(false) })
+    }
+
     /// Locks the buffer.
     pub(super) fn lock(&self) -> MutexGuard<'_, Buffer> {
         self.buffer.lock()
+    }
+
+    /// Whether the height of its tree is known.
+    pub(super) fn is_measured(&self) -> bool {
+        self.measured.load(Ordering::Acquire)
+    }
+
+    /// The height of its tree is known.
+    pub(super) fn set_measured(&self) {
+        self.measured.store(true, Ordering::Release);
     }
 
     /// Locks the buffer once nothing in `range` is being written past it.
@@ -99,12 +115,16 @@ impl Head {
 /// The buffers of a store.
 pub struct Buffers {
     heads: RwLock<FxHashMap<u64, Arc<Head>>>,
+    /// Most disks that were among them.
+    count: AtomicU64,
     /// Bound of the data in all buffers, in blocks.
     limit: u64,
     /// Blocks of data in all buffers.
     blocks: AtomicU64,
     room: Mutex<()>,
     room_ready: Condvar,
+    /// How often snapshots were taken.
+    snapshots: AtomicU64,
     /// Snapshots that wait for buffered writes.
     unsealed: AtomicU64,
     sealed: Mutex<()>,
@@ -116,23 +136,42 @@ impl Buffers {
     pub fn new(limit: u64) -> Self {
         Self {
             heads: RwLock::default(),
+            count: AtomicU64::new(0),
             limit,
             blocks: AtomicU64::new(0),
             room: Mutex::default(),
             room_ready: Condvar::default(),
+            snapshots: AtomicU64::new(0),
             unsealed: AtomicU64::new(0),
             sealed: Mutex::default(),
             sealed_ready: Condvar::default(),
         }
     }
 
+    /// The writable state of a disk that has one.
+    pub fn find(&self, disk: u64) -> Option<Arc<Head>> {
+        self.heads.read().get(&disk).cloned()
+    }
+
+    /// The state of a disk that there is not: reads and writes of it are refused.
+    pub fn gone(disk: u64) -> Arc<Head> {
+        Head::new(disk, Buffer { gone: true, ..Buffer::default() })
+    }
+
     /// The writable state of a disk.
     pub fn head(&self, disk: u64) -> Arc<Head> {
-        if let Some(head) = self.heads.read().get(&disk) {
-            return Arc::clone(head);
+        if let Some(head) = self.find(disk) {
+            return head;
         }
         let mut heads = self.heads.write();
-        Arc::clone(heads.entry(disk).or_insert_with(|| Arc::new(Head { id: disk, buffer: Mutex::default() })))
+        let head = Arc::clone(heads.entry(disk).or_insert_with(|| Head::new(disk, Buffer::default())));
+        self.count.fetch_max(heads.len() as u64, Ordering::SeqCst);
+        head
+    }
+
+    /// Disks that have one, or had one at the same time.
+    pub fn count(&self) -> u64 {
+        self.count.load(Ordering::SeqCst)
     }
 
     /// The disks that have one, in the order of their numbers.
@@ -150,7 +189,7 @@ impl Buffers {
 
     /// Blocks of data in all buffers.
     pub fn blocks(&self) -> u64 {
-        self.blocks.load(Ordering::Acquire)
+        self.blocks.load(Ordering::SeqCst)
     }
 
     /// Blocks of data that all buffers may hold.
@@ -161,7 +200,7 @@ impl Buffers {
     /// Takes room for data; how much was held before, or `None` when there is not enough. A single write larger than
     /// the bound has an empty buffer for itself.
     pub fn try_take(&self, blocks: u64) -> Option<u64> {
-        let before = self.blocks.fetch_add(blocks, Ordering::AcqRel);
+        let before = self.blocks.fetch_add(blocks, Ordering::SeqCst);
         if before + blocks <= self.limit || before == 0 {
             return Some(before);
         }
@@ -171,7 +210,7 @@ impl Buffers {
 
     /// Gives room for data back.
     pub fn give_back(&self, blocks: u64) {
-        let before = self.blocks.fetch_sub(blocks, Ordering::AcqRel);
+        let before = self.blocks.fetch_sub(blocks, Ordering::SeqCst);
         let limit = self.limit;
         if before >= limit || before.saturating_sub(blocks) < limit && before + WAKE_BLOCKS >= limit {
             let _guard = self.room.lock();
@@ -187,6 +226,16 @@ impl Buffers {
         }
     }
 
+    /// Snapshots are being taken. Under the locks of the buffers of their disks.
+    pub fn note_snapshots(&self) {
+        self.snapshots.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How often snapshots were taken.
+    pub fn snapshots(&self) -> u64 {
+        self.snapshots.load(Ordering::Acquire)
+    }
+
     /// A snapshot waits for buffered writes.
     pub fn note_unsealed(&self) {
         self.unsealed.fetch_add(1, Ordering::AcqRel);
@@ -199,9 +248,14 @@ impl Buffers {
         self.sealed_ready.notify_all();
     }
 
+    /// Snapshots that wait for buffered writes.
+    pub fn sealing(&self) -> u64 {
+        self.unsealed.load(Ordering::Acquire)
+    }
+
     /// Whether a snapshot waits for buffered writes.
     pub fn is_sealing(&self) -> bool {
-        self.unsealed.load(Ordering::Acquire) > 0
+        self.sealing() > 0
     }
 
     /// Waits until a snapshot is sealed, or for some time.

@@ -2,6 +2,7 @@
 
 use super::Engine;
 use super::admit::STEP_PAGES;
+use super::reserve::KEPT;
 use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
@@ -90,16 +91,23 @@ impl<'a> BulkWriter<'a> {
         while at < range.end {
             engine.check_running()?;
             engine.pace()?;
-            let claim = engine.claim_blocks((range.end - at).min(RUN_MAX))?;
+            let most = (range.end - at).min(RUN_MAX);
+            let claim = engine.claim_blocks(most)?;
             let _fetch = engine.meta.bring_in(|meta| {
-                let blocks = (range.end - at).min(RUN_MAX);
-                meta.survey_allocation(blocks);
-                meta.survey_disk(self.disk, at..at + blocks, Aim::Map);
+                meta.survey_allocation(most);
+                meta.survey_disk(self.disk, at..at + most, Aim::Map);
             });
             let mut meta = engine.meta.lock();
             let (end, _) = meta.reach(self.disk, at..range.end, false, STEP_PAGES)?;
-            let run = engine.allocate(&mut meta, (end - at).min(RUN_MAX))?;
+            let run = engine.allocate(&mut meta, (end - at).min(most))?;
             let operation = Operation::Unwritten { disk: self.disk, logical: at, run, fresh: true };
+            let nodes = meta.nodes_of(&operation).inspect_err(|_| engine.release_new(&mut meta, Some(run)))?;
+            if !engine.are_spare(&meta, nodes, KEPT) {
+                engine.release_new(&mut meta, Some(run));
+                drop(meta);
+                engine.make_spare(nodes, KEPT)?;
+                continue;
+            }
             let refused = engine.try_carry_out_new(&mut meta, operation, 0)?;
             engine.update_headroom(&meta);
             drop(meta);

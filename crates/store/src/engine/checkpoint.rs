@@ -69,7 +69,13 @@ impl Engine {
     pub(super) fn checkpoint_locked(&self, purpose: Purpose) -> Result<()> {
         self.check_running()?;
         self.check_owner()?;
-        let Capture { mut next, pages, mut payload, batches, carried_out } = self.capture(purpose)?;
+        let captured = self.capture(purpose)?;
+        // What was captured counts as clean: another checkpoint would leave it out.
+        self.commit_captured(captured, purpose).map_err(|error| self.stop(error))
+    }
+
+    fn commit_captured(&self, captured: Capture, purpose: Purpose) -> Result<()> {
+        let Capture { mut next, pages, mut payload, batches, carried_out } = captured;
         let Captured { known: images, unknown } = pages;
 
         while !payload.is_empty() {
@@ -86,12 +92,13 @@ impl Engine {
         self.files.write_out();
         self.sync_all_data()?;
         self.meta.keep_home(&unknown);
-        write_home(self.meta.files(), &unknown).map_err(|error| self.stop(error))?;
+        write_home(self.meta.files(), &unknown)?;
         drop(unknown);
 
         let mut commit = self.log.lock();
         self.append_pending(&mut commit)?;
         next.ordered = commit.take_captured_end().ok_or_else(|| {
+            // Here and below, before another thread has the journal and appends to it.
             self.stop(Error::new(ErrorKind::Io, "changes captured by a checkpoint did not become durable"))
         })?;
         // Nothing else writes the superblock while the checkpoint lock is held.
@@ -101,14 +108,10 @@ impl Engine {
         drop(commit);
         if grown {
             // The superblock will vouch for this length, also when no page of the map is among the images.
-            self.meta
-                .file(PageFile::Map)
-                .sync()
-                .during(|| "flushing the map".into())
-                .map_err(|error| self.stop(error))?;
+            self.meta.file(PageFile::Map).sync().during(|| "flushing the map".into())?;
         }
         if !images.is_empty() {
-            self.commit_images(&mut next, &images).map_err(|error| self.stop(error))?;
+            self.commit_images(&mut next, &images)?;
         }
         let mut commit = self.log.lock();
         next.clean = purpose == Purpose::Close && commit.batches() == batches;

@@ -119,8 +119,18 @@ impl Engine {
         let limit = self.change_cost();
         let grant = self.admit(limit)?;
         let outcome = self.enqueue_change(limit, plan)?;
-        drop(grant);
-        self.commit_changes()?;
+        // With room for the append in hand: a checkpoint that is needed for room and fails would make this an error
+        // although the change is carried out and becomes durable with the next batch. What the change has cost counts
+        // by itself now, and the rest of the grant is not kept from writers while the medium works.
+        let room = match self.log.admission.try_admit(Cost { bytes: APPEND_BYTES, pages: 0 }) {
+            Some(room) => {
+                drop(grant);
+                room
+            }
+            None => grant,
+        };
+        self.append_changes(false)?;
+        drop(room);
         Ok(outcome)
     }
 
@@ -135,7 +145,10 @@ impl Engine {
         let (operations, outcome) = plan(&mut meta.catalog)?;
         // Room first: what is carried out in memory cannot be taken back.
         let records = operations.iter().filter(|operation| !matches!(operation, Operation::Trash { .. })).count();
-        self.reserve_metadata(&meta, records as u64)?;
+        if records > 0 {
+            // What only goes needs none.
+            self.reserve_metadata(&meta, records as u64)?;
+        }
         self.refuse_too_many(&meta, &operations, limit)?;
         let last = operations.len().saturating_sub(1);
         for (i, operation) in operations.into_iter().enumerate() {
@@ -258,6 +271,7 @@ impl Engine {
 
     /// Waits until the last writes of a snapshot are in the map.
     pub(super) fn wait_sealed(&self, snapshot: u64) -> Result<()> {
+        let failures = self.writeback.failing.count();
         loop {
             let (state, disk) = self.with_catalog(|catalog| catalog.get(snapshot).map(|o| (o.state, o.disk)))?;
             if state != State::Unsealed {
@@ -267,6 +281,7 @@ impl Engine {
             if self.options.threads {
                 self.request(|work| work.write_back = true);
                 self.buffers.wait_sealed(Duration::from_millis(5));
+                self.writeback.failing.check(failures)?;
             } else {
                 self.settle(&self.head(disk))?;
             }

@@ -102,14 +102,14 @@ impl DataFiles {
         Ok((Arc::clone(&file.file), offset))
     }
 
-    /// Makes sure that the file of a run exists.
-    pub fn ensure(&self, run: Run) -> Result<()> {
+    /// Makes sure that the file of a run exists, durably; `stop` is told when that cannot be known.
+    pub fn ensure(&self, run: Run, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         let (number, _, _) = buffer::place(run);
         let mut files = self.files.write();
         while files.len() as u64 <= number {
             let name = data_file_name(files.len() as u64);
             let file = self.directory.create(&name, self.mode).during(|| format!("creating {name}"))?;
-            self.directory.sync().during(|| format!("creating {name}"))?;
+            self.directory.sync().during(|| format!("creating {name}")).map_err(stop)?;
             files.push(Arc::new(DataFile::new(file)));
         }
         Ok(())

@@ -19,13 +19,13 @@ use super::metadata::{Meta, Pending};
 use super::placement::Holds;
 use super::writeback::{STEPS_MAX, Step};
 use super::{Buffer, Engine, Head};
-use crate::Result;
 use crate::buffer::{Content, Piece};
 use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::tree;
+use crate::{ErrorKind, Result};
 use backend::{BLOCK_SIZE, SharedSlice};
 
 /// Blocks of data that a flush brings into the map at a time.
@@ -56,10 +56,14 @@ impl Engine {
 
     /// The same for what has room in the journal already: under a grant, and without waiting for a checkpoint.
     pub(super) fn append_changes(&self, gently: bool) -> Result<()> {
-        self.append_pending(&mut self.log.lock())?;
+        let mut commit = self.log.lock();
+        self.append_pending(&mut commit)?;
+        // Looked at under the lock of the journal: what another thread takes for its batch is not durable before the
+        // end of that.
         if self.meta.lock().pending.is_empty() {
             return Ok(());
         }
+        drop(commit);
         if gently {
             self.files.write_out();
         }
@@ -69,6 +73,7 @@ impl Engine {
     }
 
     fn flush_to(&self, ticket: u64) -> Result<()> {
+        let mut freed = false;
         loop {
             self.check_running()?;
             if self.log.clocks.is_durable(ticket) {
@@ -91,7 +96,18 @@ impl Engine {
                 continue;
             }
             let covered = self.log.clocks.acknowledged();
-            let left = self.log_buffers()?;
+            let left = match self.log_buffers() {
+                // What is freed, or held, becomes free by what is pending.
+                Err(error) if error.kind() == ErrorKind::NoSpace && !freed => {
+                    freed = true;
+                    drop(gate);
+                    drop(commit);
+                    self.append_changes(false)?;
+                    continue;
+                }
+                Err(error) if self.isolate(&error) => continue,
+                other => other?,
+            };
             // No batch of write-back is under way now: its writes are among those to be made durable.
             let announced = self.log.announced_end();
             drop(gate);
@@ -107,6 +123,13 @@ impl Engine {
                 self.sync_all_data()?;
             }
             self.append_pending(&mut commit)?;
+            while !self.log.is_told(announced) {
+                // The record waits behind changes whose data came home during the flush: one more flush covers them.
+                drop(commit);
+                self.sync_data()?;
+                commit = self.log.lock();
+                self.append_pending(&mut commit)?;
+            }
             if let Some(cost) = left {
                 drop(commit);
                 drop(appends);
@@ -154,9 +177,11 @@ impl Engine {
         drop(through);
         self.files.sync().map_err(|error| self.stop(error))?;
         self.counters.data_syncs.fetch_add(1, Ordering::Relaxed);
+        // One critical section: who finds it settled finds the record pending, or appended.
+        let mut meta = self.meta.lock();
         if let Some(position) = syncing.end() {
             // Behind the checksums of what it settles: they are pending already.
-            self.meta.lock().enqueue(Operation::Synced { position }, 0)?;
+            meta.enqueue(Operation::Synced { position }, 0)?;
         }
         Ok(())
     }
@@ -211,24 +236,33 @@ impl Engine {
         steps: &mut usize,
     ) -> Result<Option<Cost>> {
         let end = piece.logical + piece.entry.blocks;
-        let mut at = piece.logical;
+        let (mut at, mut most) = (piece.logical, LOG_STEP);
         while at < end {
+            // What was buffered since over a discard or zeroes is not theirs any more: the buffer was not held all the
+            // time since the piece was copied.
+            let (layer, _) = buffer.layers.oldest();
+            let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
             let mut meta = self.meta.lock();
             let step = match &piece.entry.content {
-                Content::Data(..) => self.log_step(&mut meta, head, &piece.part(at..end.min(at + LOG_STEP)))?,
+                Content::Data(..) => self.log_step(&mut meta, head, &piece.part(at..end.min(at + most))),
                 _ if *steps == 0 => return Ok(Some(Cost::default())),
                 content => {
                     *steps -= 1;
-                    self.apply_other(&mut meta, head.id, at..end, content)?
+                    self.apply_other(&mut meta, head.id, still, content)
                 }
             };
             self.update_headroom(&meta);
             drop(meta);
+            let step = step?;
             let (layer, _) = buffer.layers.oldest();
             let gone = layer.remove(at, step.end - at, piece.entry.stamp);
             self.give_back(gone);
-            if step.refused.is_some() {
-                return Ok(step.refused);
+            if let Some(cost) = step.refused {
+                if most == 1 || self.log.admission.holds(cost) {
+                    return Ok(step.refused);
+                }
+                // A checkpoint must have room for what a step dirties: shared leaves name blocks all over the medium.
+                most /= 2;
             }
             at = step.end;
         }
@@ -337,8 +371,15 @@ impl Engine {
                 return Ok(());
             }
             self.append(commit, BatchKind::Operations, &writer.finish())?;
-            if taken.changes.iter().all(|pending| matches!(pending.operation, Operation::Synced { .. })) {
-                // Changes nothing that a checkpoint holds: a clean one may let go of it.
+            let mut changes_something = false;
+            for pending in &taken.changes {
+                match pending.operation {
+                    Operation::Synced { position } => self.log.note_told(position),
+                    _ => changes_something = true,
+                }
+            }
+            if !changes_something {
+                // Nothing that a checkpoint holds: a clean one may let go of it.
                 commit.discount_last();
             }
             self.retire_committed(taken.changes)?;
@@ -362,7 +403,23 @@ impl Engine {
         self.check_owner()?;
         self.log.append(commit, kind, parts).map_err(|error| self.stop(error))?;
         self.counters.journal_appends.fetch_add(1, Ordering::Relaxed);
+        if self.log.lacks_trailer(commit) {
+            self.request(|work| work.trailer = true);
+        }
         Ok(())
+    }
+
+    /// Ends the journal with a trailer, unless something is being appended: then another look comes. True if there is
+    /// one now, or none is needed.
+    pub(super) fn trail_journal(&self) -> Result<bool> {
+        let Some(mut commit) = self.log.try_lock() else { return Ok(false) };
+        self.check_running()?;
+        self.check_owner()?;
+        if let Err(error) = self.log.trail(&mut commit) {
+            // The next batch overwrites it, durably, and tells whether the medium still takes writes.
+            tracing::warn!(%error, "the journal stays without a trailer until something is appended");
+        }
+        Ok(true)
     }
 
     /// Appends operations ahead of what is pending.

@@ -63,6 +63,8 @@ impl Engine {
                 })?,
                 other => other?,
             };
+            // The records of the snapshots overtake what is pending: that there is this room must be durable before.
+            self.commit_changes()?;
         }
     }
 
@@ -123,6 +125,7 @@ impl Engine {
             for operation in &operations {
                 meta.apply(operation, &mut Effects::default()).map_err(|error| self.stop(error))?;
             }
+            self.buffers.note_snapshots();
             for (i, buffer) in &mut buffers {
                 let snapshot = ids[*i];
                 if buffer.layers.close(snapshot) {

@@ -9,15 +9,19 @@ use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::time::Instant;
-use crate::{IoContext, Result};
+use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// How often maintenance looks round when it is not asked.
 const TICK: Duration = Duration::from_millis(100);
+/// Without an append for this long the journal gets a trailer.
+const TRAILER_IDLE: Duration = Duration::from_millis(10);
 /// How often an owner that appends nothing to the journal looks whether it still is the owner.
 const OWNER_CHECK: Duration = Duration::from_secs(2);
+/// How often memory that no buffer has needed meanwhile goes back to the system.
+const MEMORY_CHECK: Duration = Duration::from_secs(5);
 /// Without a write for this long the datastore counts as idle: space is given back down to the last run.
 const IDLE: Duration = Duration::from_millis(700);
 /// Without a write for this long even single blocks are punched, which costs a journal entry of the file system each.
@@ -103,7 +107,7 @@ impl Engine {
         let mut clock = 0;
         let mut last_write = Instant::now();
         while self.running.goes_on() {
-            self.running.next_work(|work| work.write_back, TICK, |work| work.write_back = false);
+            self.running.next_write_back(TICK);
             let now = self.log.clocks.acknowledged();
             if now != clock {
                 (clock, last_write) = (now, Instant::now());
@@ -137,6 +141,10 @@ impl Engine {
             punch_after: Instant::now(),
         };
         let mut owner_seen = Instant::now();
+        let mut memory_seen = Instant::now();
+        let mut last_round = Instant::now();
+        // Where the journal ended when it was looked at last, and since when, while it lacks a trailer.
+        let mut trailing = None;
         while self.running.goes_on() {
             if owner_seen.elapsed() > OWNER_CHECK {
                 owner_seen = Instant::now();
@@ -144,18 +152,47 @@ impl Engine {
                     return;
                 }
             }
-            let extend = self.running.next_work(
-                |work| work.commit || work.checkpoint || work.extend || work.reclaim,
-                TICK,
+            if memory_seen.elapsed() > MEMORY_CHECK {
+                memory_seen = Instant::now();
+                backend::release_idle();
+            }
+            let time = if trailing.is_some() { TRAILER_IDLE } else { TICK };
+            let (trailer, extend, round) = self.running.next_upkeep(time, |work| {
+                let trailer = std::mem::take(&mut work.trailer);
                 // Asked for by writers many times a second: nothing else has to be looked at for that.
-                |work| std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint),
-            );
-            let done = if extend { self.extend_ahead() } else { self.maintain(&mut watch) };
+                let extend = std::mem::take(&mut work.extend) && !(work.commit || work.checkpoint);
+                (trailer, extend, work.commit || work.checkpoint || work.reclaim)
+            });
+            if trailer {
+                trailing = Some((self.log.head(), Instant::now()));
+            }
+            trailing = trailing.and_then(|(head, since)| self.trail_when_idle(head, since));
+            let done = if extend {
+                self.extend_ahead()
+            } else if round || last_round.elapsed() >= TICK {
+                last_round = Instant::now();
+                self.maintain(&mut watch)
+            } else {
+                Ok(())
+            };
             if let Err(error) = done {
                 tracing::warn!(%error, "maintenance has to wait");
                 crate::sync::thread::sleep(TICK);
             }
         }
+    }
+
+    /// Ends the journal with a trailer once nothing was appended for some time after it ended at `head`. What to look
+    /// at next, if there is no trailer yet.
+    fn trail_when_idle(&self, head: u64, since: Instant) -> Option<(u64, Instant)> {
+        if self.log.head() != head {
+            return Some((self.log.head(), Instant::now()));
+        }
+        if since.elapsed() < TRAILER_IDLE {
+            return Some((head, since));
+        }
+        // A store that has stopped writes none.
+        (!self.trail_journal().unwrap_or(true)).then(|| (head, Instant::now()))
     }
 
     fn maintain(&self, watch: &mut Watch) -> Result<()> {
@@ -264,6 +301,17 @@ impl Engine {
         let more = self.drop_trash(DROP_ROUNDS)?;
         self.commit_changes()?;
         Ok(more)
+    }
+
+    /// As [`Engine::drop_all_trash`]; what is damaged stays.
+    pub(super) fn drop_whole_trash(&self) -> Result<bool> {
+        match self.drop_all_trash() {
+            Err(error) if error.kind() == ErrorKind::Corrupt => {
+                tracing::error!(%error, "a deleted disk or snapshot is damaged and stays");
+                Ok(false)
+            }
+            other => other,
+        }
     }
 
     /// Punches free runs: long ones soon, single blocks when nothing else goes on.
@@ -419,6 +467,7 @@ impl Engine {
             self.checkpoint()?;
         }
         self.meta.lock().release_freed();
+        self.trail_journal()?;
         Ok(more)
     }
 

@@ -64,16 +64,20 @@ mod files;
 mod flush;
 mod heads;
 mod inspect;
+mod isolate;
+mod left_out;
 mod log;
 mod maintain;
 mod metadata;
 mod owner;
 mod placement;
 mod read;
+mod rebuild;
 mod recover;
 mod replay;
 mod reserve;
 mod running;
+mod salvage;
 mod verify;
 mod write;
 mod writeback;
@@ -88,7 +92,9 @@ pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
+pub use salvage::{Piece as SalvagedPiece, Salvage, Salvaged, Verdict as SalvageVerdict};
 
+use crate::catalog::State;
 use crate::pages::PageStatistics;
 use crate::sync::Mutex;
 use crate::sync::atomic::AtomicU64;
@@ -165,6 +171,10 @@ pub struct Engine {
     /// Counters.
     pub counters: Counters,
     running: Running,
+    /// Ranges that cannot be brought into the map.
+    isolation: isolate::Isolation,
+    /// What its opening found damaged: for the report of the first check.
+    found_first: Mutex<Report>,
     /// One check at a time.
     checking: Mutex<()>,
     /// One change of the catalog at a time.
@@ -193,6 +203,11 @@ impl Engine {
         &self.options
     }
 
+    /// Why it takes no writes any more; `None` while it does.
+    pub fn failure(&self) -> Option<String> {
+        self.running.failure()
+    }
+
     fn check_running(&self) -> Result<()> {
         self.running.check()
     }
@@ -208,9 +223,22 @@ impl Engine {
         error
     }
 
-    /// The writable state of a disk.
+    /// The writable state of a disk. Of a disk that there is not, one that refuses everything.
     pub fn head(&self, disk: u64) -> Arc<Head> {
-        self.buffers.head(disk)
+        let exists =
+            || self.with_catalog(|catalog| catalog.find(disk).is_some_and(|object| object.state == State::Disk));
+        if let Some(head) = self.buffers.find(disk) {
+            return head;
+        }
+        if exists() {
+            let head = self.buffers.head(disk);
+            // It may have been deleted in between, and its buffer forgotten before this one was made.
+            if exists() {
+                return head;
+            }
+            self.buffers.forget(&[head]);
+        }
+        Buffers::gone(disk)
     }
 
     /// Counters of the cache of metadata pages.
@@ -218,10 +246,12 @@ impl Engine {
         self.meta.statistics()
     }
 
-    /// Tells writers how much they may count on. Called whenever free space changed, before claims are given back.
+    /// Tells writers how much they may count on. Called whenever free space changed, before claims and changes are
+    /// given back.
     fn update_headroom(&self, meta: &Meta) {
         let free = meta.data.counts().free;
         self.reserves.set_headroom(free.saturating_sub(meta.catalog.reserved()));
+        self.update_changes_max(meta);
     }
 
     /// Asks the background threads for something, if there are any.

@@ -411,5 +411,5 @@ impl Engine {
 
 /// The error for a disk that was deleted or reverted while open.
 pub(super) fn gone() -> Error {
-    Error::new(ErrorKind::NotFound, "the disk was deleted or reverted while it was open; open it again")
+    Error::new(ErrorKind::NotFound, "the disk was deleted or reverted meanwhile; open it again, if it still exists")
 }

@@ -14,17 +14,20 @@
 //!    is admitted step by step like any other.
 
 use super::buffers::Buffers;
+use super::check::Report;
 use super::checkpoint::Purpose;
 use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::left_out::{LeftOut, Tolerance};
 use super::log::{CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock};
 use super::metadata::{Meta, Metadata};
-use super::reserve::Reserves;
+use super::rebuild::{damaged_page, damaged_superblock};
+use super::reserve::{KEPT, Reserves, table_bytes, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
 use super::{Counters, Engine, EngineOptions, Owner};
-use crate::catalog::{Catalog, Provisioning, State};
+use crate::catalog::{Catalog, Object, Provisioning, State};
 use crate::journal::{BatchKind, Journal, Operation, Place};
-use crate::pages::{PageFile, PageKey, Pages, verify, write_home};
+use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
 use crate::sync::Mutex;
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -37,12 +40,52 @@ pub const JOURNAL_SIZE_MIN: u64 = 4 << 20;
 pub const JOURNAL_SIZE_MAX: u64 = 4 << 30;
 /// The journal of a datastore made without a word about it: 128 MiB.
 pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
-/// Blocks of the map reserved from the start.
-const MAP_RESERVE: u64 = 256;
+/// Blocks of the map reserved from the start (2 MiB): those that are kept, and as many for writes.
+const MAP_RESERVE: u64 = 2 * KEPT;
 /// Pages that recovery may change beside those that replay has changed: of snapshots that it completes.
 const PAGES_AHEAD: u64 = 64;
 /// Regions of data believed without a file that bears them out.
 const REGIONS_AHEAD: u64 = 1024;
+
+/// What a store is opened for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Opening {
+    /// Use: damage that takes more than what it describes is refused.
+    Ordinary,
+    /// A check that repairs.
+    Repair,
+}
+
+impl Opening {
+    /// What can be done about damage that it cannot pass.
+    fn advice(self) -> &'static str {
+        match self {
+            Self::Ordinary => "run 'lamina check --repair', or read out what is whole with 'lamina salvage'",
+            Self::Repair => "this cannot be repaired; read out what is whole with 'lamina salvage'",
+        }
+    }
+
+    fn unrecovered(self, error: Error) -> Error {
+        match error.kind() {
+            ErrorKind::Corrupt => error.context(format!("the datastore cannot be recovered; {}", self.advice())),
+            _ => error,
+        }
+    }
+}
+
+/// What an opening has found, before the first change.
+pub(super) struct Parts<'a> {
+    pub meta: Metadata,
+    pub directory: Arc<dyn Directory>,
+    pub options: EngineOptions,
+    pub superblock: Superblock,
+    pub superblock_file: Arc<dyn File>,
+    pub journal: Journal,
+    pub images: Images,
+    pub files: DataFiles,
+    pub found_first: Report,
+    pub owner: Option<&'a Arc<Owner>>,
+}
 
 /// How a store is made.
 #[derive(Clone, Copy, Debug)]
@@ -94,11 +137,11 @@ impl Engine {
             at += length as u64;
         }
         journal.sync().during(|| "flushing the journal".into())?;
-        for file in PageFile::ALL {
+        // The first changes find their room, whatever other programs take.
+        let map = (PageFile::Map, MAP_RESERVE * BLOCK_SIZE as u64);
+        for (file, room) in std::iter::once(map).chain(table_bytes(1, 1, 0)) {
             let pages = create(file.name())?;
-            if file == PageFile::Map {
-                pages.reserve(0, MAP_RESERVE * BLOCK_SIZE as u64).during(|| "reserving the map".into())?;
-            }
+            pages.reserve(0, room).during(|| format!("reserving {}", file.name()))?;
             pages.sync().during(|| format!("flushing {}", file.name()))?;
         }
         Images::create(&**directory, INITIAL_PAGES)?;
@@ -141,9 +184,37 @@ impl Engine {
         options: EngineOptions,
         owner: Option<&Arc<Owner>>,
     ) -> Result<Arc<Self>> {
+        Self::open_for(directory, options, owner, Opening::Ordinary)
+    }
+
+    /// As [`Engine::open_owned`], for a check that repairs: what is damaged and can be proven is put right before it is
+    /// needed. What was found is in the report of the next check.
+    pub fn open_repairing(
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        owner: Option<&Arc<Owner>>,
+    ) -> Result<Arc<Self>> {
+        Self::open_for(directory, options, owner, Opening::Repair)
+    }
+
+    fn open_for(
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        owner: Option<&Arc<Owner>>,
+        opening: Opening,
+    ) -> Result<Arc<Self>> {
         let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
+        let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
-        let (mut superblock, other_copy_lost) = Superblock::read(&*superblock_file)?;
+        let (mut superblock, other_copy_lost) = match opening {
+            Opening::Ordinary => Superblock::read(&*superblock_file)?,
+            Opening::Repair => Superblock::read_mended(&*superblock_file)?,
+        };
+        if let Some(copy) = superblock.damaged_copy(&*superblock_file)? {
+            // Every opening writes the superblock, over this copy first.
+            tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
+            found_first.add(damaged_superblock(copy), Some("written anew when the datastore was opened".to_owned()));
+        }
         // The journal goes past the page cache where the file system allows: it is never read again but in recovery.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {
             Ok(file) => file,
@@ -152,7 +223,8 @@ impl Engine {
         if journal_file.len().during(|| "measuring the journal".into())? < superblock.journal_size {
             return Err(Error::new(
                 ErrorKind::Corrupt,
-                "the journal is shorter than the superblock says: it was truncated; restore the file from a backup",
+                "the journal is shorter than the superblock says: it was truncated; restore the file from a backup, or \
+                 read out what is whole with 'lamina salvage'",
             ));
         }
         let mut page_files: Vec<Arc<dyn File>> = Vec::new();
@@ -162,7 +234,10 @@ impl Engine {
         let page_files: [Arc<dyn File>; PageFile::COUNT] =
             page_files.try_into().map_err(|_| Error::new(ErrorKind::Invalid, "page files"))?;
         let salt = u64::from_le_bytes(superblock.uuid[..8].try_into().expect("eight bytes"));
-        let images = Images::open(&*directory, &superblock, salt)?;
+        let mut images = Images::open(&*directory, &superblock, salt)?;
+        if opening == Opening::Repair {
+            images.mend();
+        }
         if let Some(head) = images.outstanding(&superblock, other_copy_lost)? {
             images.take_home(&head, &page_files)?;
             head.record.update(&mut superblock);
@@ -174,8 +249,11 @@ impl Engine {
             superblock.write(&*superblock_file)?;
         }
         let mut journal = Journal::new(journal_file, superblock.journal_size, salt, superblock.tail);
-
+        if opening == Opening::Repair {
+            journal.mend();
+        }
         let found = survey(&journal, superblock.incarnation)?;
+        found.check_whole(opening)?;
         let (mut replay_from, mut ordered_from) = (superblock.tail, superblock.ordered);
         if let Some(checkpoint) = &found.checkpoint {
             // Of version 1, which kept images in the ring. They stay there until the first checkpoint is committed.
@@ -190,15 +268,61 @@ impl Engine {
         let files = DataFiles::open(Arc::clone(&directory), options.mode)?;
         check_lengths(&page_files, &files.all(), &superblock)?;
         let mut pages = Pages::new(page_files.clone(), options.metadata_cache);
-        let map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
-        let data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
+        if opening == Opening::Repair {
+            pages.set_mender(Some(Arc::new(Mender::new(images.index(superblock.checkpoint)))));
+        }
+        let mut map = Space::open(SpaceKind::Map, superblock.map_regions, superblock.map_length, &mut pages)?;
+        let mut data = Space::open(SpaceKind::Data, superblock.data_regions, 0, &mut pages)?;
         let catalog = Catalog::open(&mut pages, superblock.catalog_slots, superblock.next_id)?;
+        for (key, error) in map.take_derived().into_iter().chain(data.take_derived()) {
+            tracing::error!(%error, "a page of summaries is counted anew");
+            found_first.add(damaged_page(key, &error), Some("counted anew from the table".to_owned()));
+        }
+        journal.resume(found.end, found.incarnation + 1);
+        let engine = Self::assemble(Parts {
+            meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog),
+            directory,
+            options,
+            superblock,
+            superblock_file,
+            journal,
+            images,
+            files,
+            found_first,
+            owner,
+        })?;
+        if opening == Opening::Repair {
+            engine.repair_before_replay()?;
+        }
+        let crashed = !superblock.clean || found.end != superblock.tail;
+        if crashed {
+            // What the last life announced and did not write is settled by no flush of this one, until a checkpoint
+            // has made the outcome of recovery the new start: recovery may have to begin again.
+            engine.log.settle_nothing();
+            let tolerance = match opening {
+                Opening::Ordinary => Tolerance::Nothing,
+                Opening::Repair => Tolerance::LostObjects,
+            };
+            let mut left_out = LeftOut::new(tolerance, superblock.next_id);
+            let replayed = engine.replay(replay_from, ordered_from, found.end, &mut left_out);
+            let operations = replayed.map_err(|error| opening.unrecovered(error))?;
+            tracing::info!(operations, "recovered the datastore from its journal");
+        }
+        engine.end_mending()?;
+        engine.update_headroom(&engine.meta.lock());
+        engine.reserve_for_checkpoints()?;
+        engine.start(crashed)?;
+        Ok(engine)
+    }
+
+    /// Puts the parts of an opening together.
+    pub(super) fn assemble(parts: Parts<'_>) -> Result<Arc<Self>> {
+        let Parts { meta, directory, options, superblock, superblock_file, journal, images, files, .. } = parts;
         let queue = || directory.queue(LANE_DEPTH).during(|| "starting an I/O queue".into());
         let writeback = WriteBack::new(queue()?, queue()?);
-        journal.resume(found.end, found.incarnation + 1);
         let cache = (options.metadata_cache / BLOCK_SIZE) as u64;
-        let engine = Arc::new(Self {
-            meta: Metadata::new(Arc::clone(&directory), page_files, pages, map, data, catalog),
+        Ok(Arc::new(Self {
+            meta,
             log: CommitLog::new(journal, superblock, superblock_file, images, cache)?,
             buffers: Buffers::new((options.write_buffer / BLOCK_SIZE) as u64),
             writeback,
@@ -206,25 +330,15 @@ impl Engine {
             files,
             directory,
             options,
-            owner: owner.map(Arc::downgrade),
+            owner: parts.owner.map(Arc::downgrade),
             uuid: superblock.uuid,
             checking: Mutex::default(),
             control: Mutex::default(),
             running: Running::default(),
             counters: Counters::default(),
-        });
-        let crashed = !superblock.clean || found.end != superblock.tail;
-        if crashed {
-            // What the last life announced and did not write is settled by no flush of this one, until a checkpoint
-            // has made the outcome of recovery the new start: recovery may have to begin again.
-            engine.log.settle_nothing();
-            let operations = engine.replay(replay_from, ordered_from, found.end)?;
-            tracing::info!(operations, "recovered the datastore from its journal");
-        }
-        engine.update_headroom(&engine.meta.lock());
-        engine.reserve_for_checkpoints()?;
-        engine.start(crashed)?;
-        Ok(engine)
+            found_first: Mutex::new(parts.found_first),
+            isolation: Default::default(),
+        }))
     }
 
     /// The last steps of opening: completes what a crash interrupted and starts the threads.
@@ -234,7 +348,7 @@ impl Engine {
             let mut unsealed: Vec<u64> = meta
                 .catalog
                 .objects()
-                .filter(|object| object.state == State::Unsealed)
+                .filter(|object| object.state == State::Unsealed && meta.catalog.find(object.disk).is_some())
                 .map(|object| object.id)
                 .collect();
             unsealed.sort_unstable();
@@ -264,6 +378,7 @@ impl Engine {
         }
         // From here on the files change: space is reserved before the journal knows of it.
         self.log.note_open()?;
+        unless_full(self.extend_map(0))?;
         if self.options.threads {
             self.start_threads()?;
         }
@@ -275,10 +390,13 @@ impl Engine {
         let needed = {
             let meta = self.meta.lock();
             self.count_changes(&meta);
-            meta.images_needed(0).max(meta.pages.dirty() as u64 + PAGES_AHEAD)
+            meta.images_needed(0, meta.map.regions()).max(meta.pages.dirty() as u64 + PAGES_AHEAD)
         };
-        self.reserve_images(needed)
-            .map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))
+        let reserved = self.reserve_images(needed);
+        reserved.map_err(|error| error.context("the datastore cannot be opened without room for its metadata"))?;
+        // What is in use has its room. A region that nothing was ever reserved in may lack its table: changes that need
+        // it ask again.
+        unless_full(self.reserve_tables())
     }
 
     /// A shrink that a crash cut short has the new capacity and still the blocks behind it.
@@ -287,31 +405,33 @@ impl Engine {
             catalog.disks().map(|disk| (disk.id, disk.capacity.div_ceil(BLOCK_SIZE as u64))).collect()
         });
         for (disk, end) in disks {
-            self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT)?;
+            // What stays for lack of room is out of sight, and cleared before the disk grows.
+            unless_full(self.unmap_waiting(disk, end..crate::tree::LOGICAL_LIMIT))?;
         }
         Ok(())
     }
 
     /// What is set aside for a thick disk with snapshots is counted down by writes that a crash may have counted
-    /// twice: start again from the safe side.
+    /// twice: start again from the safe side, as far as there are free blocks for it. There are for what was set aside
+    /// when the crash came.
     fn restore_reserves(&self, meta: &mut Meta) -> Result<()> {
-        let thick: Vec<u64> = meta
-            .catalog
-            .disks()
-            .filter(|disk| disk.provisioning != Provisioning::Thin && disk.reserved > 0)
-            .map(|disk| disk.id)
-            .collect();
-        for id in thick {
-            let mut object = meta.catalog.get(id)?.clone();
-            object.reserved = object.capacity.div_ceil(BLOCK_SIZE as u64);
+        let thick = |disk: &&Object| disk.provisioning != Provisioning::Thin && disk.reserved > 0;
+        let disks: Vec<Object> = meta.catalog.disks().filter(thick).cloned().collect();
+        let mut spare = meta.data.counts().free.saturating_sub(disks.iter().map(|disk| disk.reserved).sum());
+        for mut object in disks {
+            let more = object.capacity.div_ceil(BLOCK_SIZE as u64).saturating_sub(object.reserved).min(spare);
+            spare -= more;
+            object.reserved += more;
             self.carry_out(meta, Operation::Put { record: object.encode() }, 0)?;
         }
         Ok(())
     }
 
-    /// Writes everything home and ends the threads. The store can only be dropped afterwards.
+    /// Writes everything home and ends the threads. The store can only be dropped afterwards, or closed again if that
+    /// failed.
     pub fn close(&self) -> Result<()> {
-        if !self.running.begin_closing() {
+        let mut closed = self.running.begin_closing();
+        if *closed {
             return Ok(());
         }
         self.running.end_threads();
@@ -321,24 +441,51 @@ impl Engine {
         let _guard = self.log.lock_checkpoints();
         self.checkpoint_locked(Purpose::Close)?;
         self.running.stop("it was closed");
+        *closed = true;
         Ok(())
     }
 }
 
-struct FoundCheckpoint {
+pub(super) struct FoundCheckpoint {
     record: CheckpointRecord,
     end: Place,
 }
 
-struct Survey {
-    end: Place,
-    incarnation: u64,
-    checkpoint: Option<FoundCheckpoint>,
+pub(super) struct Survey {
+    pub end: Place,
+    pub incarnation: u64,
+    pub checkpoint: Option<FoundCheckpoint>,
+    /// Where the journal goes on behind damage at its end.
+    pub beyond: Option<Place>,
+}
+
+impl Survey {
+    /// Fails where what was acknowledged is lost.
+    fn check_whole(&self, opening: Opening) -> Result<()> {
+        let Some(place) = self.beyond else { return Ok(()) };
+        Err(Error::new(
+            ErrorKind::Corrupt,
+            format!(
+                "the journal is damaged at position {}: it goes on at {}, so what was acknowledged in between is lost; \
+                 {}",
+                self.end.position,
+                place.position,
+                opening.advice()
+            ),
+        ))
+    }
+}
+
+impl FoundCheckpoint {
+    /// What it says.
+    pub fn record(&self) -> CheckpointRecord {
+        self.record
+    }
 }
 
 /// Follows the journal to its end.
-fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
-    let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None };
+pub(super) fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
+    let mut found = Survey { end: journal.tail(), incarnation, checkpoint: None, beyond: None };
     let mut lowest = incarnation;
     while let Some(batch) = journal.read(found.end, lowest)? {
         if batch.next.position - journal.tail().position > journal.size() {
@@ -355,21 +502,12 @@ fn survey(journal: &Journal, incarnation: u64) -> Result<Survey> {
         found.incarnation = found.incarnation.max(batch.incarnation);
         found.end = batch.next;
     }
-    if let Some(place) = journal.continuation(found.end, found.incarnation)? {
-        return Err(Error::new(
-            ErrorKind::Corrupt,
-            format!(
-                "the journal is damaged at position {}: it goes on at {}, so what was acknowledged in between is lost; \
-                 restore the datastore, or its journal and superblock, from a backup",
-                found.end.position, place.position
-            ),
-        ));
-    }
+    found.beyond = journal.continuation(found.end, found.incarnation)?;
     Ok(found)
 }
 
 /// The pages of a finished checkpoint: those appended between its place and its end.
-fn collect_images(
+pub(super) fn collect_images(
     journal: &Journal,
     tail: Place,
     checkpoint: &FoundCheckpoint,
@@ -410,7 +548,8 @@ fn check_lengths(
             return Err(Error::new(
                 ErrorKind::Corrupt,
                 format!(
-                    "{} has {length} bytes and should have {}: it was truncated; restore the file from a backup",
+                    "{} has {length} bytes and should have {}: it was truncated; restore the file from a backup, or read out \
+                     what is whole with 'lamina salvage'",
                     file.name(),
                     pages * BLOCK_SIZE as u64
                 ),

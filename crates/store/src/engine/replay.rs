@@ -6,6 +6,7 @@
 //! Suspect blocks were being overwritten by a write that was not acknowledged as durable: what is found there is
 //! their content.
 
+use super::left_out::LeftOut;
 use super::metadata::Effects;
 use super::placement::Doubts;
 use super::{Engine, Meta};
@@ -20,7 +21,8 @@ fn blocks(run: &Run) -> std::ops::Range<u64> {
 
 impl Engine {
     /// Carries out the operations from `from` to `end` again: urgent ones all, others from `ordered` on.
-    pub(super) fn replay(&self, from: Place, ordered: Place, end: Place) -> Result<u64> {
+    pub(super) fn replay(&self, from: Place, ordered: Place, end: Place, left_out: &mut LeftOut) -> Result<u64> {
+        self.find_reserved_nodes()?;
         let mut doubts = Doubts::default();
         let mut count = 0;
         let mut place = from;
@@ -39,7 +41,7 @@ impl Engine {
             if kind == BatchKind::Urgent || kind == BatchKind::Operations && place >= ordered {
                 let mut reader = Reader::new(&body);
                 while let Some(operation) = reader.next_operation()? {
-                    self.replay_one(&mut doubts, &operation, place.position).map_err(|error| {
+                    self.replay_one(&mut doubts, left_out, &operation, place.position).map_err(|error| {
                         error.context(format!("replaying the journal at {} failed", place.position))
                     })?;
                     count += 1;
@@ -51,9 +53,32 @@ impl Engine {
         Ok(count)
     }
 
-    fn replay_one(&self, doubts: &mut Doubts, operation: &Operation, position: u64) -> Result<()> {
+    fn replay_one(
+        &self,
+        doubts: &mut Doubts,
+        left_out: &mut LeftOut,
+        operation: &Operation,
+        position: u64,
+    ) -> Result<()> {
         let mut guard = self.meta.lock();
         let meta = &mut *guard;
+        if left_out.leaves_out(meta, operation)? {
+            return Ok(());
+        }
+        match self.carry_out_again(meta, doubts, operation, position) {
+            Err(error) if left_out.tolerates(operation, &error) => Ok(()),
+            other => other,
+        }
+    }
+
+    fn carry_out_again(
+        &self,
+        meta: &mut Meta,
+        doubts: &mut Doubts,
+        operation: &Operation,
+        position: u64,
+    ) -> Result<()> {
+        // Where the file system is full, what replay needs was there before.
         self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?;
         match operation {
             Operation::Overwrite { run, checksums } => {

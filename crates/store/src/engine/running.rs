@@ -2,18 +2,19 @@
 
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::JoinHandle;
-use crate::sync::{Condvar, Mutex};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
 
 /// What the background threads are asked for.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
     pub write_back: bool,
     pub commit: bool,
     pub checkpoint: bool,
     pub reclaim: bool,
     pub extend: bool,
+    pub trailer: bool,
 }
 
 /// The state of the store as a whole. Its locks are held for a few instructions, beside any other.
@@ -22,8 +23,13 @@ pub struct Running {
     stopped: AtomicBool,
     reason: Mutex<Option<String>>,
     closing: AtomicBool,
+    /// Closing has succeeded. Held while it is tried.
+    closed: Mutex<bool>,
     work: Mutex<Work>,
-    work_ready: Condvar,
+    /// Write-back is asked for.
+    write_back_ready: Condvar,
+    /// Anything else is.
+    upkeep_ready: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -45,6 +51,11 @@ impl Running {
         )
     }
 
+    /// Why the store has stopped, if it has.
+    pub fn failure(&self) -> Option<String> {
+        self.is_stopped().then(|| self.reason.lock().clone().unwrap_or_default())
+    }
+
     pub fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
@@ -61,12 +72,14 @@ impl Running {
         if first {
             *self.reason.lock() = Some(reason.to_owned());
         }
-        self.work_ready.notify_all();
+        self.wake();
     }
 
-    /// Begins closing; false when that was done before.
-    pub fn begin_closing(&self) -> bool {
-        !self.closing.swap(true, Ordering::AcqRel)
+    /// Begins closing: one at a time. Whether that has been done, to be set at its end.
+    pub fn begin_closing(&self) -> MutexGuard<'_, bool> {
+        let closed = self.closed.lock();
+        self.closing.store(true, Ordering::Release);
+        closed
     }
 
     /// Adds a background thread.
@@ -76,29 +89,48 @@ impl Running {
 
     /// Waits for the end of all background threads.
     pub fn end_threads(&self) {
-        self.work_ready.notify_all();
+        self.wake();
         let threads = std::mem::take(&mut *self.threads.lock());
         for thread in threads {
             let _ = thread.join();
         }
     }
 
-    /// Asks the threads for something.
-    pub fn request(&self, ask: impl FnOnce(&mut Work)) {
-        ask(&mut self.work.lock());
-        self.work_ready.notify_all();
+    fn wake(&self) {
+        self.write_back_ready.notify_all();
+        self.upkeep_ready.notify_all();
     }
 
-    /// Waits until `wanted` is asked for, or for `time`; then `take` takes what it serves.
-    pub fn next_work<T>(
-        &self,
-        wanted: impl FnOnce(&Work) -> bool,
-        time: Duration,
-        take: impl FnOnce(&mut Work) -> T,
-    ) -> T {
+    /// Asks the threads for something. What was asked for before wakes no thread again: writers ask many times a
+    /// second.
+    pub fn request(&self, ask: impl FnOnce(&mut Work)) {
         let mut work = self.work.lock();
-        if !wanted(&work) {
-            self.work_ready.wait_for(&mut work, time);
+        let before = *work;
+        ask(&mut work);
+        let after = *work;
+        drop(work);
+        if after.write_back && !before.write_back {
+            self.write_back_ready.notify_all();
+        }
+        if after != (Work { write_back: after.write_back, ..before }) {
+            self.upkeep_ready.notify_all();
+        }
+    }
+
+    /// Waits until write-back is asked for, or for `time`.
+    pub fn next_write_back(&self, time: Duration) {
+        let mut work = self.work.lock();
+        if !work.write_back {
+            self.write_back_ready.wait_for(&mut work, time);
+        }
+        work.write_back = false;
+    }
+
+    /// Waits until something other than write-back is asked for, or for `time`; then `take` takes what it serves.
+    pub fn next_upkeep<T>(&self, time: Duration, take: impl FnOnce(&mut Work) -> T) -> T {
+        let mut work = self.work.lock();
+        if !(work.commit || work.checkpoint || work.extend || work.reclaim || work.trailer) {
+            self.upkeep_ready.wait_for(&mut work, time);
         }
         take(&mut work)
     }

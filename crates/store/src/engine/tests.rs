@@ -25,26 +25,56 @@ fn open(disk: &SimulatedDisk) -> Result<Arc<Engine>> {
     Engine::open(disk.directory(), options())
 }
 
-/// A store with one thin disk, number 1.
-fn made() -> (SimulatedDisk, Arc<Engine>) {
+/// A store without disks.
+fn formatted() -> SimulatedDisk {
     let disk = plain_disk();
     Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    disk
+}
+
+/// A store with one thin disk, number 1.
+fn made() -> (SimulatedDisk, Arc<Engine>) {
+    let disk = formatted();
     let engine = open(&disk).unwrap();
-    let new = NewDisk {
-        name: "vm".into(),
-        capacity: BLOCKS * BLOCK_SIZE as u64,
-        provisioning: Provisioning::Thin,
-        uuid: [1; 16],
-        incomplete: false,
-    };
-    assert_eq!(engine.create_disk(new).unwrap(), 1);
+    assert_eq!(add_disk(&engine, "vm", BLOCKS, Provisioning::Thin), 1);
     (disk, engine)
 }
 
-fn write(engine: &Engine, logical: u64, value: u8) {
-    let mut buffer = Buffer::zeroed(1);
+/// A thin disk to be made.
+fn new_disk(name: &str, blocks: u64) -> NewDisk {
+    let capacity = blocks * BLOCK_SIZE as u64;
+    NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
+}
+
+/// Makes a disk, a thick one with its space.
+fn add_disk(engine: &Engine, name: &str, blocks: u64, provisioning: Provisioning) -> u64 {
+    let id = engine.create_disk(NewDisk { provisioning, ..new_disk(name, blocks) }).unwrap();
+    if provisioning != Provisioning::Thin {
+        BulkWriter::new(engine, id).reserve(0..blocks).unwrap();
+    }
+    id
+}
+
+/// Takes a snapshot.
+fn take(engine: &Engine, disk: u64, name: &str) -> u64 {
+    engine.snapshot(&[NewSnapshot { disk, name: name.into(), uuid: [2; 16], incomplete: false }]).unwrap()[0]
+}
+
+/// Lets nothing more be taken from the file system, as another program does that takes the room itself.
+fn fill_up(disk: &SimulatedDisk) {
+    let room = disk.directory().room().unwrap();
+    disk.set_capacity(room.total - room.available);
+}
+
+/// Blocks that hold `value` in every byte.
+fn slice(value: u8, blocks: usize) -> SharedSlice {
+    let mut buffer = Buffer::zeroed(blocks);
     buffer.fill(value);
-    engine.write_blocks(&engine.head(1), logical, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE)).unwrap();
+    SharedSlice::new(Arc::new(buffer), 0..blocks * BLOCK_SIZE)
+}
+
+fn write(engine: &Engine, logical: u64, value: u8) {
+    engine.write_blocks(&engine.head(1), logical, slice(value, 1)).unwrap();
 }
 
 fn value(engine: &Engine, logical: u64) -> Result<u8> {
@@ -52,6 +82,14 @@ fn value(engine: &Engine, logical: u64) -> Result<u8> {
     let block = engine.read_blocks("vm", logical..logical + 1, &|range| engine.plan_head(&head, range))?;
     assert!(block.iter().all(|byte| *byte == block[0]));
     Ok(block[0])
+}
+
+/// The place of a block of a disk that could be overwritten there.
+fn own_block(engine: &Engine, disk: u64, logical: u64) -> Run {
+    let mut meta = engine.meta.lock();
+    let root = meta.catalog.get(disk).unwrap().root;
+    let start = meta.places(root, logical..logical + 1).unwrap()[0].1.unwrap();
+    Run { start, blocks: 1 }
 }
 
 fn is_whole(engine: &Engine) {
@@ -77,8 +115,7 @@ fn what_is_left_of_the_map_is_known_after_a_restart() {
         for block in (0..BLOCKS).step_by(2) {
             write(&engine, (block * 37 + round) % BLOCKS, round as u8 + 1);
         }
-        let name = format!("{round}");
-        engine.snapshot(&[NewSnapshot { disk: 1, name, uuid: [2; 16], incomplete: false }]).unwrap();
+        take(&engine, 1, &format!("{round}"));
         engine.flush().unwrap();
         let before = engine.counts().map;
         assert!(before.used > 8 && before.free <= before.backed - before.used, "{before:?}");
@@ -170,6 +207,7 @@ fn with_one_copy_of_the_superblock_the_state_is_right_or_refused() {
         match open(&disk) {
             Ok(engine) => {
                 assert!((0..256).all(|block| value(&engine, block).unwrap() == 200), "seed {seed}");
+                assert_eq!(engine.take_found_first().findings.len(), 1, "seed {seed}");
                 is_whole(&engine);
             }
             Err(error) => assert_eq!(error.kind(), ErrorKind::Corrupt, "seed {seed}"),
@@ -182,8 +220,7 @@ fn a_closed_store_has_nothing_to_replay() {
     let (disk, mut engine) = made();
     for round in 0..5 {
         (0..50).for_each(|block| write(&engine, block * 3 + round, round as u8));
-        let name = format!("{round}");
-        engine.snapshot(&[NewSnapshot { disk: 1, name, uuid: [2; 16], incomplete: false }]).unwrap();
+        take(&engine, 1, &format!("{round}"));
         write(&engine, round, 77);
         engine.close().unwrap();
         let file = disk.directory().open(files::SUPERBLOCK_FILE, IoMode::Buffered).unwrap();
@@ -223,8 +260,12 @@ fn no_bit_of_a_superblock_changes_unnoticed() {
     assert_eq!(Superblock::read(&*file).unwrap().0, good);
 }
 
+mod between;
 mod cost;
+mod damage;
+mod nodes;
 mod ownership;
+mod reads;
 mod room;
 
 #[test]

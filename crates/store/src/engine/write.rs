@@ -1,10 +1,11 @@
 //! Writing: into the buffer, with room set aside for what may need a new place.
 
 use super::metadata::Effects;
-use super::placement::Placement;
+use super::placement::Holds;
 use super::read::gone;
 use super::{Engine, Head, Meta};
-use crate::buffer::{Checksums, Content, Entry};
+use crate::buffer::{Checksums, Content, DISCARD_CHANGES, Entry, Held};
+use crate::catalog::Provisioning;
 use crate::space::Run;
 use crate::tree;
 use crate::{Error, ErrorKind, Result};
@@ -19,8 +20,8 @@ const CLAIMS_AHEAD: u64 = 1024;
 const WRITE_BACK_STRIDE: u64 = 64;
 /// How long those who wait for room in the buffer sleep until they look again by themselves.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
-/// Blocks zeroed with one entry (256 MiB): an entry is brought into the map in one go.
-const ZERO_MAX: u64 = 1 << 16;
+/// Blocks zeroed with one entry (16 MiB): each may be a change of the map.
+const ZERO_MAX: u64 = 1 << 12;
 
 impl Engine {
     /// Writes whole blocks. Byte 0 of `data` belongs to block `logical`.
@@ -30,7 +31,7 @@ impl Engine {
         if self.write_through(head, logical, &data, &checksums)? {
             return Ok(());
         }
-        self.put(head, logical, blocks, Content::Data(data, checksums), None).map(|_| ())
+        self.put_in_parts(head, logical, blocks, Content::Data(data, checksums))
     }
 
     /// Gives blocks back: they read as zeros afterwards.
@@ -38,15 +39,33 @@ impl Engine {
         if range.is_empty() {
             return Ok(());
         }
-        self.put(head, range.start, range.end - range.start, Content::Unmapped, None).map(|_| ())
+        self.put(head, range.start, range.end - range.start, &mut Content::Unmapped, None).map(|_| ())
     }
 
     /// Makes blocks read as zeros and keep, or take, space.
     pub fn zero_blocks(&self, head: &Head, range: Range<u64>) -> Result<()> {
         for part in chunks(range, ZERO_MAX) {
-            self.put(head, part.start, part.blocks, Content::Zero, None)?;
+            self.put_in_parts(head, part.start, part.blocks, Content::Zero)?;
         }
         Ok(())
+    }
+
+    /// Puts an entry into the buffer, for a thick disk in as many parts as it takes: its data has its space, and what
+    /// one part needs of the map is less than what all of it may need at once.
+    fn put_in_parts(&self, head: &Head, logical: u64, blocks: u64, mut content: Content) -> Result<()> {
+        match self.put(head, logical, blocks, &mut content, None) {
+            Err(error) if error.kind() == ErrorKind::NoSpace && blocks > 1 && self.is_thick(head)? => {
+                let first = blocks / 2;
+                self.put_in_parts(head, logical, first, content.part(0..first))?;
+                self.put_in_parts(head, logical + first, blocks - first, content.part(first..blocks))
+            }
+            other => other.map(|_| ()),
+        }
+    }
+
+    /// Whether the space of a disk was set aside when it was made.
+    pub(super) fn is_thick(&self, head: &Head) -> Result<bool> {
+        self.with_catalog(|catalog| Ok(catalog.get(head.id)?.provisioning != Provisioning::Thin))
     }
 
     /// Changes part of a block: reads it, lets `change` edit it, and writes it unless another write came meanwhile;
@@ -75,15 +94,15 @@ impl Engine {
             change(&mut bytes);
             let checksums = Checksums::of(&bytes);
             let data = SharedSlice::new(Arc::new(bytes), 0..BLOCK_SIZE);
-            if self.put(head, block, 1, Content::Data(data, checksums), Some(block))? {
+            if self.put(head, block, 1, &mut Content::Data(data, checksums), Some(block))? {
                 return Ok(());
             }
         }
     }
 
-    /// Puts an entry into the buffer. With `partial`, only if that block was not written since it was announced:
-    /// `Ok(false)` otherwise.
-    fn put(&self, head: &Head, logical: u64, blocks: u64, content: Content, partial: Option<u64>) -> Result<bool> {
+    /// Puts an entry into the buffer, which takes its content. With `partial`, only if that block was not written since
+    /// it was announced: `Ok(false)` otherwise.
+    fn put(&self, head: &Head, logical: u64, blocks: u64, content: &mut Content, partial: Option<u64>) -> Result<bool> {
         let fail = |error: Error| {
             if let Some(block) = partial {
                 head.lock().layers.end_partial(block);
@@ -91,20 +110,39 @@ impl Engine {
             error
         };
         let range = logical..logical + blocks;
-        let (mut buffer, claimed, data) = loop {
-            let (claimed, data) = self.prepare(head, logical, blocks, &content).map_err(fail)?;
+        self.refuse_isolated(head, &range).map_err(fail)?;
+        let mut more = 0;
+        let (mut buffer, held, covered) = loop {
+            let snapshots = self.buffers.snapshots();
+            let (held, covered) = self.prepare(head, &range, content, more).map_err(fail)?;
             let buffer = head.lock_settled(&range);
-            if claimed > 0 || buffer.gone || matches!(content, Content::Unmapped) {
-                break (buffer, claimed, data);
+            if buffer.gone {
+                break (buffer, held, covered);
             }
-            // A snapshot may have been taken since it was found to fit without a claim.
-            let fits = self.fits_in_own(head, buffer.layers.is_single(), range.clone());
+            // A snapshot may have been taken since it was found to fit, and sealed.
+            let single = buffer.layers.is_single();
+            let unchanged = single && self.buffers.snapshots() == snapshots;
+            let cuts = buffer.layers.cuts_discard(&range);
+            let mut fits = Ok((!cuts || more > 0 && covered) && (!covered || unchanged || self.is_covered()));
+            if let Ok(true) = fits
+                && !covered
+            {
+                fits = self.fits_in_written(head, single, range.clone());
+            }
+            if let Ok(true) = fits
+                && held.claimed == 0
+                && !matches!(content, Content::Unmapped)
+            {
+                fits = self.fits_in_own(head, single, range.clone());
+            }
             if let Ok(true) = fits {
-                break (buffer, claimed, data);
+                break (buffer, held, covered);
             }
             drop(buffer);
-            self.give_back((claimed, data));
+            self.give_back(held);
             fits.map_err(fail)?;
+            // For the second piece of what it cuts in two.
+            more = if cuts { DISCARD_CHANGES } else { 0 };
         };
         let refused = if buffer.gone {
             Some(Err(gone()))
@@ -115,45 +153,47 @@ impl Engine {
         };
         if let Some(refused) = refused {
             drop(buffer);
-            self.give_back((claimed, data));
+            self.give_back(held);
             return refused;
         }
         let stamp = self.log.clocks.acknowledge();
-        let entry = Entry { blocks, content, stamp, claimed: claimed > 0 };
-        let replaced = buffer.layers.insert(logical, entry);
+        let content = std::mem::replace(content, Content::Unmapped);
+        let entry = Entry { blocks, content, stamp, claimed: held.claimed > 0, covered };
+        let cuts = more > 0 && buffer.layers.cuts_discard(&range);
+        let mut replaced = buffer.layers.insert(logical, entry);
         drop(buffer);
-        self.give_back(replaced);
+        replaced.changes += if cuts { 0 } else { more };
+        self.give_back_replaced(replaced);
         Ok(true)
     }
 
-    /// Waits for room in the buffer and sets room aside in the file system; returns (claimed blocks, data blocks).
-    fn prepare(&self, head: &Head, logical: u64, blocks: u64, content: &Content) -> Result<(u64, u64)> {
+    /// Waits for room in the buffer and among the changes of the map, and sets room aside in the file system; whether
+    /// free nodes cover the write.
+    fn prepare(&self, head: &Head, range: &Range<u64>, content: &Content, more: u64) -> Result<(Held, bool)> {
         self.check_running()?;
-        let data = if matches!(content, Content::Data(..)) { blocks } else { 0 };
-        if data > 0 {
-            self.wait_for_room(data)?;
-        }
-        let claimed = if matches!(content, Content::Unmapped) {
-            0
-        } else {
-            match self.claim(head, logical, blocks) {
-                Ok(claimed) => claimed,
+        let (mut held, covered) = self.take_changes(head, range, content, more)?;
+        if !matches!(content, Content::Unmapped) {
+            match self.claim(head, range.start, range.end - range.start) {
+                Ok(claimed) => held.claimed = claimed,
                 Err(error) => {
-                    self.give_back((0, data));
+                    self.give_back(held);
                     return Err(error);
                 }
             }
-        };
-        Ok((claimed, data))
+        }
+        Ok((held, covered))
     }
 
-    /// Takes back what an entry had: (claimed blocks, data blocks).
-    pub(super) fn give_back(&self, (claimed, data): (u64, u64)) {
-        if claimed > 0 {
-            self.reserves.end_claim(claimed);
+    /// Takes back what an entry had.
+    pub(super) fn give_back(&self, held: Held) {
+        if held.claimed > 0 {
+            self.reserves.end_claim(held.claimed);
         }
-        if data > 0 {
-            self.buffers.give_back(data);
+        if held.changes > 0 {
+            self.reserves.end_changes(held.changes);
+        }
+        if held.data > 0 {
+            self.buffers.give_back(held.data);
         }
     }
 
@@ -162,7 +202,7 @@ impl Engine {
         (self.buffers.blocks() * 100 / self.buffers.limit().max(1)).min(100) as u32
     }
 
-    fn wait_for_room(&self, blocks: u64) -> Result<()> {
+    pub(super) fn wait_for_room(&self, blocks: u64) -> Result<()> {
         let limit = self.buffers.limit();
         let first = self.buffers.try_take(blocks);
         let before = first.unwrap_or(limit);
@@ -172,10 +212,12 @@ impl Engine {
         if first.is_some() {
             return Ok(());
         }
+        let failures = self.writeback.failing.count();
         loop {
-            if self.options.threads {
+            if self.options.threads && self.running.goes_on() {
                 self.request(|work| work.write_back = true);
                 self.buffers.wait_for_room(blocks, LOOK_AGAIN);
+                self.writeback.failing.check(failures)?;
             } else {
                 self.write_back_once()?;
             }
@@ -220,15 +262,30 @@ impl Engine {
                 return Ok(0);
             }
         }
+        Err(self.no_space(head))
+    }
+
+    /// The file system is full.
+    #[cold]
+    pub(super) fn no_space(&self, head: &Head) -> Error {
         self.request(|work| work.reclaim = true);
-        let name = self.with_catalog(|catalog| catalog.get(head.id).map(|disk| disk.name.clone()))?;
-        Err(Error::new(
-            ErrorKind::NoSpace,
-            format!(
-                "{name}: no space left in the file system of the datastore; free some, or delete disks, snapshots or data \
-                 in guests and discard it"
+        match self.with_catalog(|catalog| catalog.get(head.id).map(|disk| disk.name.clone())) {
+            Ok(name) => Error::new(
+                ErrorKind::NoSpace,
+                format!(
+                    "{name}: no space left in the file system of the datastore; free some, or delete disks, snapshots or \
+                     data in guests and discard it"
+                ),
             ),
-        ))
+            Err(error) => error,
+        }
+    }
+
+    /// True when a range can be written without any change of the map: all of it lies over written blocks that the disk
+    /// has to itself.
+    pub(super) fn fits_in_written(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
+        let blocks = range.end - range.start;
+        self.meta.look(|meta| Ok(sealed && meta.own_blocks(head.id, range.clone(), true)? == blocks))
     }
 
     fn fits_without_claim(&self, head: &Head, range: Range<u64>) -> Result<bool> {
@@ -241,7 +298,7 @@ impl Engine {
     fn fits_in_own(&self, head: &Head, sealed: bool, range: Range<u64>) -> Result<bool> {
         let blocks = range.end - range.start;
         self.meta.look(|meta| {
-            let own = if sealed { meta.own_blocks(head.id, range.clone())? } else { 0 };
+            let own = if sealed { meta.own_blocks(head.id, range.clone(), false)? } else { 0 };
             Ok(own == blocks || meta.catalog.get(head.id)?.reserved >= blocks - own)
         })
     }
@@ -253,16 +310,17 @@ impl Meta {
         self.freed.freeing() > 0 || self.holds_nodes() || self.pending.iter().any(|pending| !pending.held.is_empty())
     }
 
-    /// How many blocks of a range a disk could overwrite in place.
-    fn own_blocks(&mut self, disk: u64, range: Range<u64>) -> Result<u64> {
+    /// How many blocks of a range a disk has to itself: all, or those that were written before. What holds some of
+    /// them, or is in flight to them, is waited for by write-back, and the journal takes them over it.
+    fn own_blocks(&mut self, disk: u64, range: Range<u64>, written: bool) -> Result<u64> {
         let Some(root) = self.catalog.get(disk)?.root else { return Ok(0) };
         let mut extents = Vec::new();
-        let mut effects = Effects::default();
-        tree::lookup_exclusive(&mut self.nodes(&mut effects), root, range, &mut extents)?;
+        let (none, mut effects) = (Holds::default(), Effects::default());
+        tree::lookup_exclusive(&mut self.current_nodes(&none, &mut effects), root, range, &mut extents)?;
         let mut own = 0;
-        for extent in &extents {
+        for extent in extents.iter().filter(|extent| !(extent.shared_path || written && extent.unwritten)) {
             for block in extent.physical..extent.physical + extent.blocks {
-                own += u64::from(self.placement(extent, block)? != Placement::New);
+                own += u64::from(self.entry(block)?.references == 1);
             }
         }
         Ok(own)

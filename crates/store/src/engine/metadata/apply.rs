@@ -33,6 +33,8 @@ pub struct Effects {
     pub unshared_nodes: Vec<NodeId>,
     /// Nodes changed, made or freed, while some node was held.
     pub changed_nodes: Vec<NodeId>,
+    /// Levels of a tree that has grown.
+    pub levels: u64,
 }
 
 impl Nodes<'_> {
@@ -61,6 +63,10 @@ impl NodeStore for Nodes<'_> {
         self.map.adopt(self.pages, run)?;
         self.pages.create(PageKey::new(PageFile::Map, run.start))?;
         Ok(NodeId(run.start))
+    }
+
+    fn note_height(&mut self, levels: usize) {
+        self.effects.levels = self.effects.levels.max(levels as u64);
     }
 
     #[inline]
@@ -137,6 +143,7 @@ impl Meta {
             nodes.note_change(root);
         }
         self.catalog.set_root(disk, Some(root));
+        self.levels = self.levels.max(effects.levels);
         Ok(())
     }
 

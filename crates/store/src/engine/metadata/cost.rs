@@ -121,10 +121,32 @@ impl Meta {
         Ok(Cost { bytes: operation.size() as u64, pages })
     }
 
-    /// Images that there must be room for at least, so that every single change of this datastore can be made.
-    pub fn images_needed(&self, records: u64) -> u64 {
-        let tables = (self.data.regions() + self.map.regions()) * REGION_PAGES;
-        let summaries = (self.data.regions() + self.map.regions()) / SUMMARY_ENTRIES + 2;
+    /// Nodes that an operation allocates at most.
+    pub fn nodes_of(&mut self, operation: &Operation) -> Result<u64> {
+        let mut touched = Touched::default();
+        match operation {
+            Operation::Map { disk, logical, run, .. }
+            | Operation::MapData { disk, logical, run, .. }
+            | Operation::Unwritten { disk, logical, run, .. }
+            | Operation::Written { disk, logical, run, .. } => {
+                self.touch_mapping(*disk, *logical, *run, &mut touched)?;
+            }
+            Operation::Unmap { disk, logical, blocks } => {
+                // Leaves between the first and the last are let go of whole.
+                let last = *logical + blocks.saturating_sub(1);
+                self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
+                self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;
+            }
+            _ => return Ok(0),
+        }
+        Ok(touched.nodes + tree::NODES_PER_TREE)
+    }
+
+    /// Images that there must be room for at least, so that every single change of this datastore can be made,
+    /// with so many new records and the map as long as so many regions.
+    pub fn images_needed(&self, records: u64, map_regions: u64) -> u64 {
+        let regions = self.data.regions() + map_regions;
+        let (tables, summaries) = (regions * REGION_PAGES, regions / SUMMARY_ENTRIES + 2);
         let catalog = (self.catalog.slots() + records) / SLOTS_PER_PAGE as u64;
         (tables + summaries + catalog + self.map.counts().used + FEW_PAGES).clamp(INITIAL_PAGES, PAGES_FLOOR)
     }

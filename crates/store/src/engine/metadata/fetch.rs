@@ -108,7 +108,10 @@ impl Metadata {
         for group in groups {
             let pages = read_home(self.file(group[0].0.file()), group[0].0, group.len());
             let mut meta = self.lock();
-            for ((key, load), page) in group.iter().zip(pages) {
+            for ((key, load), mut page) in group.iter().zip(pages) {
+                if page.is_err() && meta.pages.mender().is_some() {
+                    page = meta.pages.read_home(*key);
+                }
                 match meta.pages.end_load(*key, load, page) {
                     Ok(page) => fetch.held.extend(page),
                     Err(error) => result = Err(error),

@@ -25,6 +25,7 @@ use crate::journal::Operation;
 use crate::pages::{Kept, PageFile, PageStatistics, Pages};
 use crate::space::{Entry, Space};
 use crate::sync::{Mutex, MutexGuard};
+use crate::tree;
 use backend::{Directory, File, SharedSlice};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -53,6 +54,8 @@ pub struct Meta {
     pub freed: Freed,
     /// Blocks and nodes that pending operations concern.
     holds: Holds,
+    /// Levels of the highest tree that is known.
+    levels: u64,
     /// The catalog as the next checkpoint captures it, for a check that asked for it.
     viewed: Option<Catalog>,
 }
@@ -77,6 +80,7 @@ impl Metadata {
             pending: Queue::default(),
             freed: Freed::default(),
             holds: Holds::default(),
+            levels: 1,
             viewed: None,
         };
         Self { meta: Mutex::new(meta), files, kept: Kept::new(directory) }
@@ -113,7 +117,7 @@ impl Meta {
     pub fn enqueue(&mut self, operation: Operation, gate: u64) -> Result<()> {
         let mut effects = Effects::default();
         self.apply(&operation, &mut effects)?;
-        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
+        let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes, levels: _ } = effects;
         held.extend(operation.names());
         for run in &held {
             self.data.annotate(&mut self.pages, *run, |block, entry| {
@@ -146,6 +150,21 @@ impl Meta {
             freed.extend(change.freed);
         }
         Ok(self.freed.durable(freed))
+    }
+
+    /// Levels of the highest tree that is known: all that have grown, and all that were asked about.
+    pub fn levels(&self) -> u64 {
+        self.levels
+    }
+
+    /// Finds out how high the tree of a disk is.
+    pub fn note_levels(&mut self, disk: u64) -> Result<()> {
+        if let Some(root) = self.catalog.get(disk)?.root {
+            let mut effects = Effects::default();
+            let levels = tree::levels(&mut self.nodes(&mut effects), root)?;
+            self.levels = self.levels.max(levels);
+        }
+        Ok(())
     }
 
     /// Whether pending changes hold nodes of the map.

@@ -189,6 +189,12 @@ impl InFlight {
             && self.runs.range(..=block).next_back().is_some_and(|(start, blocks)| block < start + blocks)
     }
 
+    /// True when no write is under way.
+    #[cfg(test)]
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
     /// Claims a run, no block of which is claimed.
     pub fn claim(&mut self, run: Run) {
         debug_assert!(!self.contains(run.start) && self.runs.range(run.start..run.start + run.blocks).next().is_none());

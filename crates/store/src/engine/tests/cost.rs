@@ -10,21 +10,14 @@ use super::*;
 fn a_write_that_falls_to_pieces_costs_its_leaf_once() {
     const PIECES: u64 = 200;
     let (_disk, engine) = made();
-    let new = NewDisk {
-        name: "filler".into(),
-        capacity: 1 << 40,
-        provisioning: Provisioning::Thin,
-        uuid: [2; 16],
-        incomplete: false,
-    };
-    let filler = engine.create_disk(new).unwrap();
+    let filler = add_disk(&engine, "filler", 1 << 28, Provisioning::Thin);
     let apart = crate::space::TABLE_ENTRIES;
     for piece in 0..PIECES {
         write(&engine, piece, 1);
         engine.settle(&engine.head(1)).unwrap();
         BulkWriter::new(&engine, filler).reserve(piece * apart..(piece + 1) * apart).unwrap();
     }
-    engine.snapshot(&[NewSnapshot { disk: 1, name: "s".into(), uuid: [3; 16], incomplete: false }]).unwrap();
+    take(&engine, 1, "s");
     let mut meta = engine.meta.lock();
     let (mut together, mut alone) = (Touched::default(), 0);
     for block in 0..64 {

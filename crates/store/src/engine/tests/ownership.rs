@@ -20,30 +20,23 @@ fn read_from(engine: &Engine, disk: u64, logical: u64) -> Result<u32> {
     Ok(word)
 }
 
-fn new_disk(name: &str) -> NewDisk {
-    let capacity = CAPACITY * BLOCK_SIZE as u64;
-    NewDisk { name: name.into(), capacity, provisioning: Provisioning::Thin, uuid: [1; 16], incomplete: false }
-}
-
 /// A store with disk 1, whose blocks hold 1, and the clone it returns, with no snapshot left between them.
 fn shared() -> (SimulatedDisk, Arc<Engine>, u64) {
-    let disk = plain_disk();
-    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let disk = formatted();
     let engine = open(&disk).unwrap();
-    engine.create_disk(new_disk("a")).unwrap();
+    add_disk(&engine, "a", CAPACITY, Provisioning::Thin);
     (0..CAPACITY).for_each(|block| write_to(&engine, 1, block, 1));
     engine.settle(&engine.head(1)).unwrap();
     engine.flush().unwrap();
-    let clone = cloned(&engine, 1, "c");
+    let clone = cloned(&engine, 1, new_disk("c", CAPACITY));
     engine.checkpoint().unwrap();
     (disk, engine, clone)
 }
 
 /// A clone of a disk that shares its blocks, with no snapshot left between them.
-fn cloned(engine: &Engine, disk: u64, name: &str) -> u64 {
-    let of = NewSnapshot { disk, name: "s".into(), uuid: [2; 16], incomplete: false };
-    let snapshot = engine.snapshot(&[of]).unwrap()[0];
-    let clone = engine.clone_snapshot(snapshot, &[new_disk(name)]).unwrap()[0];
+fn cloned(engine: &Engine, disk: u64, new: NewDisk) -> u64 {
+    let snapshot = take(engine, disk, "s");
+    let clone = engine.clone_snapshot(snapshot, &[new]).unwrap()[0];
     engine.detach(clone).unwrap();
     engine.delete_snapshot(snapshot).unwrap();
     while engine.drop_all_trash().unwrap() {}
@@ -103,20 +96,13 @@ fn nodes_that_move_up_or_merge_stay_what_recovery_shares() {
     // One block in two: many leaves.
     const BLOCKS: u64 = 2000;
     for kept in [BLOCKS - 40..BLOCKS, 0..40, 900..1300] {
-        let disk = plain_disk();
-        Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+        let disk = formatted();
         let engine = open(&disk).unwrap();
-        let large = |name: &str| NewDisk { capacity: 2 * BLOCKS * BLOCK_SIZE as u64, ..new_disk(name) };
-        engine.create_disk(large("a")).unwrap();
+        add_disk(&engine, "a", 2 * BLOCKS, Provisioning::Thin);
         (0..BLOCKS).for_each(|block| write_to(&engine, 1, 2 * block, 1));
         engine.settle(&engine.head(1)).unwrap();
         engine.flush().unwrap();
-        let of = NewSnapshot { disk: 1, name: "s".into(), uuid: [2; 16], incomplete: false };
-        let snapshot = engine.snapshot(&[of]).unwrap()[0];
-        let clone = engine.clone_snapshot(snapshot, &[large("c")]).unwrap()[0];
-        engine.detach(clone).unwrap();
-        engine.delete_snapshot(snapshot).unwrap();
-        while engine.drop_all_trash().unwrap() {}
+        let clone = cloned(&engine, 1, new_disk("c", 2 * BLOCKS));
         engine.checkpoint().unwrap();
         {
             // Nothing of this is in the journal when the datastore is killed.
@@ -381,10 +367,9 @@ fn random_sharing(seed: u64) {
     const DISKS: usize = 3;
     const USED: u64 = 12;
     let mut random = Random(seed);
-    let disk = plain_disk();
-    Engine::init(&disk.directory(), InitParameters { uuid: [7; 16], journal_size: RING }).unwrap();
+    let disk = formatted();
     let mut engine = open(&disk).unwrap();
-    let mut ids = vec![engine.create_disk(new_disk("0")).unwrap()];
+    let mut ids = vec![add_disk(&engine, "0", CAPACITY, Provisioning::Thin)];
     let mut expected = Expected { written: vec![vec![vec![0]; USED as usize]] };
     let mut stamp = 0;
     for step in 0..random.below(120) {
@@ -414,7 +399,7 @@ fn random_sharing(seed: u64) {
             }
             80..83 => engine.checkpoint().unwrap(),
             83..88 if ids.len() < DISKS => {
-                let clone = cloned(&engine, ids[at], &format!("{seed} {step}"));
+                let clone = cloned(&engine, ids[at], new_disk(&format!("{seed} {step}"), CAPACITY));
                 ids.push(clone);
                 // It begins with what was durable of its origin when its snapshot was, and that was all.
                 let begun = expected.written[at].iter().map(|values| vec![*values.last().unwrap()]).collect();

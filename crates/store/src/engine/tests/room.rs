@@ -5,12 +5,6 @@ use backend::{File, IoMode};
 
 const SIZE: u64 = 256;
 
-fn slice(value: u8, blocks: usize) -> SharedSlice {
-    let mut buffer = Buffer::zeroed(blocks);
-    buffer.fill(value);
-    SharedSlice::new(Arc::new(buffer), 0..blocks * BLOCK_SIZE)
-}
-
 fn write_to(engine: &Engine, disk: u64, logical: u64, value: u8) -> Result<()> {
     engine.write_blocks(&engine.head(disk), logical, slice(value, 1))
 }
@@ -18,26 +12,6 @@ fn write_to(engine: &Engine, disk: u64, logical: u64, value: u8) -> Result<()> {
 fn value_of(engine: &Engine, disk: u64, logical: u64) -> u8 {
     let head = engine.head(disk);
     engine.read_blocks("disk", logical..logical + 1, &|range| engine.plan_head(&head, range)).unwrap()[0]
-}
-
-fn add_disk(engine: &Engine, name: &str, blocks: u64, provisioning: Provisioning) -> u64 {
-    let capacity = blocks * BLOCK_SIZE as u64;
-    let new = NewDisk { name: name.into(), capacity, provisioning, uuid: [1; 16], incomplete: false };
-    let id = engine.create_disk(new).unwrap();
-    if provisioning != Provisioning::Thin {
-        BulkWriter::new(engine, id).reserve(0..blocks).unwrap();
-    }
-    id
-}
-
-fn take(engine: &Engine, disk: u64, name: &str) -> u64 {
-    engine.snapshot(&[NewSnapshot { disk, name: name.into(), uuid: [2; 16], incomplete: false }]).unwrap()[0]
-}
-
-/// Lets nothing more be taken from the file system.
-fn fill_up(disk: &SimulatedDisk) {
-    let room = disk.directory().room().unwrap();
-    disk.set_capacity(room.total - room.available);
 }
 
 /// Writes new blocks of a disk until there is no room for them.
@@ -60,14 +34,6 @@ fn fill_with_other(disk: &SimulatedDisk, engine: &Engine) {
     fill_up(disk);
     write_until_full(engine, other);
     engine.flush().unwrap();
-}
-
-/// The place of a block of disk 1 that could be overwritten there.
-fn own_block(engine: &Engine, logical: u64) -> Run {
-    let mut meta = engine.meta.lock();
-    let root = meta.catalog.get(1).unwrap().root;
-    let start = meta.places(root, logical..logical + 1).unwrap()[0].1.unwrap();
-    Run { start, blocks: 1 }
 }
 
 fn allocated(disk: &SimulatedDisk) -> u64 {
@@ -131,7 +97,7 @@ fn an_overwrite_acknowledged_on_a_full_file_system_goes_home_whatever_is_in_flig
     engine.checkpoint().unwrap();
     fill_with_other(&disk, &engine);
     write(&engine, 5, 2);
-    let run = own_block(&engine, 5);
+    let run = own_block(&engine, 1, 5);
     // Payload of the block is on its way home.
     engine.meta.lock().in_flight.claim(run);
     while engine.write_back_once().unwrap() {}
@@ -151,7 +117,7 @@ fn zeroes_acknowledged_on_a_full_file_system_go_home_over_blocks_that_are_held()
     engine.flush().unwrap();
     fill_with_other(&disk, &engine);
     engine.zero_blocks(&engine.head(1), 0..32).unwrap();
-    let run = own_block(&engine, 5);
+    let run = own_block(&engine, 1, 5);
     engine.meta.lock().in_flight.claim(run);
     engine.flush().unwrap();
     engine.meta.lock().in_flight.release(run);
@@ -226,8 +192,8 @@ fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
 fn a_revert_that_fails_leaves_the_head_and_its_clients_as_they_were() {
     let (disk, engine, snapshot) = before_revert();
     engine.revert(1, snapshot).unwrap();
-    // The last two are the reservation for the catalog and the append to the journal.
-    let number = disk.operations() - 2;
+    // The last three are the reservation for the catalog, its flush, and the append to the journal.
+    let number = disk.operations() - 3;
     assert_eq!(value(&engine, 3).unwrap(), 1);
     let (disk, engine, snapshot) = before_revert();
     let client = engine.head(1);
@@ -298,4 +264,20 @@ fn a_store_that_was_given_up_stops_writing() {
     drop(owner);
     write(&engine, 0, 1);
     assert_eq!(engine.flush().unwrap_err().kind(), ErrorKind::Stopped);
+}
+
+#[test]
+fn an_overwrite_fits_while_older_content_of_its_block_goes_home() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    fill_with_other(&disk, &engine);
+    let run = own_block(&engine, 1, 0);
+    engine.meta.lock().in_flight.claim(run);
+    write_to(&engine, 1, 0, 2).unwrap();
+    engine.meta.lock().in_flight.release(run);
+    engine.flush().unwrap();
+    assert_eq!(value_of(&engine, 1, 0), 2);
+    is_whole(&engine);
 }

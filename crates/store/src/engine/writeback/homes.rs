@@ -2,6 +2,7 @@
 
 use super::plan::{Home, Plan};
 use super::{BATCH_STRIDE, Lane};
+use crate::buffer::Held;
 use crate::engine::log::Committer;
 use crate::engine::metadata::Meta;
 use crate::engine::placement::Placement;
@@ -11,7 +12,7 @@ use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
-use crate::{Error, ErrorKind, IoContext, Result};
+use crate::{Error, IoContext, Result};
 use backend::{Completion, File, IoMode};
 use std::ops::Range;
 use std::sync::Arc;
@@ -55,8 +56,9 @@ impl Engine {
         appended
     }
 
-    /// Writes a batch and brings it into the map. What the map has no room for stays buffered, and is returned as an
-    /// error that came late: all that was announced has been written then.
+    /// Writes a batch and brings it into the map. What cannot be brought there, for lack of room or because metadata is
+    /// not read, stays buffered, and is returned as an error that came late: all that was announced has been written
+    /// then.
     pub(super) fn write_homes(&self, lane: &mut Lane, head: &Head, plan: &mut Plan) -> Result<Option<Error>> {
         plan.sort();
         let homes = plan.homes();
@@ -90,7 +92,7 @@ impl Engine {
         let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
         for (i, group) in groups.iter().enumerate() {
             let part = &homes[group.clone()];
-            let (file, offset) = self.files.locate(part[0].run)?;
+            let (file, offset) = self.files.locate(part[0].run).map_err(|error| self.stop(error))?;
             let slices: Vec<&[u8]> = part.iter().map(|home| &*home.data).collect();
             file.write_at(&slices, offset, false)
                 .during(|| format!("writing block {} home", part[0].run.start))
@@ -124,7 +126,7 @@ impl Engine {
         while next < groups.len() || lane.queue.in_flight() > 0 {
             while next < groups.len() && lane.queue.in_flight() < LANE_DEPTH as usize {
                 let group = &homes[groups[next].clone()];
-                let (file, offset) = self.files.locate(group[0].run)?;
+                let (file, offset) = self.files.locate(group[0].run).map_err(|error| self.stop(error))?;
                 let slices = group.iter().map(|home| home.data.clone()).collect();
                 lane.queue.write(&file, offset, slices, false, next as u64);
                 next += 1;
@@ -154,12 +156,12 @@ impl Engine {
             let _fetch = self.meta.bring_in(|meta| part.iter().for_each(|home| home.survey(meta, head.id)));
             let mut buffer = head.lock();
             let mut meta = self.meta.lock();
-            let mut gone = (0, 0);
+            let mut gone = Held::default();
             for home in part {
                 match self.finish_home(&mut meta, &mut buffer, head.id, home, gate) {
-                    Ok((claimed, data)) => gone = (gone.0 + claimed, gone.1 + data),
-                    Err(error) if error.kind() == ErrorKind::NoSpace => short = Some(error),
-                    Err(error) => return Err(error),
+                    Ok(held) => gone += held,
+                    Err(error) if self.running.is_stopped() => return Err(error),
+                    Err(error) => short = Some(error),
                 }
             }
             self.update_headroom(&meta);
@@ -183,11 +185,12 @@ impl Engine {
         disk: u64,
         home: &Home,
         gate: u64,
-    ) -> Result<(u64, u64)> {
+    ) -> Result<Held> {
         let checksums = home.checksums.clone();
         let operation = match home.placement {
             Placement::InPlace => {
-                meta.note_overwritten(home.run, &checksums)?;
+                // Its announcement is over with the batch: without the checksums the content would be taken for torn.
+                meta.note_overwritten(home.run, &checksums).map_err(|error| self.stop(error))?;
                 None
             }
             Placement::Fill => Some(Operation::Written { disk, logical: home.logical, run: home.run, checksums }),

@@ -4,6 +4,7 @@
 //! overwrites durably, write, and then, piece by piece as writes finish, change the map and take the piece out of the
 //! buffer. Readers see the buffered copy until the map names the new one, both under the buffer's lock.
 
+mod failing;
 mod homes;
 mod others;
 mod payload;
@@ -17,19 +18,23 @@ pub(crate) use payload::LoggedLane;
 use super::log::Cost;
 use super::metadata::Fetch;
 use super::{Engine, Head};
-use crate::buffer::Piece;
+use crate::buffer::{Held, Piece};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
 use backend::{IoMode, Queue};
+use failing::Failing;
 pub(crate) use plan::Plan;
 use std::sync::Arc;
+
+/// Blocks of data per batch at most.
+pub(crate) const BATCH_MAX: u64 = 1024;
 
 /// Blocks of data per batch: short enough that a flush does not wait long for the gate (a few milliseconds), long
 /// enough that announcements are few.
 fn batch_blocks(mode: IoMode) -> u64 {
     match mode {
-        IoMode::Buffered => 1024,
+        IoMode::Buffered => BATCH_MAX,
         IoMode::Direct => 256,
     }
 }
@@ -37,9 +42,7 @@ fn batch_blocks(mode: IoMode) -> u64 {
 /// Pieces planned, and brought into the map, under one hold of the locks: readers and writers of the disk wait no
 /// longer than that.
 const BATCH_STRIDE: usize = 64;
-/// Pages that a block written somewhere dirties, about ...
-const PAGES_PER_BLOCK: u64 = 16;
-/// ... and the smallest batch that is cut no further, in blocks.
+/// The smallest batch that is cut no further, in blocks.
 const BATCH_MIN: u64 = 64;
 
 /// What write-back keeps between batches.
@@ -61,6 +64,13 @@ pub struct WriteBack {
     served: AtomicU64,
     /// Flushes waiting for the gate: write-back steps aside.
     flushes_waiting: AtomicU64,
+    /// Pages that a block of the last batch needed; changed under the gate.
+    pages_per_block: AtomicU64,
+    /// While a batch is under way: what entries had that were replaced in a buffer meanwhile. The batch may bring them
+    /// into the map all the same, and takes what they had counted on.
+    replaced: Mutex<Option<Held>>,
+    /// Attempts that failed.
+    pub failing: Failing,
 }
 
 impl WriteBack {
@@ -73,7 +83,22 @@ impl WriteBack {
             copying: Mutex::default(),
             served: AtomicU64::new(0),
             flushes_waiting: AtomicU64::new(0),
+            pages_per_block: AtomicU64::new(1),
+            replaced: Mutex::default(),
+            failing: Failing::default(),
         }
+    }
+
+    /// Blocks of the next batch where so many pages may still be dirtied: as many as are likely to be admitted, so that
+    /// the batch need not be planned again. Batches as different as one run and scattered blocks follow each other
+    /// seldom, and a guess that is too high costs one plan.
+    fn batch(&self, most: u64, pages_left: u64) -> u64 {
+        most.min((pages_left / self.pages_per_block.load(Ordering::Relaxed)).max(BATCH_MIN))
+    }
+
+    /// A batch of so many blocks needs so many pages.
+    fn note_pages(&self, pages: u64, blocks: u64) {
+        self.pages_per_block.store(pages.div_ceil(blocks.max(1)).max(1), Ordering::Relaxed);
     }
 
     /// The gate: no write-back is under way while it is held.
@@ -114,6 +139,16 @@ impl WriteBack {
     }
 }
 
+/// A batch under way.
+struct UnderWay<'a>(&'a Engine);
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let replaced = self.0.writeback.replaced.lock().take();
+        self.0.give_back(replaced.unwrap_or_default());
+    }
+}
+
 /// What became of a batch.
 enum Batch {
     /// Nothing is buffered.
@@ -127,17 +162,35 @@ enum Batch {
 impl Engine {
     /// Writes back one batch, of the disk that has waited longest. False when no buffer holds anything.
     pub(super) fn write_back_once(&self) -> Result<bool> {
+        let done = self.write_back_next();
+        match &done {
+            Ok(_) => self.writeback.failing.note_progress(),
+            Err(error) => {
+                let heads = self.buffers.heads();
+                let disks = heads.iter().filter(|head| !head.lock().layers.is_empty()).count();
+                self.writeback.failing.note_failure(error, disks as u64);
+            }
+        }
+        done
+    }
+
+    fn write_back_next(&self) -> Result<bool> {
         self.check_running()?;
         self.pace()?;
         let _fetch = self.bring_in_next();
         let appends = self.admit_append()?;
         let mut lane = self.writeback.lock();
         for head in self.heads_in_turn() {
-            let batch = self.write_back(&mut lane, &head)?;
-            if matches!(batch, Batch::Empty) {
+            let batch = self.write_back(&mut lane, &head);
+            if matches!(batch, Ok(Batch::Empty)) {
                 continue;
             }
+            // Also after a failure: others need not be waiting for the same.
             self.writeback.served.store(head.id, Ordering::Relaxed);
+            let batch = match batch {
+                Err(error) if self.isolate(&error) => return Ok(true),
+                other => other?,
+            };
             MutexGuard::unlock_fair(lane);
             drop(appends);
             if let Batch::Refused(cost) = batch {
@@ -165,7 +218,10 @@ impl Engine {
             let _fetch = self.bring_in_batch(head);
             let appends = self.admit_append()?;
             let mut lane = self.writeback.lock();
-            let batch = self.write_back(&mut lane, head)?;
+            let batch = match self.write_back(&mut lane, head) {
+                Err(error) if self.isolate(&error) => continue,
+                other => other?,
+            };
             MutexGuard::unlock_fair(lane);
             drop(appends);
             match batch {
@@ -190,11 +246,34 @@ impl Engine {
         self.meta.bring_in(|meta| meta.survey_pieces(head.id, &pieces))
     }
 
+    /// Takes back what an entry had that was replaced in a buffer. While a batch may have a copy of it, no other entry
+    /// counts on the same.
+    pub(super) fn give_back_replaced(&self, held: Held) {
+        if held == Held::default() {
+            return;
+        }
+        let mut replaced = self.writeback.replaced.lock();
+        let Some(later) = &mut *replaced else {
+            drop(replaced);
+            return self.give_back(held);
+        };
+        // Room in the buffer is given back at once; as changes of the map the blocks count on.
+        self.reserves.add_changes(held.data);
+        *later += Held { data: 0, changes: held.changes + held.data, ..held };
+        drop(replaced);
+        self.give_back(Held { data: held.data, ..Held::default() });
+    }
+
+    /// Before a batch looks at a buffer. What ends it has told the headroom what it took.
+    fn begin_batch(&self) -> UnderWay<'_> {
+        *self.writeback.replaced.lock() = Some(Held::default());
+        UnderWay(self)
+    }
+
     /// One batch of one disk.
     fn write_back(&self, lane: &mut Lane, head: &Head) -> Result<Batch> {
-        // Smaller where little room is left, so that it need not be cut.
-        let batch =
-            batch_blocks(self.options.mode).min((self.log.admission.pages_left() / PAGES_PER_BLOCK).max(BATCH_MIN));
+        let _under_way = self.begin_batch();
+        let batch = self.writeback.batch(batch_blocks(self.options.mode), self.log.admission.pages_left());
         let mut commit = self.log.lock();
         let Some(mut pieces) = self.next_pieces(head, batch)? else { return Ok(Batch::Empty) };
         let mut waited = false;
@@ -204,6 +283,9 @@ impl Engine {
             let planned = self
                 .plan_batch(&mut meta, head, &pieces, waited, &mut plan)
                 .and_then(|()| meta.cost_of_homes(head.id, plan.homes()));
+            if let Ok(cost) = &planned {
+                self.writeback.note_pages(cost.pages, pieces.iter().map(|piece| piece.entry.blocks).sum());
+            }
             // An announcement overtakes what is pending: of these blocks, checksums of older content.
             let overtakes = planned.is_ok() && meta.awaits_checksums(plan.homes());
             if let Ok(cost) = &planned

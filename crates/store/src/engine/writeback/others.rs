@@ -57,10 +57,15 @@ impl Engine {
                 let part = piece.part(at..end);
                 let _fetch = self.meta.bring_in(|meta| meta.survey_pieces(head.id, std::slice::from_ref(&part)));
                 let mut buffer = head.lock();
+                let (layer, _) = buffer.layers.oldest();
+                // Not what has been written since: such a write may count on the blocks that are mapped there.
+                let Some(still) = layer.still(&(at..end), piece.entry.stamp) else { break };
+                at = still.start;
                 let mut meta = self.meta.lock();
-                let step = self.apply_other(&mut meta, head.id, at..end, &piece.entry.content)?;
+                let step = self.apply_other(&mut meta, head.id, still, &piece.entry.content);
                 self.update_headroom(&meta);
                 drop(meta);
+                let step = step?;
                 let (layer, _) = buffer.layers.oldest();
                 let gone = layer.remove(at, step.end - at, piece.entry.stamp);
                 drop(buffer);
@@ -80,6 +85,7 @@ impl Engine {
             return self.unmap_step(meta, disk, range);
         }
         let end = range.end.min(range.start + ZERO_STEP);
+        let (end, _) = meta.reach(disk, range.start..end, false, STEP_PAGES)?;
         for (range, zeroed) in meta.zeroed(disk, range.start..end)? {
             match zeroed {
                 Zeroed::Already => {}
@@ -109,9 +115,7 @@ impl Engine {
 
     /// Unmaps the beginning of a range: as much as one step may free.
     pub(crate) fn unmap_step(&self, meta: &mut Meta, disk: u64, range: Range<u64>) -> Result<Step> {
-        let Some(root) = meta.catalog.get(disk)?.root else { return Ok(Step { end: range.end, refused: None }) };
-        let mut effects = Effects::default();
-        let Some(first) = tree::first_mapped(&mut meta.nodes(&mut effects), root, range.clone())? else {
+        let Some(first) = meta.first_mapped(disk, range.clone())? else {
             return Ok(Step { end: range.end, refused: None });
         };
         let most = range.end.min(first + UNMAP_MAX);
@@ -126,10 +130,19 @@ impl Engine {
     /// Unmaps a range, step by step. Under no lock that a checkpoint takes.
     pub(crate) fn unmap_waiting(&self, disk: u64, range: Range<u64>) -> Result<()> {
         let mut at = range.start;
-        while at < range.end {
+        // Where nothing is mapped, nothing has to be spare.
+        while let Some(first) = self.meta.look(|meta| meta.first_mapped(disk, at..range.end))? {
             self.check_running()?;
+            self.measure(&self.buffers.head(disk))?;
+            at = first;
             let step = {
                 let mut meta = self.meta.lock();
+                let nodes = self.nodes_of_discard(&meta);
+                if !self.are_spare(&meta, nodes, 0) {
+                    drop(meta);
+                    self.make_spare(nodes, 0)?;
+                    continue;
+                }
                 let step = self.unmap_step(&mut meta, disk, at..range.end)?;
                 self.update_headroom(&meta);
                 step
@@ -156,6 +169,12 @@ impl Engine {
 }
 
 impl Meta {
+    /// The first block of a range that a disk maps.
+    fn first_mapped(&mut self, disk: u64, range: Range<u64>) -> Result<Option<u64>> {
+        let Some(root) = self.catalog.get(disk)?.root else { return Ok(None) };
+        tree::first_mapped(&mut self.nodes(&mut Effects::default()), root, range)
+    }
+
     /// Cuts a range by what zeroing it means. Nothing is written, and the journal keeps the order: what matters is
     /// which trees share the blocks now, not what holds them.
     fn zeroed(&mut self, disk: u64, range: Range<u64>) -> Result<Vec<(Range<u64>, Zeroed)>> {

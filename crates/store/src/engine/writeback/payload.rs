@@ -79,12 +79,13 @@ impl Engine {
                 let room = crate::space::FILE_BLOCKS - run.start % crate::space::FILE_BLOCKS;
                 run.blocks = run.blocks.min(room);
                 end = at + run.blocks as usize;
-                let (file, offset) = self.files.locate(run)?;
+                let (file, offset) = self.files.locate(run).map_err(|error| self.stop(error))?;
                 let slices = blocks[at..end].iter().map(|(_, slice)| slice.clone()).collect();
                 lane.queue.write(&file, offset, slices, false, at as u64);
                 at = end;
             }
-            lane.queue.wait(&mut completions, None).during(|| "taking journalled blocks home".into())?;
+            let waited = lane.queue.wait(&mut completions, None);
+            waited.during(|| "taking journalled blocks home".into()).map_err(|error| self.stop(error))?;
             for completion in completions.drain(..) {
                 completion
                     .result

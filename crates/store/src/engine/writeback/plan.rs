@@ -6,6 +6,7 @@ use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Effects, Meta, Touched};
 use crate::engine::placement::{BlockState, Placement, place};
+use crate::engine::reserve::Claim;
 use crate::engine::{Engine, Head};
 use crate::journal::Operation;
 use crate::space::Run;
@@ -27,15 +28,17 @@ pub struct Home {
 
 /// Where everything of a batch goes. It ends by [`Plan::undo`] or [`Plan::end`].
 #[derive(Default)]
-pub struct Plan {
+pub struct Plan<'a> {
     homes: Vec<Home>,
     /// Discards and zeroes.
     others: Vec<Piece>,
     /// Runs to be overwritten in place.
     claimed: Vec<Run>,
+    /// New places of what has not claimed any, until the headroom says that they are taken.
+    unclaimed: Option<Claim<'a>>,
 }
 
-impl Plan {
+impl Plan<'_> {
     /// The data of the batch, in the order of its pieces until [`Plan::sort`].
     pub fn homes(&self) -> &[Home] {
         &self.homes
@@ -52,11 +55,11 @@ impl Plan {
     }
 
     /// Gives everything back: nothing was written.
-    pub fn undo(&mut self, meta: &mut Meta) {
-        for home in self.homes.drain(..).filter(|home| home.placement == Placement::New) {
+    pub fn undo(self, meta: &mut Meta) {
+        for home in self.homes.iter().filter(|home| home.placement == Placement::New) {
             meta.data.release(home.run);
         }
-        self.claimed.drain(..).for_each(|run| meta.in_flight.release(run));
+        self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
     }
 
     /// The data is written and in the map; what is left to do.
@@ -69,17 +72,17 @@ impl Plan {
 impl Engine {
     /// Splits pieces into runs and finds their places. `waited`: the journal has been waited for, and blocks that were
     /// held then no longer are. After an error the plan holds what there is to undo.
-    pub(crate) fn plan_batch(
-        &self,
+    pub(crate) fn plan_batch<'a>(
+        &'a self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
         pieces: &[Piece],
         waited: bool,
-        plan: &mut Plan,
+        plan: &mut Plan<'a>,
     ) -> Result<()> {
         let root = meta.catalog.get(head.id)?.root;
         let mut placements: Vec<(Range<u64>, Placement, u64)> = Vec::new();
-        let (mut new_blocks, mut not_claimed) = (0, 0);
+        let (mut new_blocks, mut not_claimed, mut not_covered) = (0, 0, 0);
         let mut data = Vec::new();
         for piece in pieces {
             match &piece.entry.content {
@@ -100,6 +103,7 @@ impl Engine {
             let new: u64 = new.map(|(range, _, _)| range.end - range.start).sum();
             new_blocks += new;
             not_claimed += if piece.entry.claimed { 0 } else { new };
+            not_covered += if piece.entry.covered { 0 } else { new };
             for (range, _, start) in placements.iter().filter(|(_, placement, _)| *placement == Placement::InPlace) {
                 let run = Run { start: *start, blocks: range.end - range.start };
                 meta.in_flight.claim(run);
@@ -107,13 +111,19 @@ impl Engine {
             }
             parts.push(std::mem::take(&mut placements));
         }
+        if not_covered > 0 {
+            // A new place takes nodes that others count on.
+            return Err(Error::new(ErrorKind::NoSpace, "no free nodes beside what other writes count on"));
+        }
         if not_claimed > 0 {
             // What is set aside for the disk is for blocks that are shared: what is only held takes none of it unless
             // waiting for the journal has not helped.
             let aside = if waited { meta.catalog.get(head.id)?.reserved } else { 0 };
-            if not_claimed > self.reserves.unclaimed() + aside {
+            let claim = self.try_claim(not_claimed).or_else(|| self.try_claim(not_claimed.saturating_sub(aside)));
+            if claim.is_none() {
                 return Err(Error::new(ErrorKind::NoSpace, "no free blocks beside what other writes count on"));
             }
+            plan.unclaimed = claim;
         }
         let mut spare = Run { start: 0, blocks: 0 };
         for ((slice, sums, piece), parts) in data.into_iter().zip(parts) {

@@ -23,7 +23,7 @@ use crate::journal::{BatchKind, Operation, RUN_MAX, Writer};
 use crate::space::{Run, TABLE_ENTRIES};
 use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
-use crate::{ErrorKind, IoContext, Result};
+use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use std::ops::Range;
 
@@ -109,7 +109,7 @@ impl Engine {
         data: &SharedSlice,
         checksums: &Checksums,
     ) -> Result<Outcome> {
-        let (parts, _grant) = {
+        let (parts, _grant, _changes) = {
             let mut guard = self.meta.lock();
             let meta = &mut *guard;
             let root = meta.catalog.get(head.id)?.root;
@@ -117,6 +117,8 @@ impl Engine {
             let new: u64 = own.iter().filter(|(_, place)| place.is_none()).map(|(r, _)| r.end - r.start).sum();
             // Until the blocks are taken, and the headroom says so.
             let Some(_claim) = self.try_claim(new) else { return Ok(Outcome::Buffer) };
+            // Until they are in the map.
+            let Some(changes) = self.try_changes(head, new) else { return Ok(Outcome::Buffer) };
             let in_place = own
                 .iter()
                 .filter_map(|(range, place)| place.map(|start| Run { start, blocks: range.end - range.start }));
@@ -163,11 +165,11 @@ impl Engine {
                 meta.forget_logged(part.run);
             }
             self.update_headroom(meta);
-            (parts, grant)
+            (parts, grant, changes)
         };
         for part in &parts {
             let from = (part.logical - range.start) as usize * BLOCK_SIZE;
-            let (file, offset) = self.files.locate(part.run)?;
+            let (file, offset) = self.files.locate(part.run).map_err(|error| self.stop(error))?;
             file.write_at(&[&data[from..from + part.run.blocks as usize * BLOCK_SIZE]], offset, false)
                 .during(|| format!("writing {} blocks at {}", part.run.blocks, part.run.start))
                 .map_err(|error| self.stop(error))?;
@@ -195,12 +197,13 @@ impl Engine {
                 match self.carry_out_new(&mut meta, operation, gate) {
                     Ok(()) => {}
                     // What was overwritten in place is to be told to the map all the same.
-                    Err(error) if error.kind() == ErrorKind::NoSpace => short = Some(error),
-                    Err(error) => return Err(error),
+                    Err(error) if self.running.is_stopped() => return Err(error),
+                    Err(error) => short = Some(error),
                 }
             } else {
                 meta.in_flight.release(part.run);
                 let operation = Operation::Checksums { run: part.run, checksums: sums };
+                // The announcement of what was overwritten ends with this write.
                 self.carry_out(&mut meta, operation, gate)?;
             }
         }

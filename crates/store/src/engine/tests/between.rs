@@ -1,0 +1,250 @@
+//! What comes between two steps: a write of another thread while a flush or a batch waits for the medium, and metadata
+//! that is not read in the middle of a change. Nothing flushed is lost, nothing is promised twice, nothing is described
+//! in part.
+
+use super::*;
+use crate::sync::atomic::{AtomicBool, Ordering};
+use backend::IoMode;
+use backend::simulated::Request;
+
+/// Runs `act` once, on the thread that makes the next request of this kind, before that has an effect.
+fn before_next(disk: &SimulatedDisk, wanted: Request, act: impl Fn() + Send + Sync + 'static) {
+    let done = AtomicBool::new(false);
+    disk.set_pace(Arc::new(move |request| {
+        if request == wanted && !done.swap(true, Ordering::SeqCst) {
+            act();
+        }
+    }));
+}
+
+fn add_other(engine: &Engine) -> Arc<Head> {
+    engine.head(add_disk(engine, "other", 1 << 20, Provisioning::Thin))
+}
+
+/// Another program takes the rest of the file system, and a disk all blocks that are left; how many.
+fn fill_with(disk: &SimulatedDisk, engine: &Engine, other: &Head) -> u64 {
+    fill_up(disk);
+    let full = (0..).find(|block| engine.write_blocks(other, *block, slice(9, 1)).is_err()).unwrap();
+    engine.settle(other).unwrap();
+    engine.flush().unwrap();
+    full
+}
+
+/// Gives blocks of a disk back, and lets them be used.
+fn free(engine: &Engine, disk: &Head, blocks: std::ops::Range<u64>) {
+    let wanted = blocks.end - blocks.start;
+    engine.discard_blocks(disk, blocks).unwrap();
+    engine.settle(disk).unwrap();
+    engine.commit_changes().unwrap();
+    let mut meta = engine.meta.lock();
+    meta.release_freed();
+    engine.update_headroom(&meta);
+    assert_eq!((engine.reserves.headroom(), engine.reserves.claims()), (wanted, 0));
+}
+
+/// Makes a page of a file unreadable; what makes it readable again.
+fn lose_page(disk: &SimulatedDisk, name: &'static str, page: u64) -> impl Fn() + use<> {
+    let file = disk.directory().open(name, IoMode::Buffered).unwrap();
+    let mut bytes = Buffer::zeroed(1);
+    let at = page * BLOCK_SIZE as u64;
+    file.read_at(&mut bytes, at).unwrap();
+    disk.fail_reads(name, at..at + BLOCK_SIZE as u64).unwrap();
+    move || file.write_at(&[&bytes], at, true).unwrap()
+}
+
+#[test]
+fn what_a_flush_settled_is_not_undone_by_older_payload_though_a_home_write_came_beside_it() {
+    let (disk, engine) = made();
+    // Nothing is short, so that nothing is reserved meanwhile.
+    drop(engine.claim_blocks(1024).unwrap());
+    // Payload of the block in the journal.
+    write(&engine, 0, 1);
+    engine.flush().unwrap();
+    // An announced overwrite in place.
+    write(&engine, 0, 2);
+    engine.settle(&engine.head(1)).unwrap();
+    // While the flush waits for the medium, another write gets home, to a new place.
+    let other = Arc::clone(&engine);
+    before_next(&disk, Request::Sync, move || {
+        write(&other, 100, 5);
+        other.settle(&other.head(1)).unwrap();
+    });
+    engine.flush().unwrap();
+    // The next overwrite in place is announced, and the power goes while it is written.
+    write(&engine, 0, 3);
+    disk.cut_after(disk.operations() + 1);
+    engine.settle(&engine.head(1)).unwrap_err();
+    for _ in 0..8 {
+        let engine = open(&disk.crash()).unwrap();
+        let head = engine.head(1);
+        let block = engine.read_blocks("vm", 0..1, &|range| engine.plan_head(&head, range)).unwrap();
+        assert!(block.iter().all(|byte| [2, 3].contains(byte)), "flushed content is gone: {}", block[0]);
+    }
+}
+
+#[test]
+fn a_catalog_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
+    for failing in 1..16 {
+        let (disk, engine) = made();
+        engine.checkpoint().unwrap();
+        write(&engine, 0, 7);
+        engine.settle(&engine.head(1)).unwrap();
+        engine.flush().unwrap();
+        engine.meta.lock().pages.drop_clean();
+        disk.fail_reads_after(0, failing);
+        let failed = engine.checkpoint().is_err();
+        disk.fail_reads_after(0, 0);
+        engine.check_running().unwrap();
+        engine.checkpoint().unwrap();
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        assert_eq!(value(&engine, 0).unwrap(), 7, "{failing} reads failed, the checkpoint too: {failed}");
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn a_summary_page_that_is_not_read_once_costs_a_checkpoint_and_nothing_else() {
+    let (disk, engine) = made();
+    (0..200).for_each(|block| write(&engine, block, 7));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    engine.discard_blocks(&engine.head(1), 0..200).unwrap();
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "data.summary", 0);
+    assert_eq!(engine.checkpoint().unwrap_err().kind(), ErrorKind::Io);
+    mend();
+    engine.check_running().unwrap();
+    engine.checkpoint().unwrap();
+    let before = engine.counts();
+    engine.close().unwrap();
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let after = engine.counts();
+    assert_eq!((before.data.used, before.map.used), (after.data.used, after.map.used));
+    write(&engine, 3000, 1);
+    engine.flush().unwrap();
+    is_whole(&engine);
+}
+
+#[test]
+fn a_new_place_of_what_claims_none_is_not_promised_to_another_write() {
+    let (disk, engine) = made();
+    (0..64).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let other = add_other(&engine);
+    let full = fill_with(&disk, &engine, &other);
+    // Let in over its own block, without a claim. Then one block comes free.
+    write(&engine, 5, 2);
+    free(&engine, &other, 0..1);
+    // Payload of the block is on its way home, so write-back takes a new place: the free one.
+    let run = own_block(&engine, 1, 5);
+    engine.meta.lock().in_flight.claim(run);
+    let writer = Arc::clone(&engine);
+    before_next(&disk, Request::Write, move || {
+        // Whether it is let in or not.
+        let _ = writer.write_blocks(&other, full + 1, slice(8, 1));
+    });
+    engine.settle(&engine.head(1)).unwrap();
+    engine.meta.lock().in_flight.release(run);
+    assert!(engine.reserves.claims() <= engine.reserves.headroom());
+    engine.flush().unwrap();
+    assert_eq!(value(&engine, 5).unwrap(), 2);
+    is_whole(&engine);
+}
+
+#[test]
+fn blocks_taken_for_what_is_discarded_on_its_way_home_are_not_promised_to_another_write() {
+    let (disk, engine) = made();
+    let other = add_other(&engine);
+    drop(engine.claim_blocks(256).unwrap());
+    engine.checkpoint().unwrap();
+    fill_with(&disk, &engine, &other);
+    free(&engine, &other, 0..10);
+    engine.write_blocks(&engine.head(1), 200, slice(2, 10)).unwrap();
+    let writer = Arc::clone(&engine);
+    before_next(&disk, Request::Write, move || {
+        writer.discard_blocks(&writer.head(1), 200..210).unwrap();
+        let _ = writer.write_blocks(&other, 1000, slice(8, 10));
+    });
+    engine.settle(&engine.head(1)).unwrap();
+    assert!(engine.reserves.claims() <= engine.reserves.headroom());
+    engine.flush().unwrap();
+    assert_eq!((value(&engine, 200).unwrap(), engine.reserves.claims(), engine.reserves.changes()), (0, 0, 0));
+    is_whole(&engine);
+}
+
+/// A store whose next piece of space lies on two pages of the table, the second of them not readable.
+fn partly_readable() -> (SimulatedDisk, Arc<Engine>, impl Fn()) {
+    let (disk, engine) = made();
+    drop(engine.claim_blocks(256).unwrap());
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "data.table", 1);
+    engine.meta.look(|meta| meta.entry(0)).unwrap();
+    (disk, engine, mend)
+}
+
+#[test]
+fn space_whose_description_cannot_be_changed_is_described_whole_or_stops_the_store() {
+    for more in (1..1200).step_by(100) {
+        let (disk, engine, mend) = partly_readable();
+        let failed = engine.extend(256 + more);
+        mend();
+        if engine.running.is_stopped() {
+            let engine = open(&disk.crash()).unwrap();
+            is_whole(&engine);
+            continue;
+        }
+        assert!(failed.is_ok());
+        engine.extend(1400).unwrap();
+        engine.discard_blocks(&engine.head(1), 0..1).unwrap();
+        engine.flush().unwrap();
+        engine.reclaim().unwrap();
+        let before = engine.counts().data;
+        engine.close().unwrap();
+        drop(engine);
+        let engine = open(&disk).unwrap();
+        assert_eq!(before.backed, engine.counts().data.backed);
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn a_close_that_failed_is_done_when_it_is_asked_for_again() {
+    let (disk, engine) = made();
+    write(&engine, 0, 1);
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    write(&engine, 0, 2);
+    engine.meta.lock().pages.drop_clean();
+    let mend = lose_page(&disk, "map", 0);
+    engine.close().unwrap_err();
+    mend();
+    engine.close().unwrap();
+    engine.close().unwrap();
+    drop(engine);
+    assert_eq!(value(&open(&disk).unwrap(), 0).unwrap(), 2);
+}
+
+#[test]
+fn a_data_file_whose_name_was_not_flushed_at_once_can_be_made_again_or_the_store_stops() {
+    for number in 0..40 {
+        let (disk, engine) = made();
+        disk.fail_operation(disk.operations() + number);
+        let first = engine.extend(1);
+        if !engine.running.is_stopped() {
+            engine.extend(1).unwrap_or_else(|error| panic!("operation {number}: {first:?}, and then {error}"));
+        }
+    }
+}

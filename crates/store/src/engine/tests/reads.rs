@@ -1,0 +1,103 @@
+//! A read of metadata that fails once, at every point: what it was for fails or comes later, nothing else is lost, and
+//! nothing stays taken.
+
+use super::*;
+use backend::simulated::SimulatedOptions;
+
+/// A disk whose map does not fit into the smallest cache.
+const WIDE: u64 = 100_000;
+/// Blocks that the workload changes, and how far they lie apart: each is in another leaf.
+const CHANGED: u64 = 250;
+const APART: u64 = 390;
+
+fn opened(disk: &SimulatedDisk) -> Arc<Engine> {
+    Engine::open(disk.directory(), EngineOptions { metadata_cache: 0, ..options() }).unwrap()
+}
+
+/// Every second block holds 1, everything is at home and durable.
+fn wide() -> SimulatedDisk {
+    let disk = formatted();
+    let engine = opened(&disk);
+    assert_eq!(add_disk(&engine, "vm", WIDE, Provisioning::Thin), 1);
+    (0..WIDE).step_by(2).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.close().unwrap();
+    disk
+}
+
+/// What a block holds after the workload.
+fn expected(block: u64) -> u8 {
+    match (block % APART, block / APART < CHANGED) {
+        (0, true) => 2,
+        (1, true) => 3,
+        (2..7, true) => 0,
+        _ => block.is_multiple_of(2).into(),
+    }
+}
+
+/// Overwrites, new blocks and discards, and all of it brought home; tried again where a read fails.
+fn change(engine: &Engine, by_journal: bool) -> Result<()> {
+    let again = |act: &dyn Fn() -> Result<()>| loop {
+        match act() {
+            Err(error) if error.kind() == ErrorKind::Io => {}
+            done => return done,
+        }
+    };
+    let head = engine.head(1);
+    for i in 0..CHANGED {
+        for (at, value) in [(0, 2), (1, 3)] {
+            again(&|| engine.write_blocks(&head, i * APART + at, slice(value, 1)))?;
+        }
+        again(&|| engine.discard_blocks(&head, i * APART + 2..i * APART + 7))?;
+    }
+    if by_journal {
+        again(&|| engine.flush())
+    } else {
+        again(&|| engine.settle(&head))?;
+        again(&|| engine.flush())
+    }
+}
+
+fn nothing_stays_taken(engine: &Engine) {
+    let meta = engine.meta.lock();
+    assert!(meta.in_flight.is_empty());
+    assert_eq!((engine.buffers.blocks(), engine.reserves.changes(), engine.reserves.claims()), (0, 0, 0));
+}
+
+#[test]
+fn a_read_of_metadata_that_fails_once_loses_nothing() {
+    let original = wide();
+    for (by_journal, times) in [(false, 1), (false, 2), (true, 2), (false, 3)] {
+        let (mut late, mut stopped, mut number) = (0, 0, 0);
+        loop {
+            let disk = original.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });
+            let mut engine = opened(&disk);
+            disk.fail_reads_after(number, times);
+            let done = change(&engine, by_journal);
+            if disk.reads_to_fail() > 0 {
+                break;
+            }
+            match done {
+                Ok(()) => nothing_stays_taken(&engine),
+                // What was overwritten in place has to be recorded: the journal knows of it.
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Stopped, "read {number}: {error}");
+                    stopped += 1;
+                    engine = opened(&disk.crash());
+                    change(&engine, by_journal).unwrap();
+                }
+            }
+            for block in (0..CHANGED * APART).step_by(131).chain((0..CHANGED).map(|i| i * APART + number % 8)) {
+                assert_eq!(value(&engine, block).unwrap(), expected(block), "read {number}, block {block}");
+            }
+            is_whole(&engine);
+            late += 1;
+            number += 1 + number / 12;
+        }
+        eprintln!("{late} times {times} failures, {stopped} of them stopped the datastore");
+        assert!(
+            late > 10 && stopped < late / 4,
+            "{late} times {times} failures, {stopped} of them stopped the datastore"
+        );
+    }
+}
