@@ -9,6 +9,7 @@ use crate::limits::{LEVELS_DEFAULT, LEVELS_MAX};
 use crate::metadata::{MetadataCache, Tunables};
 use crate::ranges::Ranges;
 use crate::statistics::{LevelStatistics, Statistics};
+use crate::unflushed::Unflushed;
 use crate::{Error, ErrorKind, Result};
 use layer::{CAPACITY_MAX, Layer};
 use parking_lot::{Mutex, RwLock};
@@ -49,7 +50,10 @@ pub struct Chain {
     pub(crate) changes: Changes,
     pub(crate) ranges: Ranges,
     pub(crate) flushes: Flushes,
+    pub(crate) unflushed: Unflushed,
     pub(crate) stopped: AtomicBool,
+    /// What it stopped for, or why its top takes no changes.
+    pub(crate) failure: Mutex<Option<String>>,
     /// One change of the stack at a time.
     pub(crate) control: Mutex<()>,
     /// One merge at a time.
@@ -73,6 +77,7 @@ impl Chain {
             stack.push(Arc::new(Level::new(identities.take(|_| {})?, layer)?));
         }
         let read_only = options.read_only || !stack[0].layer.writable();
+        let capacity = stack[0].layer.capacity();
         Ok(Self {
             read_only,
             levels_max: AtomicUsize::new(options.levels_max),
@@ -84,7 +89,9 @@ impl Chain {
             changes: Changes::new(),
             ranges: Ranges::default(),
             flushes: Flushes::default(),
+            unflushed: Unflushed::new(if read_only { 0 } else { capacity }),
             stopped: AtomicBool::new(false),
+            failure: Mutex::new(None),
             control: Mutex::new(()),
             operation: Mutex::new(()),
             fills: AtomicU64::new(0),
@@ -164,7 +171,8 @@ impl Chain {
         }
     }
 
-    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads go on.
+    /// Flushes, and closes every layer that is open for writing. Later changes fail; reads go on. What found no room to
+    /// be flushed stays open, to be closed again.
     pub fn close(&self) -> Result<()> {
         let _control = self.control.lock();
         if self.stopped.load(Ordering::SeqCst) {
@@ -173,13 +181,35 @@ impl Chain {
         let levels = self.levels();
         levels.gate.close();
         let result = self.flush();
-        self.stopped.store(true, Ordering::SeqCst);
+        match &result {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {}
+            Err(error) => self.stop(error),
+            Ok(()) => self.stopped.store(true, Ordering::SeqCst),
+        }
         levels.gate.open();
         result?;
         for level in levels.stack.iter().filter(|level| level.layer.writable()) {
             level.layer.close().map_err(|error| error.context(format_args!("closing {}", self.name)))?;
         }
         Ok(())
+    }
+
+    /// Stops it without a flush, and waits until no change and no flush is under way: what comes later is refused. For
+    /// an owner that opens the same layers again. Says whether something was changed since the last flush that
+    /// succeeded: that may be lost with it.
+    pub fn abandon(&self) -> bool {
+        let _control = self.control.lock();
+        self.stopped.store(true, Ordering::SeqCst);
+        let levels = self.levels();
+        levels.gate.close();
+        levels.gate.open();
+        self.flushes.wait_idle();
+        !self.unflushed.is_empty()
+    }
+
+    /// Why it takes no changes any more, if a failure of the medium is the reason.
+    pub fn failure(&self) -> Option<String> {
+        self.failure.lock().clone()
     }
 
     /// The current levels.

@@ -7,13 +7,17 @@
 //! 3. The target of a merge down is left out until the commit: its sources hide it, nobody else writes it, and after a
 //!    crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
 //!    beside those of others. Any other level may hold what a guest wrote, and is flushed here only.
-//! 4. After one failed nothing is known of what was written before; the chain stops.
+//! 4. After one failed nothing is known of what was written before; the chain stops, and what was changed since the
+//!    last one that succeeded is not read any more ([`crate::unflushed`]). One that found no room is no such
+//!    failure: the layer has kept what it was to write, and writes it with the next. A layer that cannot do so says
+//!    [`ErrorKind::Stopped`] then.
 
 use crate::chain::Chain;
 use crate::consolidate::Job;
 use crate::levels::Level;
 use crate::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 #[derive(Default)]
@@ -29,6 +33,16 @@ struct State {
 pub(crate) struct Flushes {
     state: Mutex<State>,
     changed: Condvar,
+}
+
+impl Flushes {
+    /// Waits until no flush is under way.
+    pub fn wait_idle(&self) {
+        let mut state = self.state.lock();
+        while state.running {
+            self.changed.wait(&mut state);
+        }
+    }
 }
 
 impl Chain {
@@ -53,10 +67,10 @@ impl Chain {
             let result = self.flush_levels();
             state = flushes.state.lock();
             state.running = false;
-            if result.is_ok() {
-                state.answered = state.answered.max(upto);
-            } else {
-                self.stopped.store(true, Ordering::SeqCst);
+            match &result {
+                Ok(()) => state.answered = state.answered.max(upto),
+                Err(error) if error.kind() == ErrorKind::NoSpace => {}
+                Err(error) => self.stop(error),
             }
             flushes.changed.notify_all();
             result?;
@@ -64,16 +78,24 @@ impl Chain {
     }
 
     fn flush_levels(&self) -> Result<()> {
+        self.unflushed.begin_flush();
         let levels = self.levels();
         let left_out = levels.job.as_ref().filter(|job| job.leaves_target_out()).map(|job| job.target.key());
-        levels.stack.iter().filter(|level| left_out != Some(level.key())).try_for_each(|level| self.flush_level(level))
+        levels
+            .stack
+            .iter()
+            .filter(|level| left_out != Some(level.key()))
+            .try_for_each(|level| self.flush_level(level))?;
+        self.unflushed.end_flush();
+        Ok(())
     }
 
     fn flush_level(&self, level: &Level) -> Result<()> {
         if !level.unflushed.swap(false, Ordering::SeqCst) {
             return Ok(());
         }
-        level.layer.flush().map_err(|error| error.context(format_args!("flushing {}", self.name)))
+        let flushed = level.layer.flush().inspect_err(|_| level.unflushed.store(true, Ordering::SeqCst));
+        flushed.map_err(|error| error.context(format_args!("flushing {}", self.name)))
     }
 
     /// Makes durable what a merge has copied so far.
@@ -81,7 +103,43 @@ impl Chain {
         if !job.leaves_target_out() {
             return self.flush();
         }
-        self.flush_level(&job.target).inspect_err(|_| self.stopped.store(true, Ordering::SeqCst))
+        self.flush_level(&job.target).inspect_err(|error| {
+            if error.kind() != ErrorKind::NoSpace {
+                self.stop(error);
+            }
+        })
+    }
+
+    /// Nothing is written from here on.
+    #[cold]
+    pub(crate) fn stop(&self, error: &Error) {
+        self.stopped.store(true, Ordering::SeqCst);
+        self.note_failure(error);
+    }
+
+    /// Changes fail from here on. Said once.
+    #[cold]
+    pub(crate) fn note_failure(&self, error: &Error) {
+        let mut failure = self.failure.lock();
+        if failure.is_none() {
+            *failure = Some(error.to_string());
+            tracing::error!(disk = self.name, %error, "the disk takes no writes until it is opened again");
+        }
+    }
+
+    /// An error for what was changed before a flush that has failed: the medium may have what was there before.
+    pub(crate) fn check_flushed(&self, range: &Range<u64>) -> Result<()> {
+        if self.stopped.load(Ordering::SeqCst) && self.unflushed.covers(range) {
+            return Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{}: an earlier flush failed, and bytes {} to {} were changed before it; open the disk again to read \
+                     what the medium has",
+                    self.name, range.start, range.end
+                ),
+            ));
+        }
+        Ok(())
     }
 
     /// An error once a flush has failed.

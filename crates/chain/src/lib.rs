@@ -8,6 +8,7 @@
 //! data         blocks that were read, where a disk has a read cache
 //! changes      who may put an old answer into a cache: nobody
 //! ranges       byte ranges that one change at a time may touch
+//! unflushed    what was changed since the last flush: not read any more once one has failed
 //! consolidate  layers merged into the one below or above while the disk is in use
 //! ```
 //!
@@ -26,7 +27,8 @@
 //!    waits for another disk's I/O.
 //! 6. **A merge changes nothing that can be seen** until its commit: a crash or an interruption before leaves the chain
 //!    as it was, one after leaves it merged.
-//! 7. **After a failed flush nothing is written** until the chain is opened again.
+//! 7. **After a failed flush nothing is written**, and what was changed since the one before is not read, until the
+//!    chain is opened again: the medium may show what was there before.
 //!
 //! Locks, in the order in which they are taken: operation (one merge), control (one change of the stack), range, gate,
 //! then one leaf at a time: a shard of a cache, the current stack, the flush state.
@@ -48,6 +50,7 @@ mod read;
 mod snapshot;
 mod statistics;
 mod status;
+mod unflushed;
 mod walk;
 mod write;
 

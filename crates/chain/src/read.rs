@@ -132,6 +132,7 @@ impl Chain {
             let levels = &*guard.levels;
             self.check_range(levels.capacity(), offset, length as u64)?;
             let range = aligned(if cached { BLOCK } else { levels.alignment }, levels.capacity());
+            self.check_flushed(&range)?;
             let mut parts = Vec::with_capacity(1);
             let planned = match cached {
                 true => self.plan_cached(levels, range.clone(), &mut parts)?,

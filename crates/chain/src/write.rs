@@ -8,7 +8,9 @@
 //! 4. The order at the caches: begin, forget (where places are reused), change, put the new answer in, end. After a
 //!    failure the range is forgotten: nothing is known of it.
 //! 5. While a merge takes from the top, its target gets the same (in its last part) or a note (before). A target that
-//!    fails fails the merge, never the write.
+//!    fails fails the merge, never the write. What the top did in part, after an error or for lack of room, leaves a
+//!    note too, and ends a merge in its last part.
+//! 6. A discard never fails for lack of room: what finds none keeps its content.
 
 use crate::Result;
 use crate::chain::Chain;
@@ -18,6 +20,7 @@ use crate::levels::{Level, Levels};
 use crate::limits::DISCARD_STEP;
 use crate::mapping::{Mapping, To, push};
 use crate::walk::Walk;
+use crate::{Error, ErrorKind};
 use backend::Buffer;
 use layer::SECTOR;
 use std::ops::Range;
@@ -32,10 +35,32 @@ const EXTENTS_MAX: usize = 64;
 enum Change<'a> {
     /// These bytes, at this offset.
     Write(u64, &'a [u8]),
-    /// Zeros over whole grains; space is kept or not.
-    Zero(bool),
+    /// Zeros over whole grains.
+    Clear(Clear),
     /// These zeros over a part of a grain, unless it reads as zeros anyway.
     ZeroPart(u64, &'a [u8]),
+}
+
+/// How a range becomes zeros.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Clear {
+    /// It keeps or takes its space.
+    Keep,
+    /// It may give its space back.
+    Zero,
+    /// It gives its space back, and becomes zeros as far as there is room to say so.
+    Discard,
+}
+
+impl Clear {
+    /// Says whether all of it is zeros now.
+    fn carry_out(self, level: &Level, range: Range<u64>) -> Result<bool> {
+        match self {
+            Self::Keep => level.layer.zero(range, true).map(|()| true),
+            Self::Zero => level.layer.zero(range, false).map(|()| true),
+            Self::Discard => level.layer.discard(range),
+        }
+    }
 }
 
 /// A range under change.
@@ -77,6 +102,15 @@ impl Chain {
 
     /// Makes a range read as zeros, hiding what is below. With `keep`, it keeps or takes its space.
     pub fn zero(&self, offset: u64, length: u64, keep: bool) -> Result<()> {
+        self.clear_range(offset, length, if keep { Clear::Keep } else { Clear::Zero })
+    }
+
+    /// Gives a range back: it reads as zeros, but for what there was no room to say that of, which keeps its content.
+    pub fn discard(&self, offset: u64, length: u64) -> Result<()> {
+        self.clear_range(offset, length, Clear::Discard)
+    }
+
+    fn clear_range(&self, offset: u64, length: u64, clear: Clear) -> Result<()> {
         self.check_writable()?;
         self.check_range(self.capacity(), offset, length)?;
         let end = offset + length;
@@ -86,18 +120,21 @@ impl Chain {
             self.check_range(levels.capacity(), at, end - at)?;
             let (grain, capacity) = (levels.top().grain, levels.capacity());
             let last = if end == capacity { end } else { end / grain * grain };
-            let done = if at.is_multiple_of(grain) && at < last {
+            let (stop, outcome) = if at.is_multiple_of(grain) && at < last {
                 let step = (DISCARD_STEP / grain).max(1) * grain;
                 let stop = (at / step + 1).saturating_mul(step).min(last);
-                self.change(&levels, at..stop, Change::Zero(keep))?.then_some(stop)
+                (stop, self.change(&levels, at..stop, Change::Clear(clear)))
             } else {
                 let stop = ((at / grain + 1) * grain).min(end);
                 let zeros = Buffer::with_bytes((stop - at) as usize);
                 let zeros = &zeros[..(stop - at) as usize];
-                let change = if keep { Change::Write(at, zeros) } else { Change::ZeroPart(at, zeros) };
-                self.change(&levels, at..stop, change)?.then_some(stop)
+                let change = if clear == Clear::Keep { Change::Write(at, zeros) } else { Change::ZeroPart(at, zeros) };
+                (stop, self.change(&levels, at..stop, change))
             };
-            at = done.unwrap_or(at);
+            match outcome {
+                Err(error) if error.kind() == ErrorKind::NoSpace && clear == Clear::Discard => at = stop,
+                done => at = if done? { stop } else { at },
+            }
         }
         Ok(())
     }
@@ -123,20 +160,33 @@ impl Chain {
         }
         self.data.forget(&range);
         let result = match change {
-            Change::Write(offset, data) | Change::ZeroPart(offset, data) => self.put(levels, top, offset, data),
-            Change::Zero(keep) => self.clear(levels, top, &whole, keep),
+            Change::Write(offset, data) | Change::ZeroPart(offset, data) => {
+                self.put(levels, top, offset, data).map(|()| true)
+            }
+            Change::Clear(clear) => self.clear(levels, top, &whole, clear),
         };
-        match result {
-            Ok(()) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
+        self.unflushed.note(&span);
+        match &result {
+            Ok(_) => self.metadata.replace(&whole, &levels.lasting(&self.answer(levels, &whole))),
             Err(error) => {
                 self.metadata.forget(&span);
-                return Err(error.context(&self.name));
+                // The top has stopped by itself, after a failure of its own metadata.
+                if error.kind() == ErrorKind::Stopped {
+                    self.note_failure(error);
+                }
             }
         }
         if let Some(job) = levels.live_job() {
-            self.tell(levels, job, &range, change)?;
+            let told = match result {
+                Ok(true) => self.tell(levels, job, &range, change),
+                _ => self.tell_of_a_part(job, &range),
+            };
+            // Its own failure is what the change answers with.
+            if result.is_ok() {
+                told?;
+            }
         }
-        Ok(true)
+        result.map(|_| true).map_err(|error| error.context(&self.name))
     }
 
     /// True when no level has data in a range that the caller holds.
@@ -167,6 +217,16 @@ impl Chain {
             }
         }
         found
+    }
+
+    /// Tells a merge that takes from the top that a change may have been done in part.
+    fn tell_of_a_part(&self, job: &Job, range: &Range<u64>) -> Result<()> {
+        if !job.mirrors() {
+            job.dirty.mark(range);
+            return Ok(());
+        }
+        let text = format!("{}: a change during the last part of a merge was done in part", self.name);
+        job.fail(Error::new(ErrorKind::NoSpace, text))
     }
 
     /// Writes to one level: whole grains, the partial ones at the ends filled up with what the chain shows.
@@ -211,26 +271,28 @@ impl Chain {
         level.layer.write(whole.start, &slices)
     }
 
-    /// Zeroes whole grains of one level. What reads as zeros because nobody has it is left alone.
-    fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, keep: bool) -> Result<()> {
+    /// Zeroes whole grains of one level. What reads as zeros because no level has it is left alone. Says whether all of
+    /// it is zeros now.
+    fn clear(&self, levels: &Arc<Levels>, level: &Level, range: &Range<u64>, clear: Clear) -> Result<bool> {
         let _changing = level.changing();
-        if keep || levels.stack.len() == 1 {
-            return level.layer.zero(range.clone(), keep);
+        if clear == Clear::Keep || levels.stack.len() == 1 {
+            return clear.carry_out(level, range.clone());
         }
         let among = 0..levels.stack.len();
         let walk = Walk { levels, among, demand: range.clone(), window: range.clone(), most: 0 };
         let mut run = range.start..range.start;
+        let mut whole = true;
         for found in walk.run()?.mappings {
             if found.to == To::Absent {
                 if !run.is_empty() {
-                    level.layer.zero(level.widened(&run), keep)?;
+                    whole &= clear.carry_out(level, level.widened(&run))?;
                 }
                 run = found.end()..found.end();
             } else {
                 run.end = found.end();
             }
         }
-        if run.is_empty() { Ok(()) } else { level.layer.zero(level.widened(&run), keep) }
+        Ok(whole & (run.is_empty() || clear.carry_out(level, level.widened(&run))?))
     }
 
     /// Tells a merge that takes from the top what changed.
@@ -242,7 +304,7 @@ impl Chain {
         let target = &job.target;
         let result = match change {
             Change::Write(offset, data) | Change::ZeroPart(offset, data) => self.put(levels, target, offset, data),
-            Change::Zero(keep) => self.clear_any(levels, target, range, keep),
+            Change::Clear(clear) => self.clear_any(levels, target, range, clear == Clear::Keep),
         };
         match result {
             Ok(()) => Ok(()),

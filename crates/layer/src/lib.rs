@@ -22,13 +22,17 @@
 //! 3. After [`Layer::flush`] everything written before it survives power loss: payload is durable before any table that
 //!    names it is written. What was not flushed may be lost, whole or in part by sectors, and a crash leaves at worst
 //!    space that nothing names.
-//! 4. A range is never called [`Content::Data`] before its bytes are in the file, so that reads need no lock: the map
+//! 4. A full file system refuses what needs room, before it is acknowledged ([`backing`]): a write, never a flush, an
+//!    overwrite of what has its place, a discard or a close. [`ErrorKind::NoSpace`] leaves a layer as it was, open for
+//!    what fits.
+//! 5. A range is never called [`Content::Data`] before its bytes are in the file, so that reads need no lock: the map
 //!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is
 //!    held.
 
 #![forbid(unsafe_code)]
 
 mod aligned;
+mod backing;
 mod cache;
 pub mod descriptor;
 mod extents;
@@ -58,6 +62,12 @@ pub const SECTOR: u64 = 512;
 
 /// Largest capacity of any layer, in bytes: 64 TiB.
 pub const CAPACITY_MAX: u64 = 64 << 40;
+
+/// The part of a discard that is tried by itself where the whole finds no room: what a table maps in most formats.
+const DISCARD_PART: u64 = 2 << 20;
+
+/// Extents asked for at a time where a range is looked through.
+const EXTENTS_AT_A_TIME: usize = 256;
 
 /// What a layer has at a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,6 +162,49 @@ pub trait Layer: Send + Sync {
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         let _ = (range, keep);
         Err(read_only(self.format()))
+    }
+
+    /// Makes whole grains read as zeros as far as that needs no room, and gives their space back: what finds no room
+    /// keeps its content. Says whether all of it is zeros now.
+    fn discard(&self, range: Range<u64>) -> Result<bool> {
+        match self.zero(range.clone(), false) {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {}
+            other => return other.map(|()| true),
+        }
+        // Some parts may have what others lack.
+        let mut at = range.start;
+        while at < range.end {
+            let end = ((at / DISCARD_PART + 1) * DISCARD_PART).min(range.end);
+            match self.zero(at..end, false) {
+                Err(error) if error.kind() != ErrorKind::NoSpace => return Err(error),
+                _ => at = end,
+            }
+        }
+        Ok(false)
+    }
+
+    /// Bytes of the file system, at the most, that writing all of a range of whole grains would take: what a copy into
+    /// this layer needs, found out before it is begun.
+    fn room_needed(&self, range: Range<u64>) -> Result<u64> {
+        let mut extents = Vec::new();
+        let (mut at, mut needed) = (range.start, 0);
+        while at < range.end {
+            extents.clear();
+            self.map(at..range.end, EXTENTS_AT_A_TIME, &mut extents)?;
+            for extent in &extents {
+                let has_place = matches!(extent.content, Content::Data { .. } | Content::Encoded);
+                needed += if has_place { 0 } else { extent.length };
+            }
+            at = extents.last().map_or(range.end, |last| last.start.saturating_add(last.length).max(at + 1));
+        }
+        Ok(needed)
+    }
+
+    /// Takes the space of a range before it is written, where the format can say which that is; what is read stays the
+    /// same.
+    fn take_room(&self, range: Range<u64>) -> Result<()> {
+        let _ = range;
+        Ok(())
     }
 
     /// Makes everything written before this call durable.

@@ -7,7 +7,8 @@
 //! 3. Nobody tells a source that a clone is gone: it looks when it matters. A clone whose folder has no record any
 //!    more, or another disk's, is forgotten.
 
-use crate::disk::{Disk, Options, check_name, fresh_record, lock_is_free};
+use crate::disk::{Disk, Options, check_name, fresh_record};
+use crate::owner::lock_is_free;
 use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};
 use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};

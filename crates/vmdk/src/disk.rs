@@ -2,10 +2,11 @@
 
 use crate::images::{load_descriptor, remove};
 use crate::line::Line;
+use crate::owner::{LOCK_NAME, Owner};
 use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
-use backend::{IoMode, Lock, clock};
+use backend::{IoMode, clock};
 use chain::{Chain, Watch};
 use layer::Layer;
 use layer::descriptor::storage::NEW_SUFFIX;
@@ -16,8 +17,6 @@ use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 
-/// The file whose lock the owner of a disk holds.
-pub(crate) const LOCK_NAME: &str = "lamina.lock";
 /// Longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
 
@@ -84,11 +83,15 @@ pub(crate) struct State {
     issued: Vec<Issued>,
     /// Images that an operation under way writes.
     pub changing: Vec<u32>,
-    closed: bool,
+    pub closed: bool,
+    /// Why the head is not opened: it stopped, and opening it again has begun and not succeeded.
+    pub stopped: Option<String>,
+    /// What was acknowledged may have been lost with a chain that was let go since the disk was open last.
+    pub lost: bool,
     /// Opening found no room to finish what was under way.
     pub unsettled: bool,
     /// The record's last replacement failed so that nobody knows which one the medium has.
-    failed: bool,
+    pub failed: bool,
 }
 
 /// A disk in VMware's formats.
@@ -99,13 +102,6 @@ pub struct Disk {
     head: Mutex<Option<Arc<Line>>>,
     pub(crate) state: Mutex<State>,
     owner: Owner,
-}
-
-/// What the owner of a folder has locked: the file that every version locks, and the folder itself where the file
-/// system does that, so that a file removed or replaced lets no second owner in.
-struct Owner {
-    file: Box<dyn Lock>,
-    _folder: Option<Box<dyn Lock>>,
 }
 
 /// The right to change the tree.
@@ -155,7 +151,7 @@ impl Disk {
     /// # Errors
     /// `NotFound` when there is none, also when its creation or deletion was interrupted.
     pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
-        let owner = lock(&home)?;
+        let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
@@ -170,7 +166,7 @@ impl Disk {
 
     /// A disk whose record says that it is being made.
     pub(crate) fn begin_new(home: Folder, record: Record, options: &Options) -> Result<Self> {
-        let owner = lock(&home)?;
+        let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
         match stored::load(directory) {
             Err(error) if error.kind() == ErrorKind::NotFound => {}
@@ -204,8 +200,16 @@ impl Disk {
     }
 
     fn assemble(home: Folder, record: Record, options: &Options, owner: Owner) -> Self {
-        let state =
-            State { record, issued: Vec::new(), changing: Vec::new(), closed: false, unsettled: false, failed: false };
+        let state = State {
+            record,
+            issued: Vec::new(),
+            changing: Vec::new(),
+            closed: false,
+            stopped: None,
+            lost: false,
+            unsettled: false,
+            failed: false,
+        };
         Self {
             home,
             options: options.clone(),
@@ -246,18 +250,37 @@ impl Disk {
     /// The right to change the tree; what an earlier change has left is finished first.
     pub(crate) fn begin(&self, what: &str) -> Result<Operation<'_>> {
         let operation = self.begin_over(what)?;
+        self.check_not_stopped()?;
         self.finish_pending()?;
         Ok(operation)
     }
 
     /// The right to change the tree, whatever an earlier change has left.
     fn begin_over(&self, what: &str) -> Result<Operation<'_>> {
+        let operation = self.begin_alone(what)?;
+        self.check_usable()?;
+        Ok(operation)
+    }
+
+    /// The right to open a disk again that cannot be used.
+    pub(crate) fn begin_reopening(&self) -> Result<Operation<'_>> {
+        self.begin_alone("opening it again")
+    }
+
+    fn begin_alone(&self, what: &str) -> Result<Operation<'_>> {
         let Some(guard) = self.operation.try_lock() else {
             let text = format!("disk '{}': {what} has to wait until another operation is done", self.name());
             return Err(Error::new(ErrorKind::Busy, text));
         };
-        self.check_usable()?;
         Ok(Operation(guard))
+    }
+
+    /// An error while opening it again has not succeeded.
+    fn check_not_stopped(&self) -> Result<()> {
+        let state = self.state.lock();
+        let Some(why) = &state.stopped else { return Ok(()) };
+        let text = format!("disk '{}' has stopped ({why}) and was not opened again yet", state.record.name);
+        Err(Error::new(ErrorKind::Stopped, text))
     }
 
     pub(crate) fn check_usable(&self) -> Result<()> {
@@ -292,10 +315,14 @@ impl Disk {
         self.committed(record, stored::replace(directory))
     }
 
+    /// Whether its lock is still what others would lock.
+    pub(crate) fn is_owner(&self) -> bool {
+        self.owner.holds()
+    }
+
     /// Stops the disk once its lock is no longer what others would lock.
     fn check_owner(&self) -> Result<()> {
-        // A look that fails says nothing: the lock is held all the same.
-        if self.owner.file.is_named().unwrap_or(true) {
+        if self.is_owner() {
             return Ok(());
         }
         self.state.lock().failed = true;
@@ -353,13 +380,14 @@ impl Disk {
     /// The head's line, opened if it is not.
     pub(crate) fn head_line(&self) -> Result<Arc<Line>> {
         self.check_usable()?;
+        self.check_not_stopped()?;
         self.settled()?;
         let mut head = self.head.lock();
         if let Some(line) = &*head {
             return Ok(Arc::clone(line));
         }
         let record = self.record();
-        let writable = !record.read_only && self.options.overlay.is_none();
+        let writable = self.writes_head(&record);
         let line = Arc::new(self.open_line(&record, record.head, writable, self.options.overlay.clone())?);
         *head = Some(Arc::clone(&line));
         Ok(line)
@@ -373,6 +401,16 @@ impl Disk {
     /// Lets go of the head's line: the next user opens another.
     pub(crate) fn drop_head(&self) -> Option<Arc<Line>> {
         self.head.lock().take()
+    }
+
+    /// The head's line, opened again.
+    pub(crate) fn set_head(&self, line: Arc<Line>) {
+        *self.head.lock() = Some(line);
+    }
+
+    /// Whether the image of the head is open for writing.
+    pub(crate) fn writes_head(&self, record: &Record) -> bool {
+        !record.read_only && self.options.overlay.is_none()
     }
 
     /// The chain of the head. A new one after [`Disk::revert`].
@@ -443,18 +481,24 @@ impl Disk {
         self.commit(record)
     }
 
-    /// Flushes and closes. Later changes fail.
+    /// Flushes and closes. Later changes fail. What there is no room to flush stays open, to be closed again.
     pub fn close(&self) -> Result<()> {
         let Some(_operation) = self.operation.try_lock() else {
             let text = format!("disk '{}' cannot be closed while an operation is under way", self.name());
             return Err(Error::new(ErrorKind::Busy, text));
         };
-        let line = self.drop_head();
-        self.state.lock().closed = true;
-        match line {
-            Some(line) => line.chain.close(),
-            None => Ok(()),
+        let mut head = self.head.lock();
+        if let Some(line) = &*head {
+            let closed = line.chain.close();
+            if closed.as_ref().is_err_and(|error| error.kind() == ErrorKind::NoSpace) {
+                return closed;
+            }
+            self.state.lock().closed = true;
+            *head = None;
+            return closed;
         }
+        self.state.lock().closed = true;
+        Ok(())
     }
 
     /// Removes it: its record and the files that it made. Needs no room, whatever was under way.
@@ -495,20 +539,6 @@ impl Drop for Claim<'_> {
     fn drop(&mut self) {
         self.0.state.lock().changing.clear();
     }
-}
-
-fn lock(home: &Folder) -> Result<Owner> {
-    let directory = home.directory();
-    let both = directory.lock(LOCK_NAME).and_then(|file| Ok(Owner { file, _folder: directory.lock_folder()? }));
-    both.map_err(|error| match error.kind() {
-        std::io::ErrorKind::WouldBlock => Error::new(ErrorKind::Busy, "the disk of this folder is open elsewhere"),
-        _ => Error::io("locking the disk's folder", error),
-    })
-}
-
-/// Whether nobody has the disk of a folder open.
-pub(crate) fn lock_is_free(home: &Folder) -> bool {
-    home.directory().lock(LOCK_NAME).is_ok()
 }
 
 /// A record of a disk that has no images yet.

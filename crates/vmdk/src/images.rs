@@ -250,7 +250,7 @@ pub(crate) fn edit_descriptor(place: &Place, change: &mut dyn FnMut(&mut Descrip
         return Ok(());
     }
     match signature(place)? {
-        Signature::Descriptor => storage::replace(&**place.folder.directory(), &place.name, &new),
+        Signature::Descriptor => storage::replace_or_renumber(&**place.folder.directory(), &place.name, &old, &new),
         _ => {
             let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
             match storage::load_embedded(&*file)? {

@@ -11,6 +11,8 @@
 //! line       images from one of them down to the base, open as one chain
 //! images     making, naming, editing and removing the files of one image
 //! snapshot   the state of the head gets a name, of one disk or of several at one point
+//! reopen     a disk whose medium failed goes on without a new process
+//! owner      the locks of the process that has it open
 //! revert     the head becomes a snapshot's state again
 //! merge      snapshots and levels go: one image is merged into its neighbour while the disk is in use
 //! clones     disks that begin as a snapshot of another
@@ -45,7 +47,9 @@ mod images;
 mod line;
 mod maintain;
 mod merge;
+mod owner;
 mod record;
+mod reopen;
 mod revert;
 mod settle;
 mod snapshot;

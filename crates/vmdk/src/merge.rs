@@ -26,8 +26,18 @@ use crate::line::Line;
 use crate::record::{MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::{Error, ErrorKind, Result};
 use chain::Watch;
-use layer::image::parent_hint;
+use layer::image::{Image, parent_hint};
+use layer::{Content, Extent, Layer};
+use std::ops::Range;
 use std::sync::Arc;
+
+/// Bytes of payload for which one byte of tables is counted beside them: formats take a sixty-fourth at the most.
+const METADATA_SHARE: u64 = 64;
+/// Extents of a source asked for at a time.
+const EXTENTS: usize = 256;
+/// Ranges for which room is looked for before a merge, at the most: 4 MiB of memory. A disk in more pieces than that
+/// finds out on the way.
+const RANGES_MAX: usize = 1 << 18;
 
 /// Which way a snapshot's image is merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -239,11 +249,19 @@ impl Disk {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
         };
+        // So is a lack of room: from the announcement on, the snapshot's state cannot be had back.
+        let room = self.take_room(&line, sources, writable.as_deref().unwrap_or(&below.image));
         let mut announced = record.clone();
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        self.commit(announced)?;
+        if let Err(error) = room.and_then(|()| self.commit(announced)) {
+            if let Some(image) = writable {
+                // Opening it has marked it as in use.
+                image.layer().close()?;
+            }
+            return Err(error);
+        }
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
             let mut commit = || self.commit_down(&line, sources, target);
@@ -253,6 +271,36 @@ impl Disk {
         self.end_merge(&line, target, sources, claim, outcome.map(drop))
     }
 
+    /// Refuses a merge for which there is no room, and takes it where the format of the target allows that.
+    fn take_room(&self, line: &Line, sources: &[u32], into: &Image) -> Result<()> {
+        let (layer, mut held) = (into.layer(), Vec::new());
+        for source in sources {
+            held_by(&**line.expect(*source)?.image.layer(), &**layer, &mut held)?;
+        }
+        held.sort_unstable_by_key(|range| range.start);
+        let mut ranges = Vec::with_capacity(held.len());
+        held.into_iter().for_each(|range| push_range(&mut ranges, range));
+        let mut needed = 0;
+        for range in &ranges {
+            needed += layer.room_needed(range.clone())?;
+        }
+        let directory = into.place().folder.directory();
+        let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
+        let metadata = needed / METADATA_SHARE;
+        if needed > 0 && needed + metadata > room.available {
+            let text = format!(
+                "disk '{}': merging into '{}' takes {} bytes, and the file system has {}: nothing was changed; free some \
+                 space, or delete the disk",
+                self.name(),
+                into.place().label(),
+                needed + metadata,
+                room.available
+            );
+            return Err(Error::new(ErrorKind::NoSpace, text));
+        }
+        ranges.into_iter().try_for_each(|range| layer.take_room(range))
+    }
+
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
         let newest = sources[0];
         let record = self.record();
@@ -260,7 +308,11 @@ impl Disk {
         let mut after = record.clone();
         let taken = after.children(newest);
         let place = self.place(&record, record.node(target)?)?;
-        let mut settle = vec![Settlement { node: target, content, parent: None, text: None }];
+        let mut settle = Vec::new();
+        if record.head != newest {
+            // Nothing stands on a head; what stands on others remembers the content that it was made above.
+            settle.push(Settlement { node: target, content, parent: None, text: None });
+        }
         for child in &taken {
             let folder = self.folder(&record, record.node(*child)?.folder.as_deref())?;
             let parent = ParentNow::Of { content, hint: parent_hint(&folder, &place) };
@@ -389,5 +441,35 @@ impl Disk {
         }
         let image = Arc::new(self.open_image(&self.record(), node, true)?);
         line.exchange(node, image)
+    }
+}
+
+/// Adds what a source holds, in whole grains of the target, in the order of the disk.
+fn held_by(source: &dyn Layer, into: &dyn Layer, held: &mut Vec<Range<u64>>) -> Result<()> {
+    let (capacity, grain) = (source.capacity().min(into.capacity()), into.grain());
+    let mut at = 0;
+    let mut extents: Vec<Extent> = Vec::new();
+    while at < capacity {
+        extents.clear();
+        source.map(at..capacity, EXTENTS, &mut extents)?;
+        for extent in &extents {
+            at = extent.start.saturating_add(extent.length);
+            if matches!(extent.content, Content::Data { .. } | Content::Encoded) && held.len() < RANGES_MAX {
+                let end = at.next_multiple_of(grain).min(into.capacity());
+                push_range(held, extent.start / grain * grain..end);
+            }
+        }
+        if extents.is_empty() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// Adds a range, to the last one where they touch.
+fn push_range(ranges: &mut Vec<Range<u64>>, range: Range<u64>) {
+    match ranges.last_mut() {
+        Some(last) if last.start <= range.start && range.start <= last.end => last.end = last.end.max(range.end),
+        _ => ranges.push(range),
     }
 }

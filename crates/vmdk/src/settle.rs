@@ -6,12 +6,13 @@
 //! 1. descriptors are put right: the CID of an image that took another's place, the hints of those above it;
 //! 2. a merge that was not committed: down, the image above the target learns the target's new CID, for what it shows
 //!    is the same; up, the target gets its CID back, for the same reason;
-//! 3. files that are not needed any more, or were never finished, are removed;
+//! 3. files that are not needed any more, or were never finished, are removed; before the rest, where a full file
+//!    system has no room for that;
 //! 4. the record says that nothing is under way, and VMware's list is written.
 
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
-use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Record, Settlement};
+use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::stored::{RECORD_NEW, write_new};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
@@ -40,7 +41,7 @@ impl Disk {
             None => self.sweep(&record)?,
         }
         match self.finish_pending() {
-            // What is on a full file system has to open to be deleted; it shows nothing until this is done.
+            // What is under way goes on being so: the disk is used meanwhile, or deleted.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
                 tracing::warn!(%error, disk = self.name(), "what was interrupted cannot be finished without room");
                 self.state.lock().unsettled = true;
@@ -51,14 +52,20 @@ impl Disk {
         Ok(())
     }
 
-    /// Finishes what opening the disk found no room for.
+    /// Finishes what opening the disk found no room for. Where there still is none, the chain is read as it is: what
+    /// the descriptors of its images have to say is written in place before anything that needs room, and a chain
+    /// whose images do not fit together is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
         let unsettled = self.state.lock().unsettled;
         if !unsettled {
             return Ok(());
         }
-        let begun = self.begin("opening it");
-        begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+        match self.begin("opening it") {
+            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
+            begun => {
+                begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+            }
+        }
     }
 
     /// Removes the temporary names under which descriptors of this disk were being replaced.
@@ -108,17 +115,31 @@ impl Disk {
     /// Does what a record says is under way.
     pub(crate) fn carry_out(&self, record: &Record) -> Result<()> {
         let Some(pending) = &record.pending else { return Ok(()) };
+        let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
+        let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
+        let files: Vec<FileRecord> = files.cloned().collect();
+        match self.put_right(record, pending) {
+            // The files that go make room for the descriptors that stay.
+            Err(error) if error.kind() == ErrorKind::NoSpace => {
+                self.remove_files(record, &files)?;
+                self.put_right(record, pending)
+            }
+            outcome => outcome.and_then(|()| self.remove_files(record, &files)),
+        }
+    }
+
+    /// Puts the descriptors right. Each is tried, whatever becomes of the others.
+    fn put_right(&self, record: &Record, pending: &Pending) -> Result<()> {
+        let mut outcome = Ok(());
         for settlement in &pending.settle {
-            self.settle(record, settlement)?;
+            outcome = outcome.and(self.settle(record, settlement));
         }
         if let Some(merging) = &pending.merging
             && let Some(settlement) = self.unmerge(record, merging)?
         {
-            self.settle(record, &settlement)?;
+            outcome = outcome.and(self.settle(record, &settlement));
         }
-        let kept: HashSet<FileRecord> = record.nodes.iter().flat_map(|node| self.files(record, node)).collect();
-        let files = pending.made.iter().chain(&pending.gone).filter(|file| !kept.contains(file));
-        self.remove_files(record, &files.cloned().collect::<Vec<_>>())
+        outcome
     }
 
     /// Puts a descriptor right, through the image where that is open for writing.

@@ -12,7 +12,8 @@
 //! 2. The head's content has its identity of this opening before the delta remembers it: no write changes it then.
 //! 3. Several disks at one point: every disk's commit first, then all are frozen in one order, pushed, and let go. What
 //!    fails before the push is taken back on all of them. A power cut between the commits of several disks may leave
-//!    some with the snapshot and some without: their records are files of their own.
+//!    some with the snapshot and some without, as their records are files of their own; the deltas are empty then. The
+//!    owner of the disks remembers which snapshots belong together.
 
 use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
@@ -36,6 +37,8 @@ pub struct NewSnapshot {
     pub folder: Option<PathBuf>,
     /// The format of the new head; the disk's usual one if nothing is said.
     pub delta: Option<DeltaFormat>,
+    /// The number that it gets; the next one if nothing is said. `Busy` where another snapshot has it.
+    pub uid: Option<u32>,
     /// When it was taken, in seconds since 1970: that of the snapshot it is a copy of. Now, if nothing is said.
     pub created: Option<u64>,
 }
@@ -189,6 +192,11 @@ impl Disk {
             let text = format!("disk '{}' has a snapshot '{}' already", before.name, new.name);
             return Err(Error::new(ErrorKind::Exists, text));
         }
+        let uid = before.last_uid.saturating_add(1);
+        if new.uid.is_some_and(|wanted| wanted != uid) {
+            let text = format!("disk '{}' got another snapshot meanwhile; try again", before.name);
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
         if before.snapshots.len() >= SNAPSHOTS_MAX {
             let text = format!("disk '{}' has {SNAPSHOTS_MAX} snapshots, which is the limit", before.name);
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -223,10 +231,10 @@ impl Disk {
         after.pending = None;
         after.head = id;
         after.nodes.push(node);
-        after.last_uid = after.last_uid.saturating_add(1);
+        after.last_uid = uid;
         after.snapshots.push(SnapshotRecord {
             name: new.name.clone(),
-            uid: after.last_uid,
+            uid,
             node: before.head,
             created: new.created.map_or_else(clock::microseconds, |seconds| seconds.saturating_mul(1_000_000)),
             capacity,

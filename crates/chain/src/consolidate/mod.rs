@@ -65,6 +65,9 @@ pub trait Watch: Sync {
         0
     }
 
+    /// So many bytes more were copied.
+    fn moved(&self, _bytes: u64) {}
+
     /// Everything before byte `position` is durable in the target: where to begin after a crash, as long as no source
     /// was written since.
     fn checkpoint(&self, position: u64) {
@@ -145,6 +148,7 @@ struct Throttle {
 
 impl Throttle {
     fn wait(&mut self, bytes: u64, job: &Job, watch: &dyn Watch) -> Result<()> {
+        watch.moved(bytes);
         let rate = watch.rate();
         if rate != self.rate {
             (self.begun, self.bytes, self.rate) = (Instant::now(), 0, rate);
@@ -273,6 +277,8 @@ impl Chain {
         result.inspect_err(|_| {
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
+            // What was copied is read from the target already. After a flush that failed it may not be there.
+            self.metadata.purge(job.target.number());
         })
     }
 

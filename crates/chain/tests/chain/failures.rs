@@ -78,7 +78,44 @@ fn after_a_failed_flush_nothing_is_written() {
     assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.write(0, &[6; 512]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(chain.zero(0, 512, false).unwrap_err().kind(), ErrorKind::Stopped);
-    assert_eq!(read(&chain, 0, 4096).unwrap(), [5; 4096]);
+    // The medium may have what was there before.
+    assert_eq!(read(&chain, 0, 4096).unwrap_err().kind(), ErrorKind::Io);
+}
+
+#[test]
+fn a_flush_without_room_is_done_again_when_there_is_some() {
+    let (chain, layers, _) = filled(2, 1 << 20, 4096, 5);
+    chain.write(0, &[5; 4096]).unwrap();
+    layers[0].faults.flush_room.store(true, Ordering::SeqCst);
+    assert_eq!(chain.flush().unwrap_err().kind(), ErrorKind::NoSpace);
+    chain.write(4096, &[6; 4096]).unwrap();
+    assert_eq!(chain.close().unwrap_err().kind(), ErrorKind::NoSpace);
+    chain.write(8192, &[7; 4096]).unwrap();
+    layers[0].faults.flush_room.store(false, Ordering::SeqCst);
+    chain.flush().unwrap();
+    let manner = layers[0].manner();
+    let again = Mock::over(manner, layers[0].file(0).unwrap().clone(), layers[0].durable());
+    let durable = Chain::open("durable", vec![again as Arc<dyn Layer>], Options::default()).unwrap();
+    for (block, byte) in [5u8, 6, 7].into_iter().enumerate() {
+        assert_eq!(read(&durable, block * 4096, 4096).unwrap(), [byte; 4096]);
+    }
+    chain.close().unwrap();
+    assert_eq!(chain.write(0, &[8; 512]).unwrap_err().kind(), ErrorKind::Stopped);
+}
+
+#[test]
+fn a_discard_without_room_keeps_what_there_was() {
+    let (chain, layers, content) = filled(3, 1 << 20, 4096, 7);
+    layers[0].faults.write_in.store(1, Ordering::SeqCst);
+    chain.discard(512, (1 << 20) - 1024).unwrap();
+    assert!(read(&chain, 0, 1 << 20).unwrap() == content);
+    assert_eq!(chain.zero(0, 1 << 20, false).unwrap_err().kind(), ErrorKind::NoSpace);
+    layers[0].faults.write_in.store(0, Ordering::SeqCst);
+    chain.discard(0, 1 << 20).unwrap();
+    assert!(read(&chain, 0, 1 << 20).unwrap().iter().all(|byte| *byte == 0));
+    layers[0].faults.write.store(true, Ordering::SeqCst);
+    chain.write(0, &[1; 4096]).unwrap_err();
+    assert_eq!(chain.discard(0, 1 << 20).unwrap_err().kind(), ErrorKind::Io, "only the medium fails a discard");
 }
 
 #[test]

@@ -119,6 +119,8 @@ pub struct Faults {
     pub map: AtomicBool,
     pub write: AtomicBool,
     pub flush: AtomicBool,
+    /// A flush finds no room, and keeps what it was to write.
+    pub flush_room: AtomicBool,
     /// Writes that succeed before one fails; 0 for none to fail.
     pub write_in: AtomicU64,
     /// A map call that touches this sector fails (0: none).
@@ -396,6 +398,9 @@ impl Layer for Mock {
 
     fn flush(&self) -> Result<()> {
         self.check(&self.faults.flush, "flush")?;
+        if self.faults.flush_room.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::NoSpace, "no room for a flush, says the test"));
+        }
         self.flushes.fetch_add(1, Ordering::Relaxed);
         let (table, freed) = {
             let mut state = self.state.write();

@@ -81,6 +81,16 @@ impl Database {
         self.set("ddb.longContentID", &identity::long_content(content, random));
     }
 
+    /// Whether two of them say the same but for the long identity of the content.
+    pub(super) fn differs_only_in_long_content(&self, other: &Self) -> bool {
+        let rest = |of: &Self| {
+            let mut of = of.clone();
+            of.remove("ddb.longContentID");
+            of
+        };
+        rest(self) == rest(other)
+    }
+
     /// The disk's identity.
     pub fn uuid(&self) -> Option<Uuid> {
         Uuid::parse(self.get("ddb.uuid")?)

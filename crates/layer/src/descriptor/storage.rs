@@ -1,9 +1,11 @@
 //! Descriptors on the medium: loading, creating together with extents, replacing, and what a crash leaves.
 //!
-//! A descriptor file is never written in place. Its new text goes into a file of its own, [`NEW_SUFFIX`] behind the
-//! name, which is made durable and then renamed over the old one. What holds at every instruction:
+//! A descriptor file is not written in place while there is room. Its new text goes into a file of its own,
+//! [`NEW_SUFFIX`] behind the name, which is made durable and then renamed over the old one. What holds at every
+//! instruction:
 //!
-//! 1. The name leads to the old text or to the new one, each of them whole.
+//! 1. The name leads to the old text or to the new one, each of them whole. Digits that are overwritten for lack of
+//!    room are old or new by the sector, and the text is one either way.
 //! 2. The new text is durable before any file that only it names is created ([`Pending`]). So a crash while a disk is
 //!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
 //! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
@@ -11,8 +13,9 @@
 //! 4. Whoever makes a disk holds the lock of the temporary file from the moment it appears until the disk has its name
 //!    or is gone, and whoever sweeps in a folder of others takes that lock first ([`sweep_one`]).
 //!
-//! An embedded descriptor cannot be replaced by renaming: only digits of its content identity are overwritten, each
-//! within its sector ([`renew_embedded`]).
+//! An embedded descriptor cannot be replaced by renaming: only digits of its identities are overwritten, each within
+//! its sector ([`renew_embedded`], [`renumber`]). A full file system has no room for the new text of a descriptor
+//! file either: its digits are overwritten in the same way then, and nothing else of it.
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
@@ -318,30 +321,98 @@ pub fn embedded_usual() -> Range<u64> {
 /// Overwrites the content identity of a descriptor embedded at `place`, digit for digit so that nothing else moves, and
 /// makes it durable. Gives the descriptor as it is then.
 pub fn renew_embedded(file: &dyn File, place: Range<u64>, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
-    let mut bytes = vec![0; (place.end - place.start).min(TEXT_MAX as u64) as usize];
-    file.read_at(&mut bytes, place.start).during(|| "reading an embedded descriptor".to_owned())?;
-    let old = Descriptor::parse(&bytes)?.content;
-    let text = bytes.clone();
+    let text = read_text(file, &place)?;
+    let old = Descriptor::parse(&text)?.content;
     let Some(digits) = value_of(&text, b"CID") else { return Err(corrupt("the embedded descriptor has no CID")) };
-    // QEMU leaves leading zeros out: the new number has as many digits as there is room for.
-    let width = digits.len();
-    if width > 8 {
+    if digits.len() > DIGITS {
         return Err(corrupt("the CID of the embedded descriptor has more than 8 digits"));
     }
-    let content = ContentId::after(old, width, random);
+    // QEMU leaves leading zeros out: the new number has as many digits as there is room for.
+    let content = ContentId::after(old, digits.len(), random);
+    let mut changed = text.clone();
+    put_content(&mut changed, digits, content);
+    overwrite(file, &place, &text, &changed)?;
+    Descriptor::parse(&changed)
+}
+
+/// Overwrites the identities of the content and of the parent's content in the text at `place`, digit for digit, and
+/// makes that durable. False, and nothing changed, where the text has no room for their digits.
+pub fn renumber(file: &dyn File, place: Range<u64>, content: ContentId, parent: Option<ContentId>) -> Result<bool> {
+    let text = read_text(file, &place)?;
+    let mut changed = text.clone();
+    let fits = |digits: &Range<usize>, id: ContentId| {
+        digits.len() <= DIGITS && u64::from(id.number()) >> (4 * digits.len() as u32) == 0
+    };
+    let Some(digits) = value_of(&text, b"CID").filter(|digits| fits(digits, content)) else { return Ok(false) };
+    put_content(&mut changed, digits, content);
+    if let Some(parent) = parent {
+        let digits = value_of(&text, b"parentCID").filter(|digits| fits(digits, parent));
+        let Some(digits) = digits else { return Ok(false) };
+        let full = parent.to_string();
+        let width = digits.len();
+        changed[digits].copy_from_slice(&full.as_bytes()[DIGITS - width..]);
+    }
+    overwrite(file, &place, &text, &changed)?;
+    Ok(true)
+}
+
+/// As [`replace`] of a descriptor that says `old`. Without room for the new text its identities are written in place;
+/// where there is more to change, that is an error of kind `NoSpace` all the same.
+pub fn replace_or_renumber(directory: &dyn Directory, name: &str, old: &Descriptor, new: &Descriptor) -> Result<()> {
+    let refused = match replace(directory, name, new) {
+        Err(error) if error.kind() == ErrorKind::NoSpace => error,
+        outcome => return outcome,
+    };
+    let (file, place) = open_text(directory, name)?;
+    let written = renumber(&*file, place, new.content, new.parent_content)?;
+    let mut renumbered = Descriptor { content: new.content, parent_content: new.parent_content, ..old.clone() };
+    renumbered.database.clone_from(&new.database);
+    let database = old.database.differs_only_in_long_content(&new.database);
+    if written && database && renumbered == *new { Ok(()) } else { Err(refused) }
+}
+
+/// Gives the content of descriptor `name` a new identity in place, as [`renew_embedded`] does inside of an extent.
+pub fn renew_in_place(directory: &dyn Directory, name: &str, random: &mut dyn FnMut() -> u64) -> Result<Descriptor> {
+    let (file, place) = open_text(directory, name)?;
+    renew_embedded(&*file, place, random)
+}
+
+fn open_text(directory: &dyn Directory, name: &str) -> Result<(Arc<dyn File>, Range<u64>)> {
+    let during = || format!("opening descriptor '{name}'");
+    let file = directory.open_foreign(name, IoMode::Buffered, Access::ReadWrite).during(during)?;
+    let length = file.len().during(during)?;
+    Ok((file, 0..length))
+}
+
+/// Digits of an identity.
+const DIGITS: usize = 8;
+/// Digits of `ddb.longContentID`, which ends with those of the short one.
+const LONG_DIGITS: usize = 32;
+
+fn read_text(file: &dyn File, place: &Range<u64>) -> Result<Vec<u8>> {
+    let mut text = vec![0; (place.end - place.start).min(TEXT_MAX as u64) as usize];
+    file.read_at(&mut text, place.start).during(|| "reading a descriptor".to_owned())?;
+    Ok(text)
+}
+
+/// Puts an identity of the content where its digits stand.
+fn put_content(text: &mut [u8], digits: Range<usize>, content: ContentId) {
     let full = content.to_string();
-    bytes[digits].copy_from_slice(&full.as_bytes()[8 - width..]);
-    if let Some(long) = value_of(&text, b"ddb.longContentID").filter(|long| long.len() == 32) {
-        bytes[long.end - 8..long.end].copy_from_slice(full.as_bytes());
+    let width = digits.len();
+    text[digits].copy_from_slice(&full.as_bytes()[DIGITS - width..]);
+    if let Some(long) = value_of(text, b"ddb.longContentID").filter(|long| long.len() == LONG_DIGITS) {
+        text[long.end - DIGITS..long.end].copy_from_slice(full.as_bytes());
     }
-    let changed = |sector: &usize| bytes.chunks(512).nth(*sector) != text.chunks(512).nth(*sector);
-    for sector in (0..bytes.len().div_ceil(512)).filter(changed) {
-        let part = &bytes[sector * 512..bytes.len().min(sector * 512 + 512)];
-        let at = place.start + sector as u64 * SECTOR;
-        file.write_at(&[part], at, false).during(|| "renewing the identity of the content".to_owned())?;
+}
+
+/// Writes the sectors in which two texts of one length differ, durably.
+fn overwrite(file: &dyn File, place: &Range<u64>, text: &[u8], changed: &[u8]) -> Result<()> {
+    let context = || "renewing the identity of the content".to_owned();
+    let sectors = text.chunks(SECTOR as usize).zip(changed.chunks(SECTOR as usize));
+    for (at, (_, new)) in (place.start..).step_by(SECTOR as usize).zip(sectors).filter(|(_, (old, new))| old != new) {
+        file.write_at(&[new], at, false).during(context)?;
     }
-    file.sync().during(|| "renewing the identity of the content".to_owned())?;
-    Descriptor::parse(&bytes)
+    file.sync().during(context)
 }
 
 /// Writes a descriptor embedded at `place` anew and makes it durable. Not whole or not at all: for what a crash in

@@ -25,6 +25,7 @@ mod create;
 mod fill;
 mod locks;
 mod punch;
+mod room;
 mod zero;
 
 #[cfg(test)]
@@ -414,6 +415,14 @@ impl Layer for Flat {
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         let bytes = self.checked_change(range.start, range.end.saturating_sub(range.start))?;
         self.zero_bytes(&bytes, keep)
+    }
+
+    fn room_needed(&self, range: Range<u64>) -> Result<u64> {
+        self.holes_of(&self.checked(range.start, range.end.saturating_sub(range.start))?)
+    }
+
+    fn take_room(&self, range: Range<u64>) -> Result<()> {
+        self.take_holes_of(&self.checked_change(range.start, range.end.saturating_sub(range.start))?)
     }
 
     fn flush(&self) -> Result<()> {

@@ -142,6 +142,15 @@ impl Space {
         u32::try_from(place).map_err(|_| self.full())
     }
 
+    /// Takes back the place for tables that was handed out last. Another one stays unused.
+    pub(super) fn give_table_back(&self, place: u32, sectors: u64) {
+        let mut state = self.state.lock();
+        if state.tables.start == u64::from(place) + sectors {
+            state.tables.start -= sectors;
+            state.tables.sectors += sectors;
+        }
+    }
+
     fn append(&self, state: &mut State, file: &dyn File, sectors: u64) -> Result<Run> {
         let start = state.used;
         let end = start.checked_add(sectors).filter(|end| *end <= SECTORS_END).ok_or_else(|| self.full())?;

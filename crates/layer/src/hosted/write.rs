@@ -1,7 +1,9 @@
 //! Changing a sparse extent: opening and closing for it, whole grains, zeros, and the commit that makes it durable.
 //!
-//! A grain that is there is overwritten in place. A new one is written first and entered in its table, in memory, after
-//! that: so the map never names bytes that are not in the file. The commit writes the tables:
+//! Before a new grain is written, both copies of its table, and the directory sectors that name a new one, have their
+//! space: the commit finds it. A grain that is there is overwritten in place. A new one is written first and entered
+//! in its table, in memory, after that: so the map never names bytes that are not in the file. The commit writes the
+//! tables:
 //!
 //! ```text
 //! take the changed tables as they are -> write new tables -> flush (payload and new tables are durable)
@@ -13,6 +15,7 @@ use super::header::{FLAG_ZERO_GRAINS, UNCLEAN_OFFSET};
 use super::space::{Epoch, Run, Space};
 use super::tables::Table;
 use super::{Hosted, check_range};
+use crate::backing::Backing;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use parking_lot::{Mutex, RwLock};
 use std::ops::Range;
@@ -21,6 +24,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Changed tables beyond which a writer commits by itself.
 const CHANGED_TABLES_MAX: usize = 1024;
+
+/// Bytes of tables that get their space at a time: those of a gibibyte.
+const TABLES_PIECE: u64 = 64 << 10;
 
 /// Runs of dead grains freed when an image is opened; the rest stays dead.
 const RECLAIMED_RUNS_MAX: usize = 4096;
@@ -32,6 +38,8 @@ pub(super) struct Writer {
     gate: RwLock<bool>,
     commit: Mutex<()>,
     stopped: AtomicBool,
+    /// Tables and parts of the directories that have their space.
+    backing: Backing,
 }
 
 impl Writer {
@@ -69,7 +77,8 @@ impl Hosted {
             space.free_run(run, self.file.as_ref());
         }
         let stopped = AtomicBool::new(false);
-        self.writer = Some(Writer { space, parent, gate: RwLock::new(true), commit: Mutex::new(()), stopped });
+        let (gate, commit, backing) = (RwLock::new(true), Mutex::new(()), Backing::default());
+        self.writer = Some(Writer { space, parent, gate, commit, stopped, backing });
         Ok(())
     }
 
@@ -135,6 +144,10 @@ impl Hosted {
         let _epoch = writer.epoch();
         let first = start / self.grain_bytes();
         let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
+        let fresh = planned.iter().filter(|piece| piece.fresh);
+        for piece in fresh {
+            self.back_tables(writer, piece.first, piece.count).map_err(|error| self.stop_after(writer, error))?;
+        }
         let mut runs = Vec::new();
         let pieces = self.place(writer, planned, &mut runs).map_err(|error| self.stop_after(writer, error))?;
         if let Err(error) = self.write_pieces(&pieces, slices, length) {
@@ -236,6 +249,7 @@ impl Hosted {
         let mut old: Vec<u32> = Vec::new();
         for (index, entry, entries) in self.by_table(first, count) {
             let table = self.table_for_change(writer, index)?;
+            self.back_table(writer, &table)?;
             let base = index as u64 * per_table + entry as u64 - first;
             let values = (0..entries as u64).map(|at| value(base + at));
             let zero_grains = self.header.has(FLAG_ZERO_GRAINS);
@@ -261,13 +275,42 @@ impl Hosted {
             let mut places = [0, 0];
             for (copy, place) in places.iter_mut().enumerate() {
                 if self.tables.has_copy(copy) {
+                    self.back_directory(writer, copy, index)?;
                     *place = writer.space.allocate_table(self.file.as_ref(), sectors)?;
+                    let backed = self.back(writer, u64::from(*place), sectors, TABLES_PIECE);
+                    backed.inspect_err(|_| writer.space.give_table_back(*place, sectors))?;
                 }
             }
             self.tables.add(index, places);
         }
         let what = format!("{}: grain table {index} could not be made", self.image);
         Err(Error::new(ErrorKind::Corrupt, what))
+    }
+
+    /// Takes the space of the tables of grains that are going to get a place, and makes those that are not there yet.
+    fn back_tables(&self, writer: &Writer, first: u64, count: u64) -> Result<()> {
+        for (index, _, _) in self.by_table(first, count) {
+            let table = self.table_for_change(writer, index)?;
+            self.back_table(writer, &table)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the space of both copies of a table. New images have holes there, and copies that left zeros out.
+    fn back_table(&self, writer: &Writer, table: &Table) -> Result<()> {
+        let places = table.places().into_iter().filter(|place| *place != 0);
+        let sectors = self.header.table_sectors();
+        places.map(u64::from).try_for_each(|place| self.back(writer, place, sectors, TABLES_PIECE))
+    }
+
+    fn back_directory(&self, writer: &Writer, copy: usize, index: usize) -> Result<()> {
+        self.back(writer, self.directory_offsets()[copy] + index as u64 * 4 / SECTOR, 1, 1)
+    }
+
+    fn back(&self, writer: &Writer, sector: u64, sectors: u64, piece: u64) -> Result<()> {
+        let bytes = sector * SECTOR..(sector + sectors) * SECTOR;
+        let taken = writer.backing.take(self.file.as_ref(), bytes, piece);
+        taken.during(|| format!("{}: cannot take space for its tables", self.image))
     }
 
     pub(super) fn zero_grains(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {
@@ -369,9 +412,13 @@ impl Hosted {
 }
 
 impl Hosted {
+    fn directory_offsets(&self) -> [u64; 2] {
+        [self.header.directory_offset, self.header.redundant_offset]
+    }
+
     /// Enters tables into the directories, in memory and in the file; not flushed.
     pub(super) fn write_directories(&self, tables: impl Iterator<Item = (usize, Places)>) -> Result<()> {
-        let offsets = [self.header.directory_offset, self.header.redundant_offset];
+        let offsets = self.directory_offsets();
         for (copy, sector, bytes) in self.tables.enter_places(tables) {
             self.file
                 .write_at(&[&bytes], (offsets[copy] + sector) * SECTOR, false)

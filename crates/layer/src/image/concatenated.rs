@@ -245,6 +245,38 @@ impl Layer for Concatenated {
         Ok(())
     }
 
+    fn discard(&self, range: Range<u64>) -> Result<bool> {
+        if !self.writable {
+            return Err(read_only(self.format()));
+        }
+        let mut whole = true;
+        for piece in self.pieces(range)? {
+            if piece.placed.part.layer.is_some() {
+                whole &= piece.changeable()?.discard(piece.within.clone())?;
+            }
+        }
+        Ok(whole)
+    }
+
+    fn room_needed(&self, range: Range<u64>) -> Result<u64> {
+        let mut needed = 0;
+        for piece in self.pieces(range)? {
+            if let Some(layer) = &piece.placed.part.layer {
+                needed += layer.room_needed(piece.within.clone())?;
+            }
+        }
+        Ok(needed)
+    }
+
+    fn take_room(&self, range: Range<u64>) -> Result<()> {
+        for piece in self.pieces(range)? {
+            if let Some(layer) = &piece.placed.part.layer {
+                layer.take_room(piece.within.clone())?;
+            }
+        }
+        Ok(())
+    }
+
     fn flush(&self) -> Result<()> {
         self.layers().filter(|layer| layer.writable()).try_for_each(|layer| layer.flush())
     }

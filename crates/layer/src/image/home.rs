@@ -3,11 +3,13 @@
 //! 1. Before the first change after an opening reaches any extent, a new CID is durable. A delta that was made above
 //!    the old content, and is missing from the chain now, will never be read above the new one: its parentCID tells.
 //! 2. An image whose descriptor cannot be written cannot be changed.
-//! 3. The text in memory is the one on the medium: it changes after the medium has.
+//! 3. Where a full file system has no room for another text, the numbers of the identities are written over the old
+//!    ones, in place ([`storage::renumber`]): an image that has room for its payload is never refused for its CID.
+//! 4. The text in memory is the one on the medium: it changes after the medium has.
 
 use super::{Entropy, Place};
 use crate::descriptor::{Descriptor, storage};
-use crate::{Extent, Layer, Result, Usage};
+use crate::{ErrorKind, Extent, Layer, Result, Usage};
 use backend::File;
 use parking_lot::Mutex;
 use std::any::Any;
@@ -46,8 +48,9 @@ impl Home {
         if changed == *current {
             return Ok(());
         }
+        let directory = &**self.place.folder.directory();
         match &self.embedded {
-            None => storage::replace(&**self.place.folder.directory(), &self.place.name, &changed)?,
+            None => storage::replace_or_renumber(directory, &self.place.name, &current, &changed)?,
             Some((file, place)) => storage::write_embedded(&**file, place.clone(), &changed)?,
         }
         *current = changed;
@@ -69,7 +72,14 @@ impl Home {
             None => {
                 let mut changed = current.clone();
                 changed.renew_content(random);
-                storage::replace(&**self.place.folder.directory(), &self.place.name, &changed)?;
+                let directory = &**self.place.folder.directory();
+                match storage::replace(directory, &self.place.name, &changed) {
+                    // The name of the list of changed blocks, which ends here, cannot be taken out in place.
+                    Err(error) if error.kind() == ErrorKind::NoSpace && current.change_tracking.is_none() => {
+                        changed = storage::renew_in_place(directory, &self.place.name, random)?;
+                    }
+                    outcome => outcome?,
+                }
                 *current = changed;
             }
             Some((file, place)) => *current = storage::renew_embedded(&**file, place.clone(), random)?,
@@ -131,6 +141,22 @@ impl Layer for Identified {
     fn zero(&self, range: Range<u64>, keep: bool) -> Result<()> {
         self.home.renew()?;
         self.inner.zero(range, keep)
+    }
+
+    fn discard(&self, range: Range<u64>) -> Result<bool> {
+        match self.home.renew() {
+            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(false),
+            Err(error) => Err(error),
+            Ok(()) => self.inner.discard(range),
+        }
+    }
+
+    fn room_needed(&self, range: Range<u64>) -> Result<u64> {
+        self.inner.room_needed(range)
+    }
+
+    fn take_room(&self, range: Range<u64>) -> Result<()> {
+        self.inner.take_room(range)
     }
 
     fn flush(&self) -> Result<()> {

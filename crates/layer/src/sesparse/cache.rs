@@ -170,8 +170,12 @@ impl Cache {
         Some(bytes)
     }
 
-    /// Puts words into a page, which must be in memory, from word `index` on.
-    pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64>) {
+    /// Puts words into a page, which must be in memory, from word `index` on. A page that has them stays as it is: one
+    /// without space in the file is not dirtied for nothing.
+    pub(super) fn set_all(&mut self, key: PageKey, index: usize, words: impl Iterator<Item = u64> + Clone) {
+        if self.peek(key).is_some_and(|page| page.words_from(index).zip(words.clone()).all(|(has, word)| has == word)) {
+            return;
+        }
         let bytes = self.edit(key);
         debug_assert!(bytes.is_some(), "{key:?} was not asked for before it was changed");
         let places = bytes.and_then(|bytes| bytes.as_chunks_mut().0.get_mut(index..)).unwrap_or_default();

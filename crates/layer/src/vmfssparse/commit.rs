@@ -15,6 +15,7 @@ use super::VmfsSparse;
 use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SECTORS};
 use super::space::{ALIGNMENT, Space};
 use super::tables::PARTS_ALL;
+use crate::backing::Backing;
 use crate::runs::cache::Captured;
 use crate::runs::options::check_open;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -46,6 +47,8 @@ pub(super) struct Writer {
     pub(super) space: Mutex<Space>,
     /// Tables that are not written at their place yet, with what the file's directory says of them.
     pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
+    /// Tables and parts of the directory that have their space.
+    pub(super) backing: Backing,
     header: Mutex<Header>,
     pub(super) epochs: Epochs,
     pub(super) parent: bool,
@@ -86,6 +89,7 @@ impl VmfsSparse {
             commit: Mutex::new(()),
             space: Mutex::new(Space::new(free, self.file.is_direct())),
             unnamed: Mutex::new(FxHashMap::default()),
+            backing: Backing::default(),
             header: Mutex::new(header),
             epochs: Epochs::new(),
             parent,

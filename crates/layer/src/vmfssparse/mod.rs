@@ -188,6 +188,10 @@ impl Layer for VmfsSparse {
         self.zero_range(self.writer()?, range, keep)
     }
 
+    fn discard(&self, range: Range<u64>) -> Result<bool> {
+        self.discard_range(self.writer()?, range)
+    }
+
     fn flush(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => self.flush_writes(writer),

@@ -179,6 +179,7 @@ impl VmfsSparse {
             return Ok(false);
         }
         drop(table);
+        self.back_table(round.writer, index)?;
         // From here on nobody writes and nobody commits; reads may go on.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
@@ -233,6 +234,10 @@ impl VmfsSparse {
             round.left = round.left.max(old + TABLE_SECTORS);
             return Ok(false);
         };
+        if let Err(error) = self.back(round.writer, place, TABLE_SECTORS) {
+            round.writer.space.lock().give_back(Place { start: place, sectors: TABLE_SECTORS });
+            return Err(error);
+        }
         // The next commit writes the whole table to its new place, then the directory.
         let load = || self.tables.load(&self.file, index);
         self.tables.cache.change(index, load, |_| ((), PARTS_ALL))?;
@@ -256,6 +261,7 @@ impl VmfsSparse {
         // What came behind `end` and could not be moved is no reason to keep what lies before it.
         let left = left.min(end);
         let mut space = writer.space.lock();
+        writer.backing.forget(left * SECTOR..u64::MAX);
         if space.free() > end {
             drop(space);
             self.file.punch(left * SECTOR, (end - left) * SECTOR).during(context)?;

@@ -1,5 +1,8 @@
 //! Writes and zeros: find or take the places, write the payload there, then enter them.
 //!
+//! A grain gets a place only after its table, and the part of the directory that names it, have their space: the commit
+//! that writes them finds it.
+//!
 //! Two writes of one grain that has no place yet both take one. The first to enter it wins, as if it had come second;
 //! the other returns its place.
 
@@ -11,12 +14,15 @@ use super::tables::{DAMAGED, DATA, PARTS_ALL, parts_of};
 use crate::aligned::part_of;
 use crate::extents::check_range;
 use crate::runs::RunList;
-use crate::{IoContext, Result, SECTOR};
+use crate::{ErrorKind, IoContext, Result, SECTOR};
 use std::ops::Range;
 
 /// Zeros are made by punching a hole from this many bytes on, and by writing them below it: a hole costs a hundred
 /// microseconds.
 const PUNCH_MIN: u64 = 64 << 10;
+
+/// Bytes of the directory that get their space at a time: they name the tables of 2 GiB.
+const PAGE: u64 = 4096;
 
 static ZEROS: [u8; PUNCH_MIN as usize] = [0; PUNCH_MIN as usize];
 
@@ -53,6 +59,31 @@ impl VmfsSparse {
         self.commit_if_many(writer)
     }
 
+    /// Zeros as far as they need no room: see [`crate::Layer::discard`].
+    pub(super) fn discard_range(&self, writer: &Writer, range: Range<u64>) -> Result<bool> {
+        let open = writer.gate.read();
+        self.check_open(writer, *open)?;
+        check_range(&self.image, &range, self.header.capacity() * SECTOR, self.grain_bytes())?;
+        let mut whole = true;
+        for (index, entries) in self.tables.split(self.grains(&range)) {
+            let base = self.tables.first_grain(index);
+            let grains = base + u64::from(entries.start)..base + u64::from(entries.end);
+            if !writer.parent && self.tables.place(index) == 0 {
+                continue;
+            }
+            match self.write_grains(writer, grains.clone(), &Source::Zeros { keep: false }) {
+                Err(error) if error.kind() == ErrorKind::NoSpace => {
+                    whole = false;
+                    // What has a place gives its space back, and needs none for that.
+                    self.write_grains(writer, grains, &Source::Holes)?;
+                }
+                other => other?,
+            }
+            self.commit_if_many(writer)?;
+        }
+        Ok(whole)
+    }
+
     pub(super) fn zero_range(&self, writer: &Writer, range: Range<u64>, keep: bool) -> Result<()> {
         let open = writer.gate.read();
         self.check_open(writer, *open)?;
@@ -72,7 +103,7 @@ impl VmfsSparse {
 
     fn write_grains(&self, writer: &Writer, grains: Range<u64>, source: &Source<'_>) -> Result<()> {
         let mut pieces = self.plan(grains.clone())?;
-        if matches!(source, Source::Zeros { .. }) && !writer.parent {
+        if matches!(source, Source::Holes) || (matches!(source, Source::Zeros { .. }) && !writer.parent) {
             // Without a parent, what has no place reads as zeros already.
             pieces.retain(|piece| piece.place.is_some());
         }
@@ -135,6 +166,7 @@ impl VmfsSparse {
                 if self.tables.place(index) == 0 {
                     self.add_table(writer, index)?;
                 }
+                self.back_table(writer, index)?;
             }
         }
         let mut space = writer.space.lock();
@@ -169,12 +201,30 @@ impl VmfsSparse {
         let mut space = writer.space.lock();
         let place = space.take_pages(self.file.file().as_ref(), TABLE_SECTORS);
         let place = place.map_err(|error| error.context(&self.image))?;
+        let sector = self.tables.directory_sector(index) * SECTOR;
+        let named = writer.backing.take(self.file.file().as_ref(), sector..sector + SECTOR, PAGE);
+        let named = named.during(|| format!("{}: cannot take space for its tables", self.image));
+        if let Err(error) = named.and_then(|()| self.back(writer, place, TABLE_SECTORS)) {
+            space.give_back(Place { start: place, sectors: TABLE_SECTORS });
+            return Err(error);
+        }
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
         // In the cache before anybody can look for it in the file.
         self.tables.cache.insert_new(index, RunList::new(self.header.grain() as u32), PARTS_ALL);
         self.tables.set_place(index, place);
         Ok(())
+    }
+
+    /// Takes the space of a table that is going to change, if it may not have it: a copy that left zeros out has holes.
+    pub(super) fn back_table(&self, writer: &Writer, index: u32) -> Result<()> {
+        self.back(writer, self.tables.place(index), TABLE_SECTORS)
+    }
+
+    pub(super) fn back(&self, writer: &Writer, place: u64, sectors: u64) -> Result<()> {
+        let bytes = place * SECTOR..(place + sectors) * SECTOR;
+        let taken = writer.backing.take(self.file.file().as_ref(), bytes, 1);
+        taken.during(|| format!("{}: cannot take space for its tables", self.image))
     }
 
     /// Writes the pieces, those that follow each other in the file at once.
@@ -186,12 +236,14 @@ impl VmfsSparse {
             let Some(place) = piece.place else { return Err(self.damaged_entry(piece.first)) };
             let mut count = piece.count;
             let mut together = 1;
+            let mut new = piece.new;
             for next in &rest[1..] {
                 if next.place != Some(place + count * grain) || next.first != piece.first + count {
                     break;
                 }
                 count += next.count;
                 together += 1;
+                new |= next.new;
             }
             rest = &rest[together..];
             let offset = place * SECTOR;
@@ -203,18 +255,21 @@ impl VmfsSparse {
                     let part = part_of(slices, ((piece.first - first) * size) as usize, (count * size) as usize);
                     self.file.write_at(&part, offset, false)
                 }
-                Source::Zeros { keep } => self.write_zeros(offset, count * size, *keep),
+                Source::Zeros { keep } => self.write_zeros(offset, count * size, *keep, new),
+                Source::Holes => self.file.punch(offset, count * size),
             };
             written.during(|| format!("{}: cannot write grain {}", self.image, piece.first))?;
         }
         Ok(())
     }
 
-    fn write_zeros(&self, offset: u64, length: u64, keep: bool) -> std::io::Result<()> {
+    fn write_zeros(&self, offset: u64, length: u64, keep: bool, new: bool) -> std::io::Result<()> {
         if length >= PUNCH_MIN && !keep {
             // The last sector is written, should the file end before it: setting the length would race with others
-            // who make it longer.
-            self.file.write_at(&[&ZEROS[..SECTOR as usize]], offset + length - SECTOR, false)?;
+            // who make it longer. A place that is no new one lies in the file.
+            if new {
+                self.file.write_at(&[&ZEROS[..SECTOR as usize]], offset + length - SECTOR, false)?;
+            }
             return self.file.punch(offset, length);
         }
         let mut done = 0;
@@ -264,7 +319,11 @@ impl VmfsSparse {
 /// Where the bytes of a write come from.
 enum Source<'a> {
     Bytes(&'a [&'a [u8]]),
-    Zeros { keep: bool },
+    Zeros {
+        keep: bool,
+    },
+    /// Zeros that take no room: what has no place stays as it is.
+    Holes,
 }
 
 const _: () = assert!(TABLE_ENTRIES <= crate::runs::ENTRIES_MAX);

@@ -24,6 +24,7 @@ use super::log::{Log, Pending, Record, blocks_of};
 use super::map::CapturedRoot;
 use super::page::{self, Kind};
 use crate::aligned::AlignedFile;
+use crate::backing::Backing;
 use crate::runs::cache::Captured;
 use crate::runs::options::check_open;
 use crate::{IoContext, Result};
@@ -60,6 +61,8 @@ pub(super) struct Writer {
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
     pub(super) space: Mutex<Space>,
+    /// Log, root and pages that have their space.
+    pub(super) backing: Backing,
     pub(super) parent: bool,
 }
 
@@ -146,6 +149,7 @@ impl VsanSparse {
             order: RwLock::new(()),
             pending: Mutex::new(Pending::default()),
             space: Mutex::new(Space { next, reserved }),
+            backing: Backing::default(),
             parent,
         });
         match (&self.writer, changed) {

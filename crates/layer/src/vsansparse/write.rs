@@ -6,10 +6,10 @@
 
 use super::VsanSparse;
 use super::commit::Writer;
-use super::layout::{BLOCK, COPIES, PAGE_GRAINS};
+use super::layout::{BLOCK, COPIES, LOG_BLOCKS, LOG_START, PAGE_GRAINS, ROOT_PAGES};
 use super::log::Record;
 use super::map::State;
-use super::page::{DATA, RESERVED, ZERO_RESERVED};
+use super::page::{DATA, Kind, RESERVED, ZERO_RESERVED};
 use super::recover::zero_entries;
 use crate::aligned::part_of;
 use crate::extents::check_range;
@@ -18,6 +18,9 @@ use std::ops::Range;
 
 /// Space is given back from this many bytes on: a hole costs a hundred microseconds.
 const PUNCH_MIN: u64 = 32 << 10;
+
+/// Bytes of pages that get their space at a time: those of 16 MiB of the disk.
+const PAGES_PIECE: u64 = 64 << 10;
 
 static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
 
@@ -95,7 +98,7 @@ impl VsanSparse {
         // Room for payload and map is taken first: a full file system is found out here, before anything changes.
         let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
         prepared.map_err(|error| error.context(&self.image))?;
-        self.reserve_page(index)?;
+        self.reserve_map(writer, index, Kind::Page)?;
         let _order = writer.order.read();
         self.map.change(&self.file, index, |page| {
             let found: Vec<_> = page.pieces(entries).collect();
@@ -118,14 +121,20 @@ impl VsanSparse {
         })
     }
 
-    /// Takes the space of a page that is not there yet.
-    fn reserve_page(&self, index: u32) -> Result<()> {
-        if self.map.state(index) == State::Stored {
-            return Ok(());
+    /// Takes the space of all that a change of page `index`, or only of what the root says of it, will have written: a
+    /// new page has none yet, and a copy of the file that left zeros out may have none for anything.
+    fn reserve_map(&self, writer: &Writer, index: u32, what: Kind) -> Result<()> {
+        let layout = &self.map.layout;
+        let take = |first: u64, blocks: u64, piece: u64| {
+            let taken = writer.backing.take(self.file.file().as_ref(), first * BLOCK..(first + blocks) * BLOCK, piece);
+            taken.during(|| format!("{}: cannot take space for its map", self.image))
+        };
+        take(LOG_START, LOG_BLOCKS, 1)?;
+        take(layout.root_copies(index / ROOT_PAGES), COPIES, 1)?;
+        match what {
+            Kind::Page => take(layout.page_copies(index), COPIES, PAGES_PIECE),
+            Kind::Root => Ok(()),
         }
-        let place = self.map.layout.page_copies(index);
-        let reserved = self.file.file().reserve(place * BLOCK, COPIES * BLOCK);
-        reserved.during(|| format!("{}: cannot take space for its map", self.image))
     }
 
     /// Writes the pieces, those that follow each other in the file at once.
@@ -184,13 +193,14 @@ impl VsanSparse {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let log = |grain: u64, count: u64| writer.pending.lock().push(Record { grain, count, place: None });
             if entries.len() as u32 == self.map.layout.page_grains(index) && state == State::Absent {
+                self.reserve_map(writer, index, Kind::Root)?;
                 let _room = self.promise(writer, 1)?;
                 let _order = writer.order.read();
                 if self.map.zero_whole(index, || log(grain, entries.len() as u64)) {
                     continue;
                 }
             }
-            self.reserve_page(index)?;
+            self.reserve_map(writer, index, Kind::Page)?;
             let places = {
                 // No two ranges of one page that change adjoin.
                 let _room = self.promise(writer, entries.len().div_ceil(2))?;

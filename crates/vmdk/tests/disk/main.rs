@@ -6,6 +6,7 @@ mod adopting;
 mod crashes;
 mod full;
 mod histories;
+mod media;
 mod operations;
 #[path = "../../../chain/tests/chain/random.rs"]
 mod random;

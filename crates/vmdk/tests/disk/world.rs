@@ -128,11 +128,18 @@ pub fn leaked(disk: &Disk) -> Vec<String> {
 pub struct Sub {
     inner: Arc<dyn Directory>,
     prefix: String,
+    /// Files that cannot be opened for writing.
+    read_only: Vec<String>,
 }
 
 impl Sub {
     pub fn folder(inner: &Arc<dyn Directory>, name: &str) -> Folder {
-        Folder::plain(Arc::new(Self { inner: Arc::clone(inner), prefix: format!("{name}:") }))
+        Self::folder_with(inner, name, &[])
+    }
+
+    pub fn folder_with(inner: &Arc<dyn Directory>, name: &str, read_only: &[&str]) -> Folder {
+        let read_only = read_only.iter().map(|name| (*name).to_owned()).collect();
+        Folder::plain(Arc::new(Self { inner: Arc::clone(inner), prefix: format!("{name}:"), read_only }))
     }
 
     fn inside(&self, name: &str) -> String {
@@ -145,6 +152,9 @@ impl Directory for Sub {
         self.inner.open(&self.inside(name), mode)
     }
     fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        if access == Access::ReadWrite && self.read_only.iter().any(|read_only| read_only == name) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
         self.inner.open_foreign(&self.inside(name), mode, access)
     }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {

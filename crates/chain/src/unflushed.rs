@@ -1,0 +1,151 @@
+//! Where a chain was changed since it was flushed, in coarse pieces of the disk.
+//!
+//! After a flush that failed the operating system may forget what was written before it, and shows what the medium has:
+//! old content, as if it were good. Formats without checksums cannot tell. So what was changed since the last flush
+//! that succeeded is not read any more then.
+//!
+//! 1. A change is noted when it has ended, after its level has been noted as written: a flush that takes the note also
+//!    flushes the level.
+//! 2. A flush takes the notes when it begins and drops them when it has succeeded. One that failed keeps them.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Pieces told apart at most; disks beyond as many of the smallest have larger ones.
+const PIECES_MAX: u64 = 1 << 18;
+/// The smallest piece in bytes.
+const PIECE_MIN: u64 = 1 << 20;
+
+/// A set of pieces. `used` says which words are not zero: a flush looks at no others.
+struct Marks {
+    words: Box<[AtomicU64]>,
+    used: Box<[AtomicU64]>,
+}
+
+impl Marks {
+    fn new(pieces: u64) -> Self {
+        let zeros = |count: u64| (0..count).map(|_| AtomicU64::new(0)).collect();
+        let words = pieces.div_ceil(64);
+        Self { words: zeros(words), used: zeros(words.div_ceil(64)) }
+    }
+
+    fn add(&self, word: usize, bits: u64) {
+        // A plain load first: most pieces are written more than once.
+        if self.words[word].load(Ordering::SeqCst) & bits != bits {
+            self.words[word].fetch_or(bits, Ordering::SeqCst);
+            self.used[word / 64].fetch_or(1 << (word % 64), Ordering::SeqCst);
+        }
+    }
+
+    /// Takes everything out.
+    fn take(&self, mut each: impl FnMut(usize, u64)) {
+        for (i, used) in self.used.iter().enumerate() {
+            let mut left = if used.load(Ordering::SeqCst) == 0 { 0 } else { used.swap(0, Ordering::SeqCst) };
+            while left != 0 {
+                let word = i * 64 + left.trailing_zeros() as usize;
+                left &= left - 1;
+                each(word, self.words[word].swap(0, Ordering::SeqCst));
+            }
+        }
+    }
+}
+
+/// What was changed since the chain was flushed.
+pub(crate) struct Unflushed {
+    piece: u64,
+    pieces: u64,
+    /// Changed since the last flush began.
+    since: Marks,
+    /// Changed before it.
+    before: Marks,
+}
+
+impl Unflushed {
+    /// Of a disk of so many bytes; one that grows later has pieces that count as one.
+    pub fn new(capacity: u64) -> Self {
+        let piece = capacity.div_ceil(PIECES_MAX).next_power_of_two().max(PIECE_MIN);
+        let pieces = capacity.div_ceil(piece).max(1);
+        Self { piece, pieces, since: Marks::new(pieces), before: Marks::new(pieces) }
+    }
+
+    fn pieces_of(&self, range: &Range<u64>) -> impl Iterator<Item = (usize, u64)> + use<'_> {
+        let (first, end) = (range.start / self.piece, range.end.div_ceil(self.piece));
+        (first..end.min(first + self.pieces)).map(|piece| {
+            let piece = piece % self.pieces;
+            ((piece / 64) as usize, 1 << (piece % 64))
+        })
+    }
+
+    /// Something of a range was changed.
+    pub fn note(&self, range: &Range<u64>) {
+        self.pieces_of(range).for_each(|(word, bit)| self.since.add(word, bit));
+    }
+
+    /// A flush begins.
+    pub fn begin_flush(&self) {
+        self.since.take(|word, bits| self.before.add(word, bits));
+    }
+
+    /// It has succeeded.
+    pub fn end_flush(&self) {
+        self.before.take(|_, _| {});
+    }
+
+    /// Whether nothing was changed since the last flush that succeeded.
+    pub fn is_empty(&self) -> bool {
+        let none = |marks: &Marks| marks.used.iter().all(|used| used.load(Ordering::SeqCst) == 0);
+        none(&self.since) && none(&self.before)
+    }
+
+    /// Whether something of a range may have been changed.
+    pub fn covers(&self, range: &Range<u64>) -> bool {
+        let has = |marks: &Marks, word: usize, bit| marks.words[word].load(Ordering::SeqCst) & bit != 0;
+        self.pieces_of(range).any(|(word, bit)| has(&self.since, word, bit) || has(&self.before, word, bit))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn notes_stay_until_a_flush_succeeds() {
+        let unflushed = Unflushed::new(300 * MIB + 5);
+        assert!(unflushed.is_empty());
+        unflushed.note(&(70 * MIB - 1..70 * MIB + 1));
+        let covered = |at: u64| unflushed.covers(&(at * MIB..at * MIB + 1));
+        assert_eq!([68, 69, 70, 71].map(covered), [false, true, true, false]);
+        assert!(!unflushed.is_empty());
+        unflushed.begin_flush();
+        assert!(!unflushed.is_empty(), "a flush that has not ended");
+        unflushed.note(&(299 * MIB..300 * MIB + 5));
+        // It failed; the next one begins.
+        unflushed.begin_flush();
+        unflushed.note(&(5 * MIB..6 * MIB));
+        assert_eq!([5, 69, 299, 300].map(covered), [true; 4]);
+        unflushed.end_flush();
+        assert_eq!([5, 69, 299, 300].map(covered), [true, false, false, false]);
+        assert!(!unflushed.is_empty());
+        unflushed.begin_flush();
+        unflushed.end_flush();
+        assert!(unflushed.is_empty());
+    }
+
+    #[test]
+    fn disks_of_any_size_are_covered() {
+        for capacity in [0, 1, MIB, 62 << 40, u64::MAX >> 1] {
+            let unflushed = Unflushed::new(capacity);
+            assert!(unflushed.pieces <= PIECES_MAX);
+            unflushed.note(&(capacity.saturating_sub(1)..capacity.max(1)));
+            assert!(unflushed.covers(&(capacity.saturating_sub(1)..capacity.max(1))));
+            // One that has grown.
+            unflushed.begin_flush();
+            unflushed.end_flush();
+            unflushed.note(&(2 * capacity..2 * capacity + 1));
+            assert!(unflushed.covers(&(2 * capacity..2 * capacity + 1)));
+            assert!(!unflushed.covers(&(0..0)));
+        }
+    }
+}

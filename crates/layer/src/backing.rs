@@ -1,0 +1,129 @@
+//! Space that a file has for what is written to it later: tables and directories, which a commit writes long after the
+//! writes that changed them were acknowledged.
+//!
+//! 1. A format takes the space of every table, bitmap or directory sector that a change will have written, before the
+//!    payload of that change goes to the file. So a full file system refuses the write, and never the flush behind it.
+//! 2. What was taken once is remembered, and asking again costs a look. Whatever gives space back says so
+//!    ([`Backing::forget`]).
+//! 3. Space is taken in pieces around what is asked for, where the format allows it, and exactly where the file system
+//!    has no room for a piece.
+
+use backend::File;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+
+/// Most ranges remembered: 3 MiB. Beyond it all are forgotten, and taken again when they are asked for.
+const RANGES_MAX: usize = 1 << 16;
+
+/// What is known to have space in one file.
+#[derive(Default)]
+pub(crate) struct Backing {
+    /// End by start; disjoint, never adjoining.
+    known: Mutex<BTreeMap<u64, u64>>,
+}
+
+impl Backing {
+    /// Takes the space of `range`, and of all of the pieces of `piece` bytes that it touches if there is room for them.
+    pub(crate) fn take(&self, file: &dyn File, range: Range<u64>, piece: u64) -> io::Result<()> {
+        if range.is_empty() || self.has(&range) {
+            return Ok(());
+        }
+        let wide = range.start / piece * piece..range.end.next_multiple_of(piece);
+        let taken = match reserve(file, &wide) {
+            Err(error) if error.kind() == io::ErrorKind::StorageFull && wide != range => {
+                reserve(file, &range)?;
+                range
+            }
+            other => other.map(|()| wide)?,
+        };
+        self.note(taken);
+        Ok(())
+    }
+
+    /// Forgets what lies in `range`: its space was given back.
+    pub(crate) fn forget(&self, range: Range<u64>) {
+        let mut known = self.known.lock();
+        let touched = known.range(..range.end).filter(|(_, end)| **end > range.start);
+        let touched: Vec<(u64, u64)> = touched.map(|(start, end)| (*start, *end)).collect();
+        for (start, end) in touched {
+            known.remove(&start);
+            if start < range.start {
+                known.insert(start, range.start);
+            }
+            if end > range.end {
+                known.insert(range.end, end);
+            }
+        }
+    }
+
+    fn has(&self, range: &Range<u64>) -> bool {
+        let known = self.known.lock();
+        known.range(..=range.start).next_back().is_some_and(|(_, end)| *end >= range.end)
+    }
+
+    fn note(&self, range: Range<u64>) {
+        let mut known = self.known.lock();
+        if known.len() >= RANGES_MAX {
+            known.clear();
+        }
+        let (mut start, mut end) = (range.start, range.end);
+        while let Some((&other, &other_end)) = known.range(..=end).next_back().filter(|(_, other)| **other >= start) {
+            known.remove(&other);
+            start = start.min(other);
+            end = end.max(other_end);
+        }
+        known.insert(start, end);
+    }
+}
+
+/// As [`File::reserve`]. Where that cannot be had, a write may find no room, and there is nothing better.
+fn reserve(file: &dyn File, range: &Range<u64>) -> io::Result<()> {
+    match file.reserve(range.start, range.end - range.start) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use backend::IoMode;
+    use backend::simulated::{SimulatedDisk, SimulatedOptions};
+
+    #[test]
+    fn space_is_taken_once_in_pieces_and_exactly_near_the_end_of_the_room() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions { capacity: 64 << 10, ..SimulatedOptions::default() });
+        let file = disk.directory().create("f", IoMode::Buffered).unwrap();
+        let backing = Backing::default();
+        backing.take(&*file, 5000..6000, 16 << 10).unwrap();
+        assert_eq!(file.allocated().unwrap(), 16 << 10);
+        let operations = disk.operations();
+        backing.take(&*file, 0..16 << 10, 1).unwrap();
+        assert_eq!(disk.operations(), operations, "it is known");
+        backing.take(&*file, 40 << 10..44 << 10, 32 << 10).unwrap();
+        assert_eq!(file.allocated().unwrap(), 48 << 10);
+        backing.take(&*file, 70 << 10..71 << 10, 64 << 10).unwrap();
+        assert_eq!(file.allocated().unwrap(), 52 << 10, "only the page that is needed");
+        let refused = backing.take(&*file, 128 << 10..256 << 10, 1).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::StorageFull);
+        // What was given back is taken again.
+        file.punch(0, 16 << 10).unwrap();
+        backing.forget(0..16 << 10);
+        backing.take(&*file, 0..4096, 1).unwrap();
+        assert_eq!(file.allocated().unwrap(), 40 << 10);
+        assert!(backing.has(&(32 << 10..64 << 10)) && !backing.has(&(4096..8192)));
+    }
+
+    #[test]
+    fn ranges_that_touch_become_one() {
+        let backing = Backing::default();
+        for (start, end) in [(10, 20), (30, 40), (20, 30), (5, 12), (100, 110)] {
+            backing.note(start..end);
+        }
+        assert_eq!(*backing.known.lock(), BTreeMap::from([(5, 40), (100, 110)]));
+        backing.forget(8..104);
+        assert_eq!(*backing.known.lock(), BTreeMap::from([(5, 8), (104, 110)]));
+    }
+}

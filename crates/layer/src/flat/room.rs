@@ -1,0 +1,39 @@
+//! The room that a copy into a flat extent needs: how much it is, and taking it before the copy is begun.
+
+use super::Flat;
+use super::blocks::State;
+use crate::{IoContext, Result};
+use std::ops::Range;
+
+impl Flat {
+    /// Bytes of a range of the file that have no space in the file system.
+    pub(super) fn holes_of(&self, bytes: &Range<u64>) -> Result<u64> {
+        let (mut at, mut asked, mut holes) = (bytes.start, bytes.start, 0);
+        while asked < bytes.end {
+            let placements = self.file.placements(asked);
+            let placements = placements.during(|| format!("asking where the bytes of '{}' are", self.name))?;
+            let Some(last) = placements.last() else { break };
+            asked = last.range.end.max(asked + 1);
+            for placement in placements.iter().filter(|placement| placement.range.start < bytes.end) {
+                holes += placement.range.start.saturating_sub(at);
+                at = at.max(placement.range.end);
+            }
+        }
+        Ok(holes + bytes.end.saturating_sub(at))
+    }
+
+    /// Takes the space of a range of the file, block by block: no guest waits for more than one.
+    pub(super) fn take_holes_of(&self, bytes: &Range<u64>) -> Result<()> {
+        for block in self.blocks.touched(bytes) {
+            let whole = self.blocks.bytes_of(block..block + 1);
+            let part = whole.start.max(bytes.start)..whole.end.min(bytes.end);
+            let _alone = self.locks.alone(block..block + 1);
+            let taken = self.file.reserve(part.start, part.end - part.start);
+            taken.during(|| format!("taking {} bytes of space for '{}'", part.end - part.start, self.name))?;
+            if self.blocks.state(block) == State::Hole {
+                self.blocks.set(block, State::Unwritten);
+            }
+        }
+        Ok(())
+    }
+}
