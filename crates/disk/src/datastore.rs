@@ -4,12 +4,15 @@ mod control;
 mod uses;
 
 use crate::device::Device;
+use crate::file_system::{self, FileSystemInfo};
 use crate::foreign::Foreign;
 use crate::info::{CheckOptions, CheckReport, Status};
 use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
+use crate::pace::{self, Background, Foreground};
 use crate::progress::Progress;
+use crate::snapshot_group;
 use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -57,6 +60,9 @@ pub struct OpenOptions {
     pub write_buffer: usize,
 }
 
+/// How the engine is opened.
+type OpenEngine = fn(Arc<dyn Directory>, EngineOptions, Option<&Arc<Owner>>) -> Result<Arc<Engine>>;
+
 /// An open datastore. Methods may be called from any thread.
 pub struct Datastore {
     pub(crate) native: Arc<Native>,
@@ -74,6 +80,10 @@ pub struct Datastore {
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Moves that go on in the background.
     pub(crate) imports: Imports,
+    /// Groups of snapshots that are over, and whose records could not be removed yet.
+    unended: Mutex<Vec<snapshot_group::UnderWay>>,
+    /// What clients wait for, and background work goes by.
+    foreground: Arc<Foreground>,
     /// Receptions that somebody uses.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
@@ -128,6 +138,16 @@ impl Datastore {
 
     /// Opens a datastore and becomes its owner: `Busy` when another process is.
     pub fn open(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_local(path, options, Engine::open_owned)
+    }
+
+    /// As [`Datastore::open`], for a check that repairs: damage that keeps the datastore from opening is put right
+    /// where that can be proven, and is in the report of the check.
+    pub fn open_repairing(path: &Path, options: OpenOptions) -> Result<Arc<Self>> {
+        Self::open_local(path, options, Engine::open_repairing)
+    }
+
+    fn open_local(path: &Path, options: OpenOptions, open: OpenEngine) -> Result<Arc<Self>> {
         if !path.join("superblock").exists() {
             return Err(Error::new(
                 ErrorKind::NotFound,
@@ -146,18 +166,29 @@ impl Datastore {
             write_buffer: options.write_buffer,
             ..EngineOptions::default()
         };
-        Self::open_at(Some(path), Arc::new(directory), engine_options).map_err(|error| error.context(path.display()))
+        Self::open_at(Some(path), Arc::new(directory), engine_options, open)
+            .map_err(|error| error.context(path.display()))
     }
 
     /// Opens a datastore in a directory of any backend: one without a path, and so without disks in other formats.
     pub fn open_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
-        Self::open_at(None, directory, options)
+        Self::open_at(None, directory, options, Engine::open_owned)
     }
 
-    fn open_at(path: Option<&Path>, directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+    /// The same, for a check that repairs.
+    pub fn open_repairing_in(directory: Arc<dyn Directory>, options: EngineOptions) -> Result<Arc<Self>> {
+        Self::open_at(None, directory, options, Engine::open_repairing)
+    }
+
+    fn open_at(
+        path: Option<&Path>,
+        directory: Arc<dyn Directory>,
+        options: EngineOptions,
+        open: OpenEngine,
+    ) -> Result<Arc<Self>> {
         let owner = Arc::new(Owner::take(&*directory)?);
         let mode = options.mode;
-        let engine = Engine::open_owned(directory, options, Some(&owner))?;
+        let engine = open(directory, options, Some(&owner))?;
         let switches = Arc::<Switches>::default();
         let native = Native::open(engine, Arc::clone(&switches));
         // Whether a disk is incomplete is decided by the migration it comes from.
@@ -165,6 +196,7 @@ impl Datastore {
         doubt.names.append(&mut transfer::recover(&native)?);
         native.remove_incomplete(&doubt.names)?;
         let foreign = Foreign::open(&native, path, mode, Arc::clone(&switches), &doubt.folders)?;
+        snapshot_group::recover(&native, &foreign)?;
         let datastore = Arc::new_cyclic(|this| Self {
             native,
             foreign,
@@ -175,7 +207,9 @@ impl Datastore {
             guests: Arc::default(),
             reserved: Arc::default(),
             imports: Imports::default(),
+            foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
             receptions: Mutex::default(),
+            unended: Mutex::default(),
             this: Weak::clone(this),
             _owner: owner,
         });
@@ -199,6 +233,16 @@ impl Datastore {
     /// Refuses with `Busy`, and the reason, while an operation has a disk for itself alone.
     pub fn refuse_alone(&self, disk: &str) -> Result<()> {
         self.uses.share(disk).map(drop)
+    }
+
+    /// The requests of clients, for those that serve them to report to.
+    pub fn foreground(&self) -> &Arc<Foreground> {
+        &self.foreground
+    }
+
+    /// Long work that gives way to the requests of clients.
+    pub fn background<'a>(&self, progress: &'a dyn Progress) -> Background<'a> {
+        Background::new(progress, &self.foreground)
     }
 
     /// The engine below: for tests that drive it by hand.
@@ -237,9 +281,11 @@ impl Datastore {
             QueueKind::Threads => "threads",
             QueueKind::Inline => "inline",
         };
+        let (background_work, background_rate) = self.foreground.pace();
         Ok(Status {
             uuid: names::uuid_text(&engine.uuid()),
             version: FORMAT_VERSION,
+            file_system: self.file_system(),
             capacity: room.total,
             available: room.available,
             allocated,
@@ -253,6 +299,8 @@ impl Datastore {
             disks: disks as u64 + images.disks,
             snapshots: snapshots as u64 + images.snapshots,
             checksum_errors: engine.counters.checksum_errors.load(Ordering::Relaxed),
+            background_work: background_work as u64,
+            background_rate,
             engine: kind.into(),
             io_mode: match engine.options().mode {
                 IoMode::Buffered => "buffered".into(),
@@ -265,7 +313,13 @@ impl Datastore {
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
         let mut report = self.native.check(options, progress)?;
         self.foreign.check(options.repair, progress, &mut report)?;
+        report.warnings = self.file_system().warnings;
         Ok(report)
+    }
+
+    /// The file system that holds the datastore, and what does not hold there.
+    pub fn file_system(&self) -> FileSystemInfo {
+        self.path.as_deref().map(file_system::look_at).unwrap_or_default()
     }
 
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.

@@ -131,7 +131,7 @@ pub trait Device: Send + Sync {
         0
     }
 
-    /// Gives a range back: it reads as zeros afterwards.
+    /// Gives a range back: it reads as zeros afterwards, but for what a full file system has no room to say that of.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()>;
 
     /// Makes a range read as zeros. With `allocate` it keeps or takes space so that later writes there cannot run out.

@@ -1,5 +1,6 @@
 //! What a datastore tells about itself: plain records, the same for text, JSON and the API.
 
+use crate::file_system::FileSystemInfo;
 pub use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -172,6 +173,9 @@ pub struct DiskInfo {
     /// The virtual machine that has the disk; `None` where that was not asked for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub machine: Option<String>,
+    /// Why it takes no writes any more; `None` while it does.
+    #[serde(default)]
+    pub stopped: Option<String>,
     /// Creation time, seconds since 1970.
     pub created: u64,
     /// What one in VMware's formats has beyond that; `None` where it was not asked for.
@@ -372,6 +376,9 @@ pub struct Status {
     pub uuid: String,
     /// On-disk format version.
     pub version: u32,
+    /// The file system that holds it; without a name where it is none of this machine.
+    #[serde(default)]
+    pub file_system: FileSystemInfo,
     /// Size of the file system that holds it, in bytes.
     pub capacity: u64,
     /// What the file system still has to give, in bytes.
@@ -398,6 +405,10 @@ pub struct Status {
     pub snapshots: u64,
     /// Blocks that failed their checksum since the datastore was opened.
     pub checksum_errors: u64,
+    /// Pieces of background work under way that give way to clients.
+    pub background_work: u64,
+    /// Bytes per second that they may move together now; 0 for no limit.
+    pub background_rate: u64,
     /// How I/O is done: `io_uring`, `threads`.
     pub engine: String,
     /// `buffered` or `direct`.
@@ -430,6 +441,9 @@ pub struct CheckReport {
     pub dead: u64,
     /// What was wrong; empty when clean.
     pub findings: Vec<Finding>,
+    /// What does not hold on the file system of the datastore.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// What `check` shall do.

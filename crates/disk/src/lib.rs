@@ -5,19 +5,24 @@
 pub mod convert;
 pub mod datastore;
 pub mod device;
+pub mod file_system;
 mod foreign;
 pub mod images;
 pub mod info;
 pub mod migrate;
 mod names;
 mod native;
+pub mod pace;
 pub mod progress;
+pub mod salvage;
 pub mod sealed;
+mod snapshot_group;
 pub mod switch;
 pub mod transfer;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;
 pub use info::*;
 pub use progress::{NoProgress, Progress, Throttled};

@@ -12,6 +12,9 @@ pub trait Progress: Sync {
     fn rate(&self) -> u64 {
         0
     }
+
+    /// So many bytes more were copied or verified. Called by what keeps the work to its rate.
+    fn moved(&self, _bytes: u64) {}
 }
 
 /// Another's progress, at a rate.
@@ -32,7 +35,11 @@ impl Progress for Throttled<'_> {
     }
 
     fn rate(&self) -> u64 {
-        self.rate
+        crate::pace::slower(self.rate, self.progress.rate())
+    }
+
+    fn moved(&self, bytes: u64) {
+        self.progress.moved(bytes);
     }
 }
 

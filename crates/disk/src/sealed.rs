@@ -9,10 +9,11 @@
 //!    too. Any bytes give a record, or an error.
 //! 2. A file is replaced as a whole: a temporary name, flushed, renamed, the folder flushed.
 
-use backend::{Directory, IoMode};
+use backend::{Directory, File, IoMode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
+use std::sync::Arc;
 use store::{Error, ErrorKind, IoContext, Result, checksum};
 
 /// What a file is written as before it has its name.
@@ -97,13 +98,28 @@ impl Kind {
 
 /// Writes a file, durably; in the place of an earlier one of that name.
 pub fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
-    let temporary = format!("{name}{TEMPORARY}");
+    put_beside(directory, name, bytes)?.sync()?;
+    directory.rename(&temporary(name), name)?;
+    directory.sync()
+}
+
+/// As [`put`], without a flush: the file survives the end of this process, and a power cut once the operating system
+/// has written it. A flush would make the data of all disks in the file system go to the medium first.
+pub fn put_unflushed(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
+    put_beside(directory, name, bytes)?;
+    directory.rename(&temporary(name), name)
+}
+
+fn temporary(name: &str) -> String {
+    format!("{name}{TEMPORARY}")
+}
+
+fn put_beside(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
+    let temporary = temporary(name);
     remove_if_there(directory, &temporary)?;
     let file = directory.create(&temporary, IoMode::Buffered)?;
     file.write_at(&[bytes], 0, false)?;
-    file.sync()?;
-    directory.rename(&temporary, name)?;
-    directory.sync()
+    Ok(file)
 }
 
 /// Removes a file that may be gone already.

@@ -16,6 +16,9 @@
 //! 3. What is acknowledged must be in both devices while requests may be inside both: that is the concern of who
 //!    exchanges (a migration puts a mirror between).
 //! 4. Whether a client may write is a matter of the client ([`SwitchedDevice`]), not of the device.
+//! 5. A new device knows nothing of writes that were lost with the one before, and would answer a flush with success.
+//!    After [`Switch::note_loss`], called before the exchange, the first flush of each client that was connected
+//!    answers an error.
 
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use backend::Buffer;
@@ -36,12 +39,16 @@ const UNUSED_POLL: Duration = Duration::from_micros(200);
 /// A device; its references are counted to know who is inside.
 struct Held {
     device: Arc<dyn Device>,
+    /// It stands in for the disk's own device ([`Switch::suspend`]).
+    stands_in: bool,
 }
 
 /// The place where the current device of a disk stands.
 pub struct Switch {
     held: RwLock<Arc<Held>>,
     clients: AtomicU64,
+    /// How often acknowledged writes may have been lost with a device.
+    losses: AtomicU64,
 }
 
 /// The device that was current before an exchange.
@@ -52,7 +59,8 @@ pub struct Before {
 impl Switch {
     /// A switch to that device.
     pub fn new(device: Arc<dyn Device>) -> Arc<Self> {
-        Arc::new(Self { held: RwLock::new(Arc::new(Held { device })), clients: AtomicU64::new(0) })
+        let held = RwLock::new(Arc::new(Held { device, stands_in: false }));
+        Arc::new(Self { held, clients: AtomicU64::new(0), losses: AtomicU64::new(0) })
     }
 
     /// The current device. Who uses it past an exchange is not waited for.
@@ -67,8 +75,31 @@ impl Switch {
 
     /// Sends requests that begin from now on to another device.
     pub fn exchange(&self, device: Arc<dyn Device>) -> Before {
-        let new = Arc::new(Held { device });
-        Before { held: std::mem::replace(&mut *self.held.write(), new) }
+        self.replace(Held { device, stands_in: false })
+    }
+
+    /// As [`Switch::exchange`], to a device that refuses requests until the disk's own one comes.
+    pub fn suspend(&self, device: Arc<dyn Device>) -> Before {
+        self.replace(Held { device, stands_in: true })
+    }
+
+    /// Whether the current device is one that [`Switch::suspend`] put there.
+    pub fn is_suspended(&self) -> bool {
+        self.held.read().stands_in
+    }
+
+    fn replace(&self, held: Held) -> Before {
+        Before { held: std::mem::replace(&mut *self.held.write(), Arc::new(held)) }
+    }
+
+    /// Undoes an exchange. Requests that have been inside the device since before count as such for the next one.
+    pub fn restore(&self, before: Before) {
+        *self.held.write() = before.held;
+    }
+
+    /// Acknowledged writes that were not flushed may be lost with the current device. For who exchanges it next.
+    pub fn note_loss(&self) {
+        self.losses.fetch_add(1, Ordering::SeqCst);
     }
 
     fn enter(&self) -> Arc<Held> {
@@ -191,6 +222,14 @@ pub struct SwitchedDevice {
     read_only: bool,
     switch: Arc<Switch>,
     _client: Client,
+    told: Told,
+}
+
+/// Which losses a client was told of: how many there were when it attached or got the last error for one.
+struct Told {
+    by_flush: AtomicU64,
+    /// Apart from flushes: a client that repeats a failed request of this kind takes only that request for lost.
+    by_fua: AtomicU64,
 }
 
 /// What the plan of a read keeps: the device that made it, and what that device keeps.
@@ -207,7 +246,9 @@ impl SwitchedDevice {
 
     /// The same for a client that is counted already.
     pub(crate) fn over(name: impl Into<String>, read_only: bool, client: Client) -> Self {
-        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client }
+        let losses = || AtomicU64::new(client.switch.losses.load(Ordering::SeqCst));
+        let told = Told { by_flush: losses(), by_fua: losses() };
+        Self { name: name.into(), read_only, switch: Arc::clone(&client.switch), _client: client, told }
     }
 
     fn writer(&self) -> Result<Arc<Held>> {
@@ -217,6 +258,30 @@ impl SwitchedDevice {
             return Err(Error::new(ErrorKind::ReadOnly, format!("{} is open for reading only", self.name)));
         }
         Ok(held)
+    }
+
+    /// As [`SwitchedDevice::writer`], for a request that may ask to be durable on return.
+    fn durable_writer(&self, fua: bool) -> Result<Arc<Held>> {
+        let held = self.writer()?;
+        if fua {
+            self.tell_loss(&self.told.by_fua)?;
+        }
+        Ok(held)
+    }
+
+    /// An error, once, after acknowledged writes may have been lost. Called inside the device that the request goes to:
+    /// asked before, it would miss a loss that is noted until the request gets there.
+    fn tell_loss(&self, told: &AtomicU64) -> Result<()> {
+        let losses = self.switch.losses.load(Ordering::SeqCst);
+        if self.read_only || told.swap(losses, Ordering::SeqCst) == losses {
+            return Ok(());
+        }
+        let text = format!(
+            "{}: the disk was opened again after a failure, and writes that were acknowledged before and not flushed \
+             may be lost; said once, later flushes count",
+            self.name
+        );
+        Err(Error::new(ErrorKind::Io, text))
     }
 }
 
@@ -263,7 +328,7 @@ impl Device for SwitchedDevice {
     }
 
     fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        self.writer()?.device.write(offset, data, length, fua)
+        self.durable_writer(fua)?.device.write(offset, data, length, fua)
     }
 
     fn pressure(&self) -> u32 {
@@ -271,15 +336,17 @@ impl Device for SwitchedDevice {
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        self.writer()?.device.discard(offset, length, fua)
+        self.durable_writer(fua)?.device.discard(offset, length, fua)
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
-        self.writer()?.device.write_zeroes(offset, length, allocate, fua)
+        self.durable_writer(fua)?.device.write_zeroes(offset, length, allocate, fua)
     }
 
     fn flush(&self) -> Result<()> {
-        self.switch.enter().device.flush()
+        let held = self.switch.enter();
+        self.tell_loss(&self.told.by_flush)?;
+        held.device.flush()
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -4,12 +4,12 @@
 //! stops first, stops the other: a reader whose pieces nobody takes ends at the next one, a writer learns from the
 //! channel's end without an end mark that the reader has failed.
 
+use crate::pace::Throttle;
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
-use std::time::{Duration, Instant};
 use store::{Error, ErrorKind, Result};
 
 /// Bytes of a piece; pieces begin at multiples of it.
@@ -20,9 +20,6 @@ pub const PIECES: usize = 8;
 
 /// The smallest run of zeros that is left out.
 const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
-
-/// Longest sleep of a throttled conversion before it asks again whether it is still wanted.
-const SLEEP_MAX: Duration = Duration::from_millis(20);
 
 /// What the source has from some byte on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -130,8 +127,7 @@ pub struct Pieces<'a> {
     progress: &'a dyn Progress,
     total: u64,
     copied: u64,
-    rate: u64,
-    begun: Instant,
+    throttle: Throttle<'a>,
     ended: bool,
 }
 
@@ -156,10 +152,13 @@ impl Pieces<'_> {
             Err(_) => return Err(Error::new(ErrorKind::Io, "the thread that reads has ended")),
         };
         take(&piece)?;
-        self.copied += piece.runs.iter().map(|run| run.len() as u64).sum::<u64>();
+        let copied = piece.runs.iter().map(|run| run.len() as u64).sum::<u64>();
+        self.copied += copied;
         self.progress.update((piece.start + piece.length).min(self.total), self.total);
         self.held = piece.buffer.take();
-        self.throttle()?;
+        if !self.throttle.wait(copied) {
+            self.check()?;
+        }
         Ok(true)
     }
 
@@ -172,28 +171,10 @@ impl Pieces<'_> {
             false => Ok(()),
         }
     }
-
-    /// Waits until what was copied has taken its time.
-    fn throttle(&self) -> Result<()> {
-        if self.rate == 0 {
-            return Ok(());
-        }
-        let due = Duration::from_secs_f64(self.copied as f64 / self.rate as f64);
-        while let Some(early) = due.checked_sub(self.begun.elapsed()).filter(|early| !early.is_zero()) {
-            self.check()?;
-            thread::sleep(early.min(SLEEP_MAX));
-        }
-        Ok(())
-    }
 }
 
 /// Copies all of a source; gives the bytes that were not zeros.
-pub fn copy(
-    source: Box<dyn Source + '_>,
-    mut sink: Box<dyn Sink + '_>,
-    rate: u64,
-    progress: &dyn Progress,
-) -> Result<u64> {
+pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress: &dyn Progress) -> Result<u64> {
     let total = source.capacity();
     let unit = sink.unit().max(ZERO_UNIT);
     debug_assert!(unit.is_power_of_two() && unit <= PIECE);
@@ -207,8 +188,8 @@ pub fn copy(
         let reader = Reader { source, unit, to_writer, to_reader };
         let spawned = thread::Builder::new().name("convert-read".to_owned()).spawn_scoped(scope, || reader.run());
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
-        let begun = Instant::now();
-        let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, rate, begun, ended: false };
+        let throttle = Throttle::new(progress);
+        let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
         // The pieces go with this, and so the reader ends.
         sink.fill(&mut pieces).map(|()| pieces.copied)
     });

@@ -34,7 +34,7 @@ pub use source::ChainSource;
 pub(crate) use source::{is_archive, open_member};
 pub(crate) use target::folder_of;
 
-use crate::progress::Progress;
+use crate::progress::{Progress, Throttled};
 use crate::{Datastore, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -121,25 +121,44 @@ impl Conversion {
             Address::Path(path) => source::open(path, &self.options, progress, &mut warnings)?,
             Address::Disk(name) => disk_source(datastore()?, name)?,
         };
-        let capacity = source.capacity().next_multiple_of(layer::SECTOR);
-        // Until the disk is there, nobody else gets its name.
-        let mut reservation = None;
-        let target = match &self.to {
-            Address::Path(path) => target::make(path, self.format, capacity, progress)?,
-            Address::Disk(name) => {
-                reservation = Some(datastore()?.reserve(name)?);
-                disk_target(datastore()?, name, self.format, capacity, progress)?
-            }
+        let datastore = match &self.to {
+            Address::Disk(_) => Some(datastore()?),
+            Address::Path(_) => None,
         };
-        let files = target.files;
-        let copied = copy::copy(source, target.sink, self.rate, progress)?;
-        drop(reservation);
-        let target = match &self.to {
-            Address::Path(path) => path.display().to_string(),
-            Address::Disk(name) => name.clone(),
-        };
-        Ok(Converted { target, format: self.format, capacity, copied, files, warnings })
+        let made = copy_into(source, &self.to, self.format, datastore, self.rate, progress)?;
+        Ok(Converted { warnings, ..made })
     }
+}
+
+/// Copies a source into a new target.
+pub(crate) fn copy_into(
+    source: Box<dyn Source + '_>,
+    to: &Address,
+    format: TargetFormat,
+    datastore: Option<&Datastore>,
+    rate: u64,
+    progress: &dyn Progress,
+) -> Result<Converted> {
+    target::check(to, format)?;
+    let capacity = source.capacity().next_multiple_of(layer::SECTOR);
+    // Until the disk is there, no other gets its name.
+    let mut reservation = None;
+    let made = match (to, datastore) {
+        (Address::Path(path), _) => target::make(path, format, capacity, progress)?,
+        (Address::Disk(name), Some(datastore)) => {
+            reservation = Some(datastore.reserve(name)?);
+            disk_target(datastore, name, format, capacity, progress)?
+        }
+        (Address::Disk(_), None) => return Err(Error::new(ErrorKind::Invalid, "a disk is named, and no datastore")),
+    };
+    let files = made.files;
+    let copied = copy::copy(source, made.sink, &Throttled { progress, rate })?;
+    drop(reservation);
+    let target = match to {
+        Address::Path(path) => path.display().to_string(),
+        Address::Disk(name) => name.clone(),
+    };
+    Ok(Converted { target, format, capacity, copied, files, warnings: Vec::new() })
 }
 
 /// A disk or snapshot of a datastore to read.

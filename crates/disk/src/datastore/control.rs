@@ -9,7 +9,9 @@ use crate::info::{
 use crate::names;
 use crate::native::check_capacity;
 use crate::progress::Progress;
+use crate::snapshot_group::{ImageSnapshot, UnderWay};
 use std::sync::Arc;
+use store::engine::NewSnapshot;
 use store::{Error, ErrorKind, Result};
 
 impl Datastore {
@@ -77,6 +79,7 @@ impl Datastore {
     /// Deletes a disk with its snapshots. `Busy` while clients have it open, and with the list when clones stand on
     /// it, unless `promote`: then the snapshots they stand on become theirs.
     pub fn delete_disk(&self, name: &str, promote: bool) -> Result<()> {
+        self.end_groups()?;
         let _use = self.uses.share(name)?;
         match self.foreign.find(name) {
             Some(entry) => self.foreign.delete_disk(&entry, promote),
@@ -86,6 +89,7 @@ impl Datastore {
 
     /// Takes snapshots of several disks at one point: (disk, snapshot name).
     pub fn create_snapshots(&self, of: &[(String, String)], options: &SnapshotOptions) -> Result<Vec<SnapshotInfo>> {
+        self.end_groups()?;
         let _uses = of.iter().map(|(disk, _)| self.uses.share(disk)).collect::<Result<Vec<_>>>()?;
         let mut images = Vec::new();
         let mut native = Vec::new();
@@ -105,12 +109,12 @@ impl Datastore {
         }
         let mut taken = Vec::new();
         if native.is_empty() {
-            self.foreign.create_snapshots(&images, options, &mut || Ok(()))?;
+            self.snapshot_images(&images, &[], options, &mut || Ok(()))?;
         } else {
             // The lock of the native disks is taken first: nobody's writes wait for that.
-            taken = self.native.create_snapshots(&native, &mut |take| match images.is_empty() {
+            taken = self.native.create_snapshots(&native, &mut |new, take| match images.is_empty() {
                 true => take(),
-                false => self.foreign.create_snapshots(&images, options, take),
+                false => self.snapshot_images(&images, new, options, take),
             })?;
         }
         for (entry, name) in &images {
@@ -119,6 +123,49 @@ impl Datastore {
         let place = |info: &SnapshotInfo| of.iter().position(|(disk, name)| *disk == info.disk && *name == info.name);
         taken.sort_by_key(place);
         Ok(taken)
+    }
+
+    /// Takes snapshots of disks of images, and of native ones by `take`: after a power cut all of them are there, or
+    /// none.
+    fn snapshot_images(
+        &self,
+        images: &[(Arc<Entry>, String)],
+        native: &[NewSnapshot],
+        options: &SnapshotOptions,
+        take: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<()> {
+        if images.len() + native.len() < 2 {
+            return self.foreign.create_snapshots(images, None, options, take);
+        }
+        let image = |(entry, name): &(Arc<Entry>, String)| ImageSnapshot {
+            folder: entry.folder.clone(),
+            snapshot: name.clone(),
+            uid: entry.disk.record().last_uid.saturating_add(1),
+        };
+        let uuids: Vec<[u8; 16]> = native.iter().map(|new| new.uuid).collect();
+        let images_of: Vec<ImageSnapshot> = images.iter().map(image).collect();
+        let uids: Vec<u32> = images_of.iter().map(|image| image.uid).collect();
+        let mut group = UnderWay::new(self.directory(), &uuids, images_of)?;
+        let outcome = group.begin().and_then(|()| self.foreign.create_snapshots(images, Some(&uids), options, take));
+        let ended = match &outcome {
+            Ok(()) => group.end(),
+            Err(_) => group.take_back(&self.foreign),
+        };
+        if ended.is_err() {
+            self.unended.lock().push(group);
+        }
+        outcome.and(ended)
+    }
+
+    /// Removes records of groups that are over and could not be removed then. Before snapshots go or are made: what an
+    /// opening would read from them must still be true.
+    fn end_groups(&self) -> Result<()> {
+        let mut unended = self.unended.lock();
+        while let Some(group) = unended.last() {
+            group.end()?;
+            unended.pop();
+        }
+        Ok(())
     }
 
     /// Snapshots of one disk, or of all, parents before children.
@@ -143,6 +190,7 @@ impl Datastore {
         direction: Option<Direction>,
         progress: &dyn Progress,
     ) -> Result<()> {
+        self.end_groups()?;
         let _use = self.uses.share(disk)?;
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.delete_snapshot(&entry, name, direction, progress),
@@ -226,6 +274,25 @@ impl Datastore {
     pub fn tune_disk(&self, name: &str, tuning: &Tuning) -> Result<DiskStatistics> {
         let _use = self.uses.share(name)?;
         self.foreign.tune(&*self.image_disk(name, "it has no chain to tune")?, tuning)
+    }
+
+    /// Opens a disk again that has stopped after a failure of its medium, while its clients stay connected. One that
+    /// takes writes is left alone.
+    pub fn reopen_disk(&self, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _use = self.uses.alone(name, "opened again")?;
+        if let Some(entry) = self.foreign.find(name) {
+            return self.foreign.reopen(&entry, progress);
+        }
+        let info = self.native.disk(name)?;
+        match &info.stopped {
+            None => Ok(info),
+            Some(why) => Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "disk '{name}' is a native one, and all native disks of the datastore have stopped together ({why});                      stop the server and start it again"
+                ),
+            )),
+        }
     }
 
     /// Gives a thin or zeroed thick flat disk all its space, zeroed, while it is in use.

@@ -44,7 +44,7 @@ impl Foreign {
             number += 1;
         }
         let options = SnapshotOptions { description: description.to_owned(), ..SnapshotOptions::default() };
-        self.create_snapshots(&[(Arc::clone(entry), free.clone())], &options, &mut || Ok(()))?;
+        self.create_snapshots(&[(Arc::clone(entry), free.clone())], None, &options, &mut || Ok(()))?;
         Ok(free)
     }
 
@@ -136,7 +136,7 @@ impl Foreign {
             let target = ChainedDevice::new(name, disk.chain()?);
             // Whoever made the disk deletes it.
             let sink = DeviceSink::new(Arc::new(target), Box::new(|_| Ok(())));
-            match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), 0, progress) {
+            match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), progress) {
                 Ok(_) => Ok(disk),
                 Err(error) => {
                     disk.delete()?;

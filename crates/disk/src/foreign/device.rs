@@ -117,7 +117,8 @@ impl Device for ChainedDevice {
     }
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        self.write_zeroes(offset, length, false, fua)
+        self.chain.discard(offset, length)?;
+        self.finish(fua)
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {

@@ -10,6 +10,7 @@ use layer::image::Place;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use store::{Error, ErrorKind, IoContext, Result};
 
 /// What `lamina disk list` calls flat disks of VMFS.
@@ -34,12 +35,22 @@ impl Entry {
     /// Capacity in bytes, without opening its images where the head's descriptor has it.
     pub fn capacity(&self) -> Result<u64> {
         if let Some(device) = self.head.lock().upgrade() {
-            return Ok(device.chain().capacity());
+            return Ok(self.note_capacity(device.chain().capacity()));
         }
-        match self.described_capacity() {
-            Some(capacity) => Ok(capacity),
-            None => Ok(self.disk.chain()?.capacity()),
+        if let Some(capacity) = self.described_capacity() {
+            return Ok(capacity);
         }
+        match (self.disk.chain(), self.capacity.load(Ordering::Relaxed)) {
+            // One that has stopped is known by what it had.
+            (Err(_), known) if known > 0 => Ok(known),
+            (chain, _) => Ok(self.note_capacity(chain?.capacity())),
+        }
+    }
+
+    /// Keeps a capacity for when the images cannot be asked.
+    pub(super) fn note_capacity(&self, capacity: u64) -> u64 {
+        self.capacity.store(capacity, Ordering::Relaxed);
+        capacity
     }
 
     /// Where the file is by which others open the head.
@@ -109,7 +120,12 @@ impl Foreign {
     pub fn info(&self, entry: &Entry, details: bool) -> Result<DiskInfo> {
         let record = entry.disk.record();
         let kind = entry.kind();
-        let full = if details { Some(entry.disk.info()?) } else { None };
+        let stopped = entry.disk.stopped();
+        let full = match details.then(|| entry.disk.info()) {
+            // What its images could tell is not to be had before it is opened again.
+            Some(Err(_)) if stopped.is_some() => None,
+            info => info.transpose()?,
+        };
         let provisioning = match &full {
             Some(info) => info.provisioning,
             None => kind.and_then(ImageKind::provisioning),
@@ -133,6 +149,7 @@ impl Foreign {
             clients: self.switches.clients(&entry.identity(None)),
             users: Vec::new(),
             machine: None,
+            stopped,
             created: record.created,
             image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
             name: record.name,

@@ -48,6 +48,11 @@ impl Foreign {
         }
         for entry in self.entries() {
             let name = entry.disk.name();
+            if let Some(why) = entry.disk.stopped() {
+                let problem =
+                    format!("disk '{name}' takes no writes ({why}); 'lamina disk reopen {name}' opens it again");
+                report.findings.push(Finding { problem, repaired: None });
+            }
             let found = match entry.disk.check(repair, &Watched(progress)) {
                 Ok(found) => found,
                 Err(error) if error.kind() == ErrorKind::Interrupted || error.kind() == ErrorKind::Busy => {

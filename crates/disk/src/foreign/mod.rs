@@ -6,6 +6,7 @@
 //! clones      linked and full
 //! moving      ends of a migration
 //! convert     ends of a conversion
+//! reopen      going on after a failure of the medium, with clients connected
 //! maintain    inflate, punch, wipe, shrink, consolidate, check
 //! device      a chain of layers as a device
 //! ```
@@ -25,6 +26,7 @@ mod device;
 mod disks;
 mod maintain;
 mod moving;
+mod reopen;
 mod snapshots;
 
 pub use device::ChainedDevice;
@@ -43,6 +45,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::ErrorKind as IoKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
 use store::{Error, ErrorKind, IoContext, Result};
 
@@ -68,6 +71,10 @@ impl chain::Watch for Watched<'_> {
     fn rate(&self) -> u64 {
         self.0.rate()
     }
+
+    fn moved(&self, bytes: u64) {
+        self.0.moved(bytes);
+    }
 }
 
 /// A disk of the datastore.
@@ -79,11 +86,13 @@ pub(crate) struct Entry {
     /// Its head as it is open now, to be told of new snapshots.
     head: Mutex<Weak<ChainedDevice>>,
     clients: Mutex<()>,
+    /// As it was when the images were open last; 0 before.
+    capacity: AtomicU64,
 }
 
 impl Entry {
     fn new(folder: String, disk: Arc<vmdk::Disk>) -> Arc<Self> {
-        Arc::new(Self { folder, disk, head: Mutex::new(Weak::new()), clients: Mutex::new(()) })
+        Arc::new(Self { folder, disk, head: Mutex::default(), clients: Mutex::default(), capacity: AtomicU64::new(0) })
     }
 
     /// What clients of the head, or of a snapshot, are counted under.

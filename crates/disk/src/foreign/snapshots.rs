@@ -2,7 +2,7 @@
 
 use super::{Entry, Foreign, Watched};
 use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
-use crate::progress::Progress;
+use crate::progress::{NoProgress, Progress};
 use chain::{Chain, Condition, LevelKey};
 use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
@@ -64,6 +64,13 @@ impl Entry {
         }
     }
 
+    /// Deletes a snapshot above which nothing was written.
+    pub(crate) fn take_back_snapshot(&self, name: &str) -> Result<()> {
+        self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &Watched(&NoProgress))?;
+        self.tell_bases();
+        Ok(())
+    }
+
     /// The chain of a point, and the images in it, newest first.
     fn chain_of(&self, point: &Point) -> Result<(Arc<Chain>, Vec<u32>)> {
         match point {
@@ -98,15 +105,17 @@ fn runs(chain: &Chain, above: LevelKey, from: u64, to: u64, out: &mut Vec<(u64, 
 }
 
 impl Foreign {
-    /// Takes snapshots of several disks at one point. `between` is called at the point, while nobody writes.
+    /// Takes snapshots of several disks at one point, with these numbers if any are given. `between` is called at the
+    /// point, while no write is under way.
     pub fn create_snapshots(
         &self,
         of: &[(Arc<Entry>, String)],
+        uids: Option<&[u32]>,
         options: &SnapshotOptions,
         between: &mut dyn FnMut() -> Result<()>,
     ) -> Result<()> {
         let mut wanted = Vec::with_capacity(of.len());
-        for (entry, name) in of {
+        for (number, (entry, name)) in of.iter().enumerate() {
             if entry.disk.record().snapshots.iter().any(|snapshot| snapshot.name == *name) {
                 let text = format!("disk '{}' has a snapshot '{name}' already", entry.disk.name());
                 return Err(Error::new(ErrorKind::Exists, text));
@@ -118,6 +127,7 @@ impl Foreign {
                     description: options.description.clone(),
                     folder: options.folder.clone(),
                     delta: options.delta,
+                    uid: uids.and_then(|uids| uids.get(number).copied()),
                     created: None,
                 },
             ));

@@ -264,9 +264,13 @@ impl Datastore {
 
     fn move_in(&self, name: &str, overlay: &Overlay) {
         let background = Background(Arc::clone(&self.imports.stop));
-        let progress = Throttled { progress: &background, rate: overlay.rate };
         loop {
-            match self.migrate(name, &overlay.target, &progress) {
+            // Of this try: what waits for the next one takes no share of the pace.
+            let moved = {
+                let paced = self.background(&background);
+                self.migrate(name, &overlay.target, &Throttled { progress: &paced, rate: overlay.rate })
+            };
+            match moved {
                 Ok(_) => {
                     tracing::info!(disk = name, "it does not need its images any more");
                     return;

@@ -21,9 +21,9 @@
 //!    is being turned ([`MirrorDevice::commit`]), a request whose target part failed waits to learn which way it went.
 //! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
 
-use super::pace::{Throttle, stopped};
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::pace::Throttle;
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
 use chain::Ranges;
@@ -105,6 +105,11 @@ pub struct MirrorDevice {
     /// The target is not written any more.
     failed: AtomicBool,
     state: Mutex<State>,
+}
+
+/// The error of what was stopped on request.
+pub(super) fn stopped() -> Error {
+    Error::new(ErrorKind::Interrupted, "stopped on request; the disk is as before")
 }
 
 impl MirrorDevice {
@@ -234,7 +239,9 @@ impl MirrorDevice {
                 self.target.flush()?;
             }
             progress.update(copied.read, marked.max(copied.read));
-            throttle.wait(length)?;
+            if !throttle.wait(length) {
+                return Err(stopped());
+            }
             self.give_way(began, copied.read, progress)?;
         }
         self.check()?;
@@ -288,7 +295,7 @@ impl MirrorDevice {
             let offset = range.start + begin as u64;
             match kind {
                 Difference::None => {}
-                Difference::Zeroed => self.target.discard(offset, (at - begin) as u64, false)?,
+                Difference::Zeroed => self.target.write_zeroes(offset, (at - begin) as u64, false, false)?,
                 Difference::Data => {
                     // Runs begin at blocks: marks are whole ones, and so are steps but for the last.
                     self.target.write(offset, Buffer::copy_of(&wanted[begin..at]), at - begin, false)?;
@@ -488,7 +495,12 @@ impl Device for MirrorDevice {
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.check_writable(offset, length)?;
-        self.change_long(offset, length, |device, at, part| device.discard(at, part, false))?;
+        // Both sides have to read alike afterwards, which a discard does not promise where there is no room. Without
+        // room for zeros the migration has ended, and what was discarded may keep its content.
+        match self.change_long(offset, length, |device, at, part| device.write_zeroes(at, part, false, false)) {
+            Err(error) if error.kind() == ErrorKind::NoSpace => {}
+            done => done?,
+        }
         self.finish(fua)
     }
 

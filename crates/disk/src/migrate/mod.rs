@@ -30,7 +30,6 @@ mod import;
 mod intent;
 mod mirror;
 mod native_layer;
-mod pace;
 mod recover;
 mod run;
 mod tree;

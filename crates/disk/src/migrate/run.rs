@@ -15,7 +15,7 @@
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
-use super::pace::stopped;
+use super::mirror::stopped;
 use super::tree::{Original, Replica, TreeCopy};
 use crate::datastore::Datastore;
 use crate::device::Device;

@@ -3,6 +3,7 @@
 use super::Native;
 use crate::info::{DiskInfo, Point};
 use crate::names;
+use crate::pace::Throttle;
 use crate::progress::Progress;
 use backend::BLOCK_SIZE;
 use store::catalog::{Object, Provisioning};
@@ -142,6 +143,7 @@ impl Native {
         let thick = source.provisioning != Provisioning::Thin;
         let title = format!("{}@{}", source.name, snapshot.name);
         let plan = |range| self.engine.plan_snapshot(snapshot.id, range);
+        let mut throttle = Throttle::new(progress);
         let mut done = 0;
         let mut at = 0;
         while at < end {
@@ -159,9 +161,11 @@ impl Native {
                             let to = range.end.min(from + COPY_BLOCKS);
                             let bytes = self.engine.read_blocks(&title, from..to, &plan)?;
                             writer.write(from, &bytes)?;
-                            done += (to - from) * BLOCK_SIZE as u64;
+                            let length = (to - from) * BLOCK_SIZE as u64;
+                            done += length;
                             from = to;
                             progress.update(done.min(total), total);
+                            throttle.wait(length);
                         }
                     }
                     Condition::Zero => writer.reserve(range)?,

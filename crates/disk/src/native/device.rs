@@ -108,8 +108,15 @@ impl NativeDevice {
         Ok(())
     }
 
+    fn flush_target(&self) -> Result<()> {
+        match &self.target {
+            Target::Head(head) => self.engine.flush_head(head).map_err(|error| error.context(&self.name)),
+            Target::Snapshot(_) => self.engine.flush(),
+        }
+    }
+
     fn finish(&self, fua: bool) -> Result<()> {
-        if fua { self.engine.flush() } else { Ok(()) }
+        if fua { self.flush_target() } else { Ok(()) }
     }
 
     fn spans(&self, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
@@ -209,7 +216,7 @@ impl Device for NativeDevice {
     }
 
     fn flush(&self) -> Result<()> {
-        self.engine.flush()
+        self.flush_target()
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -3,6 +3,7 @@
 use super::Native;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
+use crate::pace::Throttle;
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
 use store::catalog::{Catalog, Object, Provisioning as Stored};
@@ -65,7 +66,6 @@ impl Native {
         provisioning: Provisioning,
         progress: &dyn Progress,
     ) -> Result<DiskInfo> {
-        let _changes = self.changes.lock();
         names::check("disk", name)?;
         check_capacity(name, capacity)?;
         let thick = provisioning != Provisioning::Thin;
@@ -76,11 +76,18 @@ impl Native {
             uuid: names::new_uuid()?,
             incomplete: thick,
         };
-        let id = self.engine.create_disk(new)?;
+        let id = {
+            let _changes = self.changes.lock();
+            self.engine.create_disk(new)?
+        };
+        // No request can name the disk before it is complete. Filling takes its time, and others open disks meanwhile.
+        let filled = match thick {
+            true => self.fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress),
+            false => Ok(()),
+        };
+        let _changes = self.changes.lock();
         if thick {
-            let filled = self
-                .fill(id, 0..capacity.div_ceil(BLOCK_SIZE as u64), provisioning, progress)
-                .and_then(|()| self.engine.complete_disk(id));
+            let filled = filled.and_then(|()| self.engine.complete_disk(id));
             if let Err(error) = filled {
                 self.engine.delete_disk(id, &[])?;
                 self.engine.reclaim()?;
@@ -103,6 +110,7 @@ impl Native {
         let eager = provisioning == Provisioning::EagerZeroedThick;
         let piece = if eager { ZERO_PIECE / BLOCK_SIZE as u64 } else { RESERVE_PIECE };
         let zeros = Buffer::zeroed(if eager { piece as usize } else { 0 });
+        let mut throttle = Throttle::new(progress);
         let mut at = blocks.start;
         while at < blocks.end {
             if progress.cancelled() {
@@ -116,6 +124,9 @@ impl Native {
             }
             at = end;
             progress.update((at - blocks.start) * BLOCK_SIZE as u64, total);
+            if eager {
+                throttle.wait(piece * BLOCK_SIZE as u64);
+            }
         }
         Ok(())
     }
@@ -153,6 +164,7 @@ impl Native {
                 clients: self.clients(id),
                 users: Vec::new(),
                 machine: None,
+                stopped: self.engine.failure(),
                 created: disk.created,
                 image: None,
             })
@@ -230,10 +242,9 @@ impl Native {
         self.engine.flush()
     }
 
-    /// Renames a disk.
+    /// Renames a disk to a name that is reserved.
     pub fn rename_disk(&self, name: &str, to: &str) -> Result<DiskInfo> {
         let _changes = self.changes.lock();
-        names::check("disk", to)?;
         let id = self.find_disk(name)?.id;
         self.engine.rename_disk(id, to)?;
         self.disk_info(id, false)

@@ -30,8 +30,10 @@ pub(crate) use moving::{NativeOriginal, NativeReplica};
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
+use crate::pace::Throttle;
 use crate::progress::Progress;
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
+use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
@@ -108,10 +110,17 @@ impl Native {
 
     /// Walks all metadata.
     pub fn check(&self, options: CheckOptions, progress: &dyn Progress) -> Result<CheckReport> {
-        let _changes = self.changes.lock();
+        // Without repair a check reads a view of its own: it goes at a pace, and disks change beside it.
+        let _changes = options.repair.then(|| self.changes.lock());
         let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
+        let paced = Mutex::new((Throttle::new(progress), 0));
         let report = self.engine.check(wanted, &|done, total| {
             progress.update(done, total);
+            // A repair has everything stand still: it ends as soon as it can.
+            if !options.repair {
+                let (throttle, before) = &mut *paced.lock();
+                throttle.wait((done - std::mem::replace(before, done)) * BLOCK_SIZE as u64);
+            }
             !progress.cancelled()
         })?;
         let mut findings: Vec<Finding> = report
@@ -131,6 +140,7 @@ impl Native {
             images: 0,
             dead: 0,
             findings,
+            warnings: Vec::new(),
         })
     }
 

@@ -27,12 +27,13 @@ fn info(catalog: &Catalog, snapshot: &Object) -> SnapshotInfo {
 }
 
 impl Native {
-    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given the taking itself, to
+    /// Takes snapshots of several disks at one point: (disk, snapshot name). `around` is given what is taken, and
+    /// the taking itself, to
     /// be called at the point where others stand still too; nothing that could keep them waiting is left for then.
     pub fn create_snapshots(
         &self,
         of: &[(String, String)],
-        around: &mut dyn FnMut(Taking<'_>) -> Result<()>,
+        around: &mut dyn FnMut(&[NewSnapshot], Taking<'_>) -> Result<()>,
     ) -> Result<Vec<SnapshotInfo>> {
         let _changes = self.changes.lock();
         let mut wanted = Vec::with_capacity(of.len());
@@ -42,10 +43,19 @@ impl Native {
             wanted.push(NewSnapshot { disk, name: name.clone(), uuid: names::new_uuid()?, incomplete: false });
         }
         let mut ids = Vec::new();
-        around(&mut || {
+        let taken = around(&wanted, &mut || {
             ids = self.engine.snapshot(&wanted)?;
             Ok(())
-        })?;
+        });
+        if let Err(error) = taken {
+            // Those of other disks are not there.
+            for id in ids {
+                if let Err(second) = self.engine.delete_snapshot(id) {
+                    tracing::error!(%second, "a native snapshot of a group that failed stays");
+                }
+            }
+            return Err(error);
+        }
         self.engine.with_catalog(|catalog| ids.iter().map(|id| Ok(info(catalog, catalog.get(*id)?))).collect())
     }
 

@@ -224,6 +224,23 @@ fn a_read_is_finished_by_the_device_that_planned_it() {
 }
 
 #[test]
+fn what_is_inside_is_waited_for_after_an_exchange_was_undone_too() {
+    let switch = Switch::new(Memory::new(vec![1; SECTOR]));
+    let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
+    let plan = device.plan_read(0, SECTOR).unwrap();
+    for _ in 0..2 {
+        let before = switch.suspend(Memory::new(vec![2; SECTOR]));
+        assert!(switch.is_suspended());
+        assert!(!before.wait_unused(&|| true), "the plan is inside");
+        switch.restore(before);
+        assert!(!switch.is_suspended());
+        assert_eq!(device.read(0, 1).unwrap(), [1]);
+    }
+    drop(plan);
+    assert!(switch.exchange(Memory::new(vec![2; SECTOR])).wait_unused(&|| true));
+}
+
+#[test]
 fn a_plan_that_is_dropped_lets_the_old_device_go() {
     let switch = Switch::new(Memory::new(vec![1; SECTOR]));
     let device = SwitchedDevice::new("disk", false, Arc::clone(&switch));
@@ -251,6 +268,43 @@ fn clients_are_counted_and_see_their_own_access() {
     assert_eq!((switches.clients(&identity), other.clients(&moved)), (0, 2));
     drop((writer, reader));
     assert!(other.refuse_in_use(&moved, "disk 'a'").is_ok());
+}
+
+/// A device does not know what was lost with the one before it.
+#[test]
+fn a_loss_is_told_once_to_each_client_that_was_there() {
+    let switch = Switch::new(Memory::new(vec![0; SECTOR]));
+    let client = |read_only| SwitchedDevice::new("disk", read_only, Arc::clone(&switch));
+    let (first, second, reader) = (client(false), client(false), client(true));
+    let put = |client: &SwitchedDevice, fua| client.write(0, sector_of(1), SECTOR, fua);
+    let is_told = |result: Result<()>| {
+        result.is_err_and(|error| error.kind() == ErrorKind::Io && error.to_string().contains("may be lost"))
+    };
+    put(&first, false).unwrap();
+    let new = Memory::new(vec![0; SECTOR]);
+    switch.note_loss();
+    switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
+    let late = client(false);
+    // A request without a promise of durability succeeds, and does not use up the error.
+    put(&first, false).unwrap();
+    assert!(is_told(first.flush()));
+    first.flush().unwrap();
+    // A request of its own that fails does not stand for what came before it.
+    assert!(is_told(put(&second, true)));
+    put(&second, true).unwrap();
+    assert!(is_told(second.flush()));
+    second.flush().unwrap();
+    late.flush().unwrap();
+    put(&late, true).unwrap();
+    reader.flush().unwrap();
+    assert_eq!(new.flushed.load(Ordering::SeqCst), 4);
+    // Without a loss nothing is told, and after another one all are.
+    switch.exchange(Memory::new(vec![0; SECTOR]));
+    first.flush().unwrap();
+    switch.note_loss();
+    assert!(is_told(first.discard(0, SECTOR as u64, true)));
+    assert!(is_told(second.write_zeroes(0, SECTOR as u64, false, true)));
+    assert!(is_told(late.flush()));
 }
 
 /// What the indirection costs against a request served from memory without any medium: the cheapest there is.

@@ -1,0 +1,148 @@
+//! Which file systems a datastore may lie on, and what does not hold there.
+//!
+//! What a datastore needs: a lock that excludes others for as long as its owner writes; flushes that mean what they
+//! say; and space that stays once it was reserved, also for what is overwritten. Where the first two cannot be had, a
+//! datastore is not made unless the user insists. One that is there is opened everywhere: nothing is gained by keeping
+//! its owner from its disks.
+
+use crate::foreign::IMAGES;
+use backend::local::{FileSystem, copied_on_write};
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+use store::{Error, ErrorKind, IoContext, Result};
+
+/// What a file system is good for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Suitability {
+    /// Everything holds.
+    Good,
+    /// It works, but for this.
+    Limited(&'static str),
+    /// A datastore there may lose what was flushed, for this reason.
+    Unsuitable(&'static str),
+}
+
+/// The file system of a datastore, for its user.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileSystemInfo {
+    /// Its name.
+    pub name: String,
+    /// What does not hold there; empty where everything does.
+    pub warnings: Vec<String>,
+}
+
+/// What a file system is good for. The manual has the reasons at length.
+pub fn suitability(kind: FileSystem) -> Suitability {
+    use Suitability::{Good, Limited, Unsuitable};
+    match kind {
+        FileSystem::Ext | FileSystem::Xfs | FileSystem::Btrfs => Good,
+        FileSystem::Memory => Limited("it is kept in memory, and nothing of it survives a restart of the machine"),
+        FileSystem::Zfs => Limited(
+            "it copies on write and keeps no reserved space back: once the pool is full, overwrites and flushes fail, and \
+             the datastore stops until it is started again; keep room free by a reservation on the dataset",
+        ),
+        FileSystem::Overlay => Limited(
+            "it goes with its container, and flushes nothing if mounted with 'volatile'; use a volume of the host",
+        ),
+        FileSystem::Other(_) => Limited("lamina was not tested on it"),
+        FileSystem::Nfs => Unsuitable(
+            "a lock there ends without notice when the server or the network is away for long, so that two owners may \
+             write, and a write may fail for lack of space after it was reserved",
+        ),
+        FileSystem::Smb => {
+            Unsuitable("its locks and its flushes depend on mount options and on the server, and it reserves no space")
+        }
+        FileSystem::Network => Unsuitable("its locks may end without notice, so that two owners may write"),
+        FileSystem::Fuse => Unsuitable(
+            "locks, flushes and reserved space are what the program behind it makes of them, and that cannot be asked",
+        ),
+    }
+}
+
+/// Refuses to make a datastore at `path` where its file system is unsuitable.
+pub fn check_for_new(path: &Path) -> Result<()> {
+    // The folder may have to be made: then what holds it decides.
+    let there = path.ancestors().find(|path| path.exists()).unwrap_or(Path::new("."));
+    let there = if there.as_os_str().is_empty() { Path::new(".") } else { there };
+    let kind = FileSystem::of(there).during(|| format!("asking for the file system of {}", there.display()))?;
+    match suitability(kind) {
+        Suitability::Good | Suitability::Limited(_) => Ok(()),
+        Suitability::Unsuitable(why) => Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "{} is on {}: {why}; use ext4, XFS or btrfs, or insist with --any-file-system",
+                path.display(),
+                kind.name()
+            ),
+        )),
+    }
+}
+
+/// What is to be known of the file system of an open datastore.
+pub fn look_at(path: &Path) -> FileSystemInfo {
+    let Ok(kind) = FileSystem::of(path) else { return FileSystemInfo::default() };
+    let mut warnings = Vec::new();
+    match suitability(kind) {
+        Suitability::Good => {}
+        Suitability::Limited(why) | Suitability::Unsuitable(why) => {
+            warnings.push(format!("the datastore is on {}: {why}", kind.name()));
+        }
+    }
+    let copied = copied_files(path);
+    if let Some(first) = copied.first() {
+        warnings.push(format!(
+            "btrfs copies files of the datastore on write ({first}, {} in all): once it is full, overwrites and flushes may \
+             fail; 'lamina disk migrate DISK --to PATH' moves disks to a datastore whose files are overwritten in place",
+            copied.len()
+        ));
+    }
+    FileSystemInfo { name: kind.name(), warnings }
+}
+
+/// Files of the datastore that btrfs copies on write.
+fn copied_files(path: &Path) -> Vec<String> {
+    let own = |name: &str| {
+        ["superblock", "journal", "checkpoint", "map", "map.table", "map.summary", "catalog"].contains(&name)
+            || name.starts_with("data.")
+    };
+    let mut copied = copied_on_write(path, &own).unwrap_or_default();
+    let folders = std::fs::read_dir(path.join(IMAGES)).into_iter().flatten().filter_map(|entry| entry.ok());
+    for folder in folders {
+        let images = copied_on_write(&folder.path(), &|name| name.ends_with(".vmdk")).unwrap_or_default();
+        let folder = folder.file_name().display().to_string();
+        copied.extend(images.into_iter().map(|name| format!("{IMAGES}/{folder}/{name}")));
+    }
+    copied
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn what_loses_locks_or_flushes_is_unsuitable_and_what_loses_room_is_limited() {
+        use FileSystem as Fs;
+        for good in [Fs::Ext, Fs::Xfs, Fs::Btrfs] {
+            assert_eq!(suitability(good), Suitability::Good);
+        }
+        for limited in [Fs::Zfs, Fs::Memory, Fs::Overlay, Fs::Other(0x1234)] {
+            assert!(matches!(suitability(limited), Suitability::Limited(_)), "{limited:?}");
+        }
+        for bad in [Fs::Nfs, Fs::Smb, Fs::Network, Fs::Fuse] {
+            assert!(matches!(suitability(bad), Suitability::Unsuitable(_)), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_folder_that_is_not_there_yet_is_judged_by_what_will_hold_it() {
+        let memory = Path::new("/dev/shm");
+        if memory.is_dir() {
+            check_for_new(&memory.join("no/such/folder")).unwrap();
+            let info = look_at(memory);
+            assert_eq!((info.name.as_str(), info.warnings.len()), ("tmpfs", 1));
+        }
+        // Not on a folder at all.
+        check_for_new(Path::new("relative/that/is/not/there")).unwrap();
+    }
+}

@@ -1,0 +1,199 @@
+//! Opening a disk again that has stopped after a failure of its medium, while its clients stay connected.
+//!
+//! 1. While the disk is opened again, its clients have a device that answers every request with the reason.
+//! 2. No request is inside the former chain when its images are opened again: neither a write, nor a read that was
+//!    planned and still fetches.
+//! 3. Writes that were acknowledged and not flushed may be lost, also where no flush of their client has failed. The
+//!    new chain has nothing to flush then: each client is told by an error of its first flush.
+//! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
+
+use super::{Entry, Foreign};
+use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::info::DiskInfo;
+use crate::progress::Progress;
+use backend::Buffer;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use store::{Error, ErrorKind, Result};
+
+/// How long requests to a medium that may not answer are waited for.
+const REQUESTS_WAIT: Duration = Duration::from_secs(60);
+
+impl Foreign {
+    /// Opens a disk again if it has stopped.
+    pub fn reopen(&self, entry: &Entry, progress: &dyn Progress) -> Result<DiskInfo> {
+        let _clients = entry.clients.lock();
+        let switch = self.switches.get(&entry.identity(None));
+        let Some(why) = entry.disk.stopped() else {
+            // It was opened again before, and its clients did not get it then.
+            if let Some(switch) = switch.filter(|switch| switch.is_suspended()) {
+                switch.exchange(entry.head_device()?);
+            }
+            return self.info(entry, true);
+        };
+        let name = entry.disk.name();
+        let Some(switch) = switch else {
+            // Known from here on, also if the images cannot be opened.
+            let _ = entry.capacity();
+            entry.disk.reopen()?;
+            return self.info(entry, true);
+        };
+        let capacity = entry.note_capacity(switch.device().capacity());
+        let before = switch.suspend(Arc::new(StoppedDevice { name: name.clone(), capacity, why }));
+        let began = Instant::now();
+        if !before.wait_unused(&|| progress.cancelled() || began.elapsed() > REQUESTS_WAIT) {
+            // Not its device alone: the next attempt waits for the same requests.
+            switch.restore(before);
+            let text = format!("disk '{name}' still has requests under way that the medium does not answer; try again");
+            return Err(Error::new(ErrorKind::Busy, text));
+        }
+        drop(before);
+        if entry.disk.reopen()? {
+            switch.note_loss();
+        }
+        switch.exchange(entry.head_device()?);
+        self.info(entry, true)
+    }
+}
+
+/// What clients have of a disk while it is not open.
+struct StoppedDevice {
+    name: String,
+    capacity: u64,
+    why: String,
+}
+
+impl StoppedDevice {
+    fn refuse<T>(&self) -> Result<T> {
+        let Self { name, why, .. } = self;
+        let text = format!("disk '{name}' has stopped ({why}); 'lamina disk reopen {name}' opens it again");
+        Err(Error::new(ErrorKind::Stopped, text))
+    }
+}
+
+impl Device for StoppedDevice {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn capacity(&self) -> u64 {
+        self.capacity
+    }
+
+    fn read_only(&self) -> bool {
+        false
+    }
+
+    fn plan_read(&self, _offset: u64, _length: usize) -> Result<ReadPlan> {
+        self.refuse()
+    }
+
+    fn finish_read(&self, _plan: &mut ReadPlan) -> Result<Verdict> {
+        self.refuse()
+    }
+
+    fn write(&self, _offset: u64, _data: Buffer, _length: usize, _fua: bool) -> Result<()> {
+        self.refuse()
+    }
+
+    fn discard(&self, _offset: u64, _length: u64, _fua: bool) -> Result<()> {
+        self.refuse()
+    }
+
+    fn write_zeroes(&self, _offset: u64, _length: u64, _allocate: bool, _fua: bool) -> Result<()> {
+        self.refuse()
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.refuse()
+    }
+
+    fn prefetch(&self, _offset: u64, _length: u64) -> Result<()> {
+        self.refuse()
+    }
+
+    fn resize(&self, _capacity: u64) -> Result<()> {
+        self.refuse()
+    }
+
+    fn status(&self, _offset: u64, _length: u64, _limit: usize) -> Result<Vec<StatusExtent>> {
+        self.refuse()
+    }
+
+    fn dirty_bases(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn changed_since(&self, _base: &str, _offset: u64, _length: u64, _limit: usize) -> Result<Vec<DirtyExtent>> {
+        self.refuse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
+    use crate::progress::NoProgress;
+    use layer::image::ImageKind;
+
+    const BLOCK: usize = 4096;
+
+    /// Waits for nothing.
+    struct Impatient;
+
+    impl Progress for Impatient {
+        fn update(&self, _done: u64, _total: u64) {}
+        fn cancelled(&self) -> bool {
+            true
+        }
+    }
+
+    /// A datastore with a disk `vm` of images, and a client of it.
+    fn made() -> (tempfile::TempDir, Arc<Datastore>, Arc<Entry>, Arc<dyn Device>) {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("ds");
+        Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();
+        let options = OpenOptions {
+            mode: backend::IoMode::Buffered,
+            queue: QueueChoice::Auto,
+            metadata_cache: 16 << 20,
+            write_buffer: 8 << 20,
+        };
+        let datastore = Datastore::open(&path, options).unwrap();
+        datastore.foreign.create_disk("vm", 8 << 20, ImageKind::Thin, None, &NoProgress).unwrap();
+        let entry = datastore.foreign.find("vm").unwrap();
+        let client = datastore.device("vm", false).unwrap();
+        (dir, datastore, entry, client)
+    }
+
+    #[test]
+    fn clients_that_were_left_behind_get_the_disk() {
+        let (_dir, datastore, entry, client) = made();
+        let write = || client.write(0, Buffer::with_bytes(BLOCK), BLOCK, false).map_err(|error| error.kind());
+        let switch = datastore.foreign.switches.get(&entry.identity(None)).unwrap();
+        switch.suspend(Arc::new(StoppedDevice { name: "vm".into(), capacity: 8 << 20, why: "a test".into() }));
+        assert_eq!(write(), Err(ErrorKind::Stopped));
+        datastore.foreign.reopen(&entry, &NoProgress).unwrap();
+        assert_eq!(write(), Ok(()));
+        // A disk that has stopped nothing keeps its device.
+        let device = switch.device();
+        datastore.foreign.reopen(&entry, &NoProgress).unwrap();
+        assert!(Arc::ptr_eq(&device, &switch.device()));
+    }
+
+    #[test]
+    fn each_attempt_waits_for_requests_that_the_medium_does_not_answer() {
+        let (dir, datastore, entry, client) = made();
+        let mut plan = client.plan_read(0, BLOCK).unwrap();
+        // What stops a disk without a medium that fails, and for good.
+        std::fs::remove_file(dir.path().join("ds/images/vm").join(super::super::LOCK_NAME)).unwrap();
+        entry.disk.snapshot(&vmdk::NewSnapshot::named("s")).unwrap_err();
+        assert!(entry.disk.stopped().is_some());
+        let reopen = || datastore.foreign.reopen(&entry, &Impatient).err().unwrap().kind();
+        assert_eq!([reopen(), reopen()], [ErrorKind::Busy; 2]);
+        assert!(client.finish_read(&mut plan).unwrap() == Verdict::Good);
+        drop(plan);
+        assert_eq!(reopen(), ErrorKind::Stopped);
+    }
+}

@@ -1,0 +1,142 @@
+//! The controller on a clock of its own, and work at a rate that changes.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::NoProgress;
+use std::sync::atomic::AtomicBool;
+
+/// A medium that serves `fast` requests in a window in time and `late` ones not, as the rate of the work decides.
+fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
+    let (mut requests, mut slow, mut moved) = (control.requests, control.slow, control.moved);
+    let mut now = control.began;
+    for _ in 0..windows {
+        now += WINDOW;
+        let (count, late) = served(control.rate);
+        (requests, slow) = (requests + count, slow + late);
+        moved += (control.rate.min(1e9) * WINDOW.as_secs_f64()) as u64;
+        control.end_window(now, requests, slow, moved, false);
+    }
+    control.rate
+}
+
+#[test]
+fn the_rate_settles_where_requests_begin_to_be_late() {
+    let limit = 300e6;
+    let medium = |rate: f64| (100, if rate > limit { 5 } else { 0 });
+    let mut control = Control::new(Instant::now());
+    after(200, &mut control, medium);
+    for _ in 0..100 {
+        let rate = after(1, &mut control, medium);
+        assert!((limit * DECREASE * 0.9..limit * (1.0 + 2.0 * INCREASE)).contains(&rate), "{rate}");
+    }
+}
+
+#[test]
+fn one_late_request_in_a_hundred_is_within_the_target() {
+    let mut control = Control::new(Instant::now());
+    let first = control.rate;
+    assert!(after(1, &mut control, |_| (100, 1)) > first);
+    let before = control.rate;
+    assert!(after(1, &mut control, |_| (99, 1)) < before);
+}
+
+#[test]
+fn a_medium_that_is_always_late_leaves_the_work_its_least_rate() {
+    let mut control = Control::new(Instant::now());
+    assert!((after(1000, &mut control, |_| (10, 10)) - RATE_MIN).abs() < 1.0);
+}
+
+#[test]
+fn without_clients_there_is_no_limit_until_they_come_back() {
+    let mut control = Control::new(Instant::now());
+    assert!(after(1, &mut control, |_| (0, 0)) < RATE_MAX);
+    assert!(after(1, &mut control, |_| (0, 0)) >= RATE_MAX, "work that begins finds out soon that there is no client");
+    let rate = after(1, &mut control, |_| (10, 0));
+    assert!((RATE_FIRST..=1e9).contains(&rate), "{rate}");
+    assert!(after(8, &mut control, |_| (0, 0)) < RATE_MAX);
+    assert!(after(2, &mut control, |_| (0, 0)) >= RATE_MAX);
+}
+
+#[test]
+fn requests_that_are_not_answered_at_all_are_no_idle_time() {
+    let mut control = Control::new(Instant::now());
+    for _ in 0..40 {
+        let (began, moved) = (control.began, control.moved + 10_000_000);
+        control.end_window(began + WINDOW, 0, 0, moved, true);
+    }
+    assert!((control.rate - RATE_MIN).abs() < 1.0, "{}", control.rate);
+    let foreground = Arc::new(Foreground::new(TARGET_DEFAULT));
+    let waiting = [foreground.wait(), foreground.wait()];
+    assert_eq!(foreground.waiting.load(Ordering::Relaxed), 2);
+    drop(waiting);
+    assert_eq!(foreground.waiting.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn a_rate_that_the_work_does_not_reach_is_not_raised() {
+    let mut control = Control::new(Instant::now());
+    let first = control.rate;
+    for _ in 0..10 {
+        let (requests, moved) = (control.requests + 100, control.moved + 1000);
+        control.end_window(control.began + WINDOW, requests, 0, moved, false);
+    }
+    assert!((control.rate - first).abs() < 1.0);
+}
+
+#[test]
+fn work_shares_the_rate_and_requests_are_timed_only_beside_it() {
+    let foreground = Arc::new(Foreground::new(TARGET_DEFAULT));
+    assert!(foreground.arrived().is_none());
+    let work = [Background::new(&NoProgress, &foreground), Background::new(&NoProgress, &foreground)];
+    assert!(foreground.arrived().is_none(), "nothing has asked for its rate");
+    let alone = work[0].rate();
+    let shared = work[1].rate();
+    assert!(shared * 2 <= alone + 2 && foreground.pace().0 == 2);
+    foreground.served(foreground.arrived().unwrap(), 3);
+    assert_eq!((foreground.requests.load(Ordering::Relaxed), foreground.slow.load(Ordering::Relaxed)), (3, 0));
+    drop(work);
+    assert_eq!((foreground.pace().0, foreground.arrived()), (0, None));
+    foreground.set_target(Duration::ZERO);
+    assert_eq!(Background::new(&NoProgress, &foreground).rate(), 0);
+}
+
+/// At a rate, until it is cancelled.
+struct AtRate {
+    rate: AtomicU64,
+    cancelled: AtomicBool,
+}
+
+impl Progress for AtRate {
+    fn update(&self, _done: u64, _total: u64) {}
+
+    fn cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::Relaxed)
+    }
+
+    fn rate(&self) -> u64 {
+        self.rate.load(Ordering::Relaxed)
+    }
+}
+
+#[test]
+fn a_throttle_keeps_to_its_rate_and_ends_on_request() {
+    let at = AtRate { rate: AtomicU64::new(1 << 20), cancelled: AtomicBool::new(false) };
+    let mut throttle = Throttle::new(&at);
+    let begun = Instant::now();
+    for _ in 0..10 {
+        assert!(throttle.wait(20 << 10));
+    }
+    let taken = begun.elapsed().as_secs_f64();
+    assert!(taken > 0.19, "200 KiB at 1 MiB/s took {taken} s");
+    // A rate of a byte a second would take for ever.
+    at.rate.store(1, Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| throttle.wait(1 << 20));
+        std::thread::sleep(Duration::from_millis(30));
+        at.cancelled.store(true, Ordering::Relaxed);
+        assert!(!waiting.join().unwrap());
+    });
+    at.rate.store(0, Ordering::Relaxed);
+    assert!(Throttle::new(&at).wait(1 << 40));
+}
