@@ -5,7 +5,7 @@ use disk::ErrorKind;
 /// Wrong usage: an option, a size or a name that cannot be.
 pub const USAGE: u8 = 2;
 
-/// Corrupt, or check found problems that are not repaired.
+/// Corrupt, check found problems that are not repaired, or salvage lost ranges.
 pub const CORRUPT: u8 = 6;
 
 /// Interrupted, as shells count a death by SIGINT.

@@ -88,6 +88,7 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Disk(DiskRequest::Consolidate { .. }) => ("merging", BYTES),
         Request::Snapshot(SnapshotRequest::Delete { .. }) => ("merging", BYTES),
         Request::Convert(_) => ("converting", BYTES),
+        Request::Salvage(_) => ("reading", BYTES),
         Request::Send(_) => ("sending", BYTES),
         Request::Image(ImageRequest::Check { .. }) => ("checking", THINGS),
         Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),

@@ -21,7 +21,7 @@ mod session;
 use clap::Parser;
 use cli::{Cli, Command};
 use control::{DiskRequest, Reply, Request, SnapshotRequest};
-use disk::{Datastore, Error, ErrorKind, InitOptions};
+use disk::{Datastore, Error, ErrorKind, InitOptions, file_system};
 use follow::Follow;
 use output::{Extents, Form};
 use rustix::process::{Resource, getrlimit, setrlimit};
@@ -98,7 +98,7 @@ fn run(cli: Cli) -> Result<End, End> {
                 _ => ask(Some(&path), form, request),
             }
         }
-        (Command::Init { path, journal_size }, _) => init(&path, journal_size, form),
+        (Command::Init { path, journal_size, any_file_system }, _) => init(&path, journal_size, any_file_system, form),
         (Command::Serve(arguments), _) => {
             let path = datastore(arguments.path.clone().or(cli.datastore))?;
             serve::run(&path, &arguments, form)?;
@@ -150,12 +150,22 @@ fn raise_file_limit() {
     let _ = setrlimit(Resource::Nofile, limit);
 }
 
-fn init(path: &Path, journal_size: u64, form: Form) -> Result<End, End> {
+fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Result<End, End> {
+    if !any_file_system {
+        file_system::check_for_new(path)?;
+    }
     Datastore::init(path, InitOptions { journal_size })?;
+    let file_system = file_system::look_at(path);
     let mut out = io::stdout().lock();
     match form {
-        Form::Json => output::print_json(&mut out, &json!({ "datastore": path, "journal_size": journal_size }))?,
-        Form::Text => writeln!(out, "made datastore {}", path.display())?,
+        Form::Json => output::print_json(
+            &mut out,
+            &json!({ "datastore": path, "journal_size": journal_size, "file_system": file_system }),
+        )?,
+        Form::Text => {
+            writeln!(out, "made datastore {}", path.display())?;
+            file_system.warnings.iter().try_for_each(|warning| writeln!(out, "warning: {warning}"))?;
+        }
     }
     Ok(End::Code(0))
 }
@@ -195,6 +205,8 @@ fn finds_fault(reply: &Reply) -> bool {
         Reply::Check(report) => report.findings.iter().any(|finding| finding.repaired.is_none()),
         Reply::ImageCheck(check) => check.problems > 0,
         Reply::Image(info) => info.problem.is_some(),
+        Reply::SalvageList(list) => list.behind || list.objects.iter().any(|object| object.lost > 0 || !object.proven),
+        Reply::Salvaged(report) => report.behind || !report.proven || !report.lost.is_empty(),
         _ => false,
     }
 }

@@ -39,7 +39,7 @@ pub fn require_folder(path: &Path) -> Result<()> {
 /// Carries out one request on the datastore, by whoever owns it.
 pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
     require_folder(path)?;
-    match reach(path, watch)? {
+    match reach(path, &request, watch)? {
         Owner::Server(mut client) => client.ask(request, watch),
         Owner::Us(datastore) => {
             let clients = Clients::of_record(Arc::clone(datastore.directory()));
@@ -59,13 +59,17 @@ enum Owner {
 }
 
 /// Finds the owner, or becomes it.
-fn reach(path: &Path, watch: &dyn Watch) -> Result<Owner> {
+fn reach(path: &Path, request: &Request, watch: &dyn Watch) -> Result<Owner> {
+    let open = match request {
+        Request::Check { repair: true, .. } => Datastore::open_repairing,
+        _ => Datastore::open,
+    };
     let deadline = Instant::now() + OWNER_PATIENCE;
     loop {
         if let Some(stream) = control::connect(path)? {
             return Ok(Owner::Server(Client::new(stream)?));
         }
-        match Datastore::open(path, OPEN_OPTIONS) {
+        match open(path, OPEN_OPTIONS) {
             Ok(datastore) => {
                 control::remove_stale(path)?;
                 return Ok(Owner::Us(datastore));

@@ -22,10 +22,11 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 60] = [
+const VERBS: [Verb; 62] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
+    Verb { name: "salvage", arguments: "/nowhere --list", on_datastore: false, demands: true },
     verb("disk create", "vm1 10G"),
     verb("disk list", ""),
     verb("disk show", "vm1"),
@@ -36,6 +37,7 @@ const VERBS: [Verb; 60] = [
     verb("disk stats", "vm1"),
     verb("disk tune", "vm1 --levels-max 8"),
     verb("disk inflate", "vm1"),
+    verb("disk reopen", "vm1"),
     verb("disk punchzero", "vm1"),
     verb("disk wipe", "vm1"),
     verb("disk shrink", "vm1"),
@@ -248,7 +250,7 @@ fn completions_for_every_shell_know_every_verb() {
         "source {}; COMP_WORDS=(lamina disk re); COMP_CWORD=2; _lamina lamina re disk; echo ${{COMPREPLY[@]}}",
         script.display()
     );
-    assert_eq!(process::tool("bash", &["-c", &check]).trim(), "resize rename");
+    assert_eq!(process::tool("bash", &["-c", &check]).trim(), "resize rename reopen");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
+mod mounted;
 mod process;
 
 use process::{Done, Store, files, lamina, send, tool, until, wait, wait_until_interruptible};
@@ -202,30 +203,16 @@ fn incompressible(length: usize) -> Vec<u8> {
     (0..length / 8).flat_map(|_| next()).collect()
 }
 
-/// Runs one test of this file again on a small file system of its own, as `full.rs` does.
-const INSIDE: &str = "LAMINA_TEST_FULL_TARGET";
-
 #[test]
 fn a_full_folder_is_left_as_it_was() {
-    let Some(target) = std::env::var_os(INSIDE) else {
-        let folder = tempfile::tempdir().unwrap();
-        let script = "set -e; mkdir $FOLDER/small; mount -t tmpfs -o size=24M none $FOLDER/small; \
-                      exec \"$0\" --exact a_full_folder_is_left_as_it_was --nocapture";
-        let status = std::process::Command::new("unshare")
-            .args(["--user", "--map-root-user", "--mount", "sh", "-c", script])
-            .arg(std::env::current_exe().unwrap())
-            .env("FOLDER", folder.path())
-            .env(INSIDE, folder.path().join("small"))
-            .status()
-            .unwrap();
-        assert!(status.success());
-        return;
-    };
+    mounted::on_tmpfs("a_full_folder_is_left_as_it_was", 24, fill_by_converting);
+}
+
+fn fill_by_converting(target: &Path) {
     let folder = tempfile::tempdir().unwrap();
     let raw = folder.path().join("a.raw");
     // No format can make this fit.
     std::fs::write(&raw, incompressible(40 * MIB)).unwrap();
-    let target = Path::new(&target);
     for format in [
         "thin",
         "zeroedthick",

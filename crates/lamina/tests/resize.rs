@@ -108,7 +108,8 @@ impl Qemu {
         let mut generation = vec![0u8; PLACES as usize];
         while !stop.load(Ordering::Relaxed) {
             for (place, last) in (0..).zip(&mut generation) {
-                *last = last.wrapping_add(1);
+                // Never 0 again: that is what a place holds that was not written.
+                *last = *last % u8::MAX + 1;
                 let data = vec![*last; 64 << 10];
                 client.submit(nbd::Command::Write { offset: place * MIB, data: &data, fua: false }).unwrap();
             }

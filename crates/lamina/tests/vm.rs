@@ -275,8 +275,9 @@ fn the_console_of_a_machine() {
     // No terminal, no input: it ends when nothing is said any more.
     fleet.run("console web --quiet 0").ok();
     let mut first = fleet.command("console web --quiet 60").stdin(Stdio::piped()).spawn().unwrap();
-    process::until("it is attached", || fleet.folder().join("web/run/console.lock").exists());
-    process::until("a second one is told", || fleet.run("console web --quiet 0").code == 4);
+    // It handles an interruption once it is attached; its lock file is there since the console before it.
+    process::wait_until_interruptible(first.id());
+    fleet.run("console web --quiet 0").fails(4, "is attached to the console");
     process::send(first.id(), "INT");
     assert_eq!(wait(&mut first), Some(130));
     let mut alone = lamina();

@@ -38,6 +38,7 @@ pub use listener::{Address, Listen, Server, ServerConfig};
 pub use tls::TlsConfig;
 
 use disk::device::Device;
+use disk::pace::Foreground;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -62,6 +63,11 @@ pub trait Exports: Send + Sync {
 
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
+
+    /// What is told how long requests take, if anything is.
+    fn foreground(&self) -> Option<Arc<Foreground>> {
+        None
+    }
 
     /// The line for people about one export. Override where searching all names is slow.
     fn description(&self, name: &str) -> Option<String> {
@@ -128,6 +134,10 @@ impl Exports for Admission<'_> {
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {
         self.exports.queue(depth)
+    }
+
+    fn foreground(&self) -> Option<Arc<Foreground>> {
+        self.exports.foreground()
     }
 
     fn description(&self, name: &str) -> Option<String> {

@@ -22,7 +22,7 @@ use disk::device::{Device, ReadPlan, Segment, Verdict};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use store::Error;
 
 /// Token of the socket's readiness among those of reads.
@@ -41,6 +41,8 @@ pub struct Ask {
     pub length: usize,
     /// More than one content chunk is fine.
     pub fragments: bool,
+    /// When it came, where that matters.
+    pub arrived: Option<Instant>,
 }
 
 /// A read that is over.

@@ -30,6 +30,7 @@ use super::transport::{Transport, Wait, wait_for};
 use super::{Exports, Terms};
 use backend::{BLOCK_SIZE, Buffer};
 use disk::device::Device;
+use disk::pace::{Foreground, Waiting};
 use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -81,6 +82,9 @@ pub fn transmit(
         fault: None,
         depth: Depth::default(),
         polling: Polling::default(),
+        foreground: exports.foreground(),
+        arrived: None,
+        waiting: None,
         tally: Tally::default(),
     };
     let result = session.run();
@@ -147,19 +151,31 @@ struct Session<'a> {
     fault: Option<Error>,
     depth: Depth,
     polling: Polling,
+    /// Told how long requests take.
+    foreground: Option<Arc<Foreground>>,
+    /// When the last bytes arrived, where that matters.
+    arrived: Option<Instant>,
+    /// While requests are not answered, where that matters.
+    waiting: Option<Waiting>,
     tally: Tally,
 }
 
 impl Session<'_> {
     fn run(&mut self) -> Result<()> {
         loop {
+            let (requests, pending) = (self.tally.requests, self.reads.pending());
             self.take_up()?;
             self.flush_device();
             if self.stop.load(Ordering::Relaxed) {
                 self.ended = true;
             }
             let drained = self.send()?;
+            let left = self.reads.pending().saturating_sub(pending) as u64;
+            self.note_served((self.tally.requests - requests).saturating_sub(left));
             let reading = self.reads.pending() > 0;
+            if drained && !reading {
+                self.waiting = None;
+            }
             if self.ended && drained && !reading {
                 return self.fault.take().map_or(Ok(()), Err);
             }
@@ -194,6 +210,15 @@ impl Session<'_> {
                     self.receive_if(wanting)?;
                 }
             }
+        }
+    }
+
+    /// So many requests that had arrived are answered.
+    fn note_served(&mut self, count: u64) {
+        if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())
+            && count > 0
+        {
+            foreground.served(arrived, count);
         }
     }
 
@@ -341,7 +366,8 @@ impl Session<'_> {
         let done = match action {
             Action::Read { length, fragments } => {
                 self.tally.read += length as u64;
-                let finished = self.reads.begin(Ask { head: *head, length, fragments }, &mut self.pool);
+                let finished =
+                    self.reads.begin(Ask { head: *head, length, fragments, arrived: self.arrived }, &mut self.pool);
                 if let Some(finished) = finished {
                     self.answer_read(finished);
                 }
@@ -478,7 +504,15 @@ impl Session<'_> {
         };
         match received {
             Ok(0) => self.peer_closed().map(|()| true),
-            Ok(_) => Ok(true),
+            Ok(_) => {
+                if let Some(foreground) = &self.foreground {
+                    self.arrived = foreground.arrived();
+                    if self.arrived.is_some() && self.waiting.is_none() {
+                        self.waiting = Some(foreground.wait());
+                    }
+                }
+                Ok(true)
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
             Err(error) => Err(Error::io("receiving from the client", error)),
         }
@@ -544,6 +578,9 @@ impl Session<'_> {
             .wait(timeout, &mut self.pool, &mut finished)
             .during(|| format!("waiting for reads of {}", self.device.name()))?;
         for read in finished.drain(..) {
+            if let (Some(foreground), Some(arrived)) = (&self.foreground, read.ask.arrived) {
+                foreground.served(arrived, 1);
+            }
             self.answer_read(read);
         }
         self.finished = finished;

@@ -8,8 +8,8 @@ pub mod usage;
 
 pub use arguments::{
     CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, IdentityArgument, ImageCommand,
-    NetworkArgument, ReceiveCommand, ServeArguments, SnapshotCommand, VmArguments, VmClone, VmCommand, VmCreate,
-    VmSnapshotCommand,
+    NetworkArgument, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmClone,
+    VmCommand, VmCreate, VmSnapshotCommand,
 };
 
 use crate::control::Request;
@@ -25,7 +25,7 @@ Exit codes:
   3    no datastore, disk or snapshot of that name
   4    in use: by clients, by clones or by another process
   5    no space
-  6    corrupt, or check found problems that are not repaired
+  6    corrupt, check found problems that are not repaired, or salvage lost ranges
   130  interrupted";
 
 /// A virtual-disk datastore: native copy-on-write disks, snapshots and clones, served over NBD.
@@ -59,11 +59,16 @@ pub enum Command {
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
+        /// Make it even where the file system may lose what was flushed, such as NFS, SMB or FUSE.
+        #[arg(long)]
+        any_file_system: bool,
     },
     /// Show capacity, allocation, over-commitment and how the datastore is served.
     Status,
     /// Walk all metadata and say what is wrong.
     Check(CheckArguments),
+    /// Read disks and snapshots out of a datastore that cannot be opened, without writing to it.
+    Salvage(SalvageArguments),
     /// Make and manage disks.
     #[command(subcommand)]
     Disk(DiskCommand),
@@ -105,6 +110,7 @@ impl Command {
         Ok(Some(match self {
             Self::Status => Request::Status,
             Self::Check(arguments) => arguments.request(),
+            Self::Salvage(arguments) => arguments.request(),
             Self::Disk(command) => command.request()?,
             Self::Snapshot(command) => command.request()?,
             Self::Clone(arguments) => arguments.request()?,

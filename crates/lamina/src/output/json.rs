@@ -37,6 +37,8 @@ pub fn value(reply: &Reply) -> Value {
         Reply::ImageCheck(check) => json!(check),
         Reply::ImageCreated(level) => json!(level),
         Reply::Converted(made) => json!(made),
+        Reply::SalvageList(list) => json!(list),
+        Reply::Salvaged(report) => json!(report),
         Reply::Exports(exports) => json!({ "exports": exports }),
         Reply::Sent(sent) => json!(sent),
         Reply::Receptions(receptions) => json!({ "receptions": receptions }),

@@ -1,6 +1,7 @@
 //! The disks and snapshots of a datastore as exports of the NBD server.
 
 use backend::Queue;
+use disk::pace::Foreground;
 use disk::{Datastore, Device, Result};
 use export::nbd::{ExportName, Exports};
 use std::io;
@@ -33,6 +34,10 @@ impl Exports for DatastoreExports {
 
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
         self.datastore.queue(depth)
+    }
+
+    fn foreground(&self) -> Option<Arc<Foreground>> {
+        Some(Arc::clone(self.datastore.foreground()))
     }
 
     fn description(&self, name: &str) -> Option<String> {

@@ -16,6 +16,7 @@
 mod exports;
 mod notify;
 mod receiving;
+mod spare;
 pub mod uri;
 
 use crate::cli::ServeArguments;
@@ -29,6 +30,7 @@ use exports::DatastoreExports;
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+use spare::Spare;
 use std::io::Write;
 use std::path::Path;
 use std::sync::Arc;
@@ -47,7 +49,10 @@ pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
     // URIs name the socket for clients in any folder.
     let path = path.canonicalize().map_err(|e| Error::io(format!("finding '{}'", path.display()), e))?;
     let datastore = Datastore::open(&path, open_options(arguments))?;
-    let outcome = serve(&path, &datastore, arguments, form, &mut signals);
+    datastore.foreground().set_target(arguments.latency_target);
+    let spare = Spare::of(&path, Arc::clone(datastore.directory()));
+    spare.give_up_if_full();
+    let outcome = serve(&path, &datastore, arguments, form, &mut signals, &spare);
     let closed = datastore.close();
     outcome?;
     closed?;
@@ -72,6 +77,7 @@ fn serve(
     arguments: &ServeArguments,
     form: Form,
     signals: &mut Signals,
+    spare: &Spare,
 ) -> Result<()> {
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
@@ -86,6 +92,10 @@ fn serve(
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // Should this fail, the servers stop as they are dropped.
     let control = start_control(path, datastore, &serving, &clients, &nbd)?;
+    spare.keep();
+    for warning in &status.file_system.warnings {
+        tracing::warn!(datastore = %path.display(), "{warning}");
+    }
     // Not before everything listens: a server that cannot start leaves the record as it is.
     clients.keep_record()?;
     tracing::info!(

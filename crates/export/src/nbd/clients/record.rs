@@ -64,15 +64,13 @@ pub(super) fn read(directory: &dyn Directory) -> Option<Record> {
     }
 }
 
-/// Writes it, durably.
+/// Writes it. Clients outlive a server that is killed; they seldom outlive the machine, and a flush for each that comes
+/// or goes would slow down all others.
 pub(super) fn write(directory: &dyn Directory, record: &Record) -> Result<()> {
-    sealed::put(directory, FILE, &encode(record)?).during(|| "recording the clients".to_owned())
+    sealed::put_unflushed(directory, FILE, &encode(record)?).during(|| "recording the clients".to_owned())
 }
 
 /// Removes it.
 pub(super) fn remove(directory: &dyn Directory) -> Result<()> {
-    match directory.open(FILE, backend::IoMode::Buffered) {
-        Ok(_) => KIND.remove(directory, FILE),
-        Err(_) => Ok(()),
-    }
+    sealed::remove_if_there(directory, FILE).during(|| "removing the record of the clients".to_owned())
 }

@@ -264,6 +264,12 @@ pub enum DiskCommand {
     },
     /// Change the tunables of a disk's chain, at once and for good.
     Tune(DiskTune),
+    /// Open a disk in VMware's formats again that takes no writes since its medium failed; clients stay connected.
+    Reopen {
+        /// The disk.
+        #[arg(value_parser = parse_disk)]
+        name: String,
+    },
     /// Give a thin or zeroed thick flat disk all its space, zeroed, while it is in use.
     Inflate {
         /// The disk.
@@ -337,6 +343,7 @@ impl DiskCommand {
                     levels_max: tune.levels_max,
                 },
             },
+            Self::Reopen { name } => DiskRequest::Reopen { name: name.clone() },
             Self::Inflate { name } => DiskRequest::Inflate { name: name.clone() },
             Self::PunchZero { name } => DiskRequest::PunchZero { name: name.clone() },
             Self::Wipe { name } => DiskRequest::Wipe { name: name.clone() },

@@ -10,7 +10,7 @@ use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;
 
 /// The formats that a target can have.
-fn target_format() -> impl TypedValueParser<Value = TargetFormat> {
+pub(super) fn target_format() -> impl TypedValueParser<Value = TargetFormat> {
     PossibleValuesParser::new(TargetFormat::all().map(TargetFormat::name)).try_map(|name| name.parse())
 }
 

@@ -4,6 +4,7 @@ use crate::cli::size::parse_memory;
 use clap::{Args, Subcommand, ValueEnum};
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Verbs of exports.
 #[derive(Debug, Subcommand)]
@@ -110,7 +111,35 @@ pub struct ServeArguments {
     #[arg(long, value_name = "SECONDS", default_value_t = 120, allow_hyphen_values = true,
           value_parser = clap::value_parser!(u64).range(..=export::nbd::limits::CLIENT_GRACE_MAX.as_secs()))]
     pub client_grace: u64,
+    /// Latency that background work (copies, merges, checks, moves) leaves to 99 % of the requests of clients: the work
+    /// slows down until it does, to 8 MiB/s at the least. 0 for work at full speed.
+    #[arg(long, value_name = "MILLISECONDS", default_value = "2", value_parser = parse_milliseconds)]
+    pub latency_target: Duration,
     /// Refuse writes of NBD clients. Verbs of this command line still work.
     #[arg(long)]
     pub read_only: bool,
+}
+
+/// Reads a time in milliseconds, up to a minute, with or without a fraction.
+fn parse_milliseconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(time) if (0.0..=60_000.0).contains(&time) => Ok(Duration::from_secs_f64(time / 1000.0)),
+        _ => Err(format!("'{text}' is no time from 0 to 60000 milliseconds")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn milliseconds_have_bounds() {
+        for (text, microseconds) in [("0", 0), ("2", 2000), ("0.5", 500), ("60000", 60_000_000)] {
+            assert_eq!(parse_milliseconds(text), Ok(Duration::from_micros(microseconds)), "{text}");
+        }
+        for text in ["", "-1", "60001", "2ms", "NaN", "inf", "1e9"] {
+            assert!(parse_milliseconds(text).unwrap_err().contains("milliseconds"), "{text}");
+        }
+    }
 }

@@ -19,6 +19,14 @@ impl Progress for Share<'_> {
     fn cancelled(&self) -> bool {
         self.whole.cancelled()
     }
+
+    fn rate(&self) -> u64 {
+        self.whole.rate()
+    }
+
+    fn moved(&self, bytes: u64) {
+        self.whole.moved(bytes);
+    }
 }
 
 /// Full copies one after another; a failure takes back those made before it.

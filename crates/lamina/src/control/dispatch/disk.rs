@@ -39,6 +39,7 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
         DiskRequest::Stats { name } => Reply::Statistics(Box::new(datastore.disk_statistics(&name)?)),
         DiskRequest::Tune { name, tuning } => Reply::Statistics(Box::new(datastore.tune_disk(&name, &tuning)?)),
+        DiskRequest::Reopen { name } => Reply::Disk(datastore.reopen_disk(&name, progress)?),
         DiskRequest::Inflate { name } => Reply::Disk(datastore.inflate_disk(&name, progress)?),
         DiskRequest::PunchZero { name } => {
             Reply::Reclaimed { reclaimed: datastore.punch_zeros(&name, progress)?, name }

@@ -1,7 +1,8 @@
-//! Requests about images, and conversions: with a datastore where one takes part, without one otherwise.
+//! Requests about images, conversions and salvages: with a datastore where one takes part, without one otherwise.
 
 use super::Watch;
 use crate::control::message::{ImageRequest, Reply, Request};
+use disk::salvage::SalvageRequest;
 use disk::{Datastore, Error, ErrorKind, Progress, Result, images};
 
 /// Carries out a request that needs no datastore.
@@ -9,6 +10,7 @@ pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {
     match request {
         Request::Image(request) => dispatch(request, watch),
         Request::Convert(conversion) => convert(None, &conversion, watch),
+        Request::Salvage(request) => salvage(&request, watch),
         _ => Err(Error::new(ErrorKind::Invalid, "this verb is about a datastore, and none is named")),
     }
 }
@@ -24,6 +26,15 @@ pub fn dispatch(request: ImageRequest, watch: &dyn Watch) -> Result<Reply> {
         ImageRequest::Create { new, options } => {
             Reply::ImageCreated(Box::new(images::create(&new, &options, progress)?))
         }
+    })
+}
+
+/// Reads out of a datastore that cannot be opened.
+pub fn salvage(request: &SalvageRequest, watch: &dyn Watch) -> Result<Reply> {
+    let progress: &dyn Progress = watch;
+    Ok(match &request.extract {
+        None => Reply::SalvageList(Box::new(request.list()?)),
+        Some(extract) => Reply::Salvaged(Box::new(request.extract(extract, progress)?)),
     })
 }
 

@@ -12,6 +12,7 @@ pub use send::point_name;
 
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
+use ::disk::pace::Background;
 use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress, Result};
 use export::nbd;
 use std::path::Path;
@@ -37,9 +38,40 @@ pub trait Watch: Progress {
     fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()>;
 }
 
+/// A request whose long work gives way to the requests of clients.
+struct Paced<'a> {
+    background: Background<'a>,
+    watch: &'a dyn Watch,
+}
+
+impl Progress for Paced<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.background.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.background.cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        self.background.rate()
+    }
+
+    fn moved(&self, bytes: u64) {
+        self.background.moved(bytes);
+    }
+}
+
+impl Watch for Paced<'_> {
+    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
+        self.watch.extents(batch)
+    }
+}
+
 /// Carries out one request.
 pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Result<Reply> {
     let datastore = service.datastore;
+    let watch = &Paced { background: datastore.background(watch), watch };
     // The trait object of the watch as one of its supertrait.
     let progress: &dyn Progress = watch;
     Ok(match request {
@@ -53,6 +85,7 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
         Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
         Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
         Request::Image(request) => image::dispatch(request, watch)?,
+        Request::Salvage(request) => image::salvage(&request, watch)?,
         // Where nobody serves, whoever has gone took his requests with him; where somebody does, the server has waited.
         Request::Settle => Reply::Settled,
         Request::Send(request) => send::send(datastore, &request, watch)?,

@@ -81,6 +81,11 @@ pub enum DiskRequest {
         /// What to change.
         tuning: Tuning,
     },
+    /// Open a disk again that has stopped.
+    Reopen {
+        /// The disk.
+        name: String,
+    },
     /// Give a flat disk all its space.
     Inflate {
         /// The disk.
@@ -138,6 +143,7 @@ impl DiskRequest {
             | Self::Resize { .. }
             | Self::Delete { .. }
             | Self::Detach { .. }
+            | Self::Reopen { .. }
             | Self::Inflate { .. }
             | Self::PunchZero { .. }
             | Self::Wipe { .. }

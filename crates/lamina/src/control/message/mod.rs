@@ -17,6 +17,7 @@ pub use snapshot::SnapshotRequest;
 
 use ::disk::Point;
 use ::disk::convert::Conversion;
+use ::disk::salvage::SalvageRequest;
 use serde::{Deserialize, Serialize};
 
 /// Everything that can be asked of an open datastore.
@@ -49,6 +50,8 @@ pub enum Request {
     },
     /// Make a disk or image from the content of another.
     Convert(Box<Conversion>),
+    /// Read disks out of a datastore that cannot be opened.
+    Salvage(Box<SalvageRequest>),
     /// About images.
     Image(ImageRequest),
     /// What NBD clients can open.
@@ -66,7 +69,7 @@ impl Request {
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
-            Self::Check { .. } | Self::Convert(_) | Self::Send(_) => true,
+            Self::Check { .. } | Self::Convert(_) | Self::Salvage(_) | Self::Send(_) => true,
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
@@ -77,7 +80,7 @@ impl Request {
     /// True when it is about an open datastore; false for files alone.
     pub fn needs_datastore(&self) -> bool {
         match self {
-            Self::Image(_) => false,
+            Self::Image(_) | Self::Salvage(_) => false,
             Self::Convert(conversion) => conversion.needs_datastore(),
             _ => true,
         }

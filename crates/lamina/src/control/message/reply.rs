@@ -2,6 +2,7 @@
 
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
+use disk::salvage::{SalvageList, SalvageReport};
 use disk::transfer::ReceptionInfo;
 use disk::{CheckReport, DiskInfo, DiskStatistics, Reclaimed, SnapshotInfo, Status};
 use replication::Sent;
@@ -58,6 +59,10 @@ pub enum Reply {
     ImageCreated(Box<ImageLevel>),
     /// Of `Convert`.
     Converted(Converted),
+    /// Of `Salvage` without anything to read out.
+    SalvageList(Box<SalvageList>),
+    /// Of `Salvage`.
+    Salvaged(Box<SalvageReport>),
     /// Of `ExportList`.
     Exports(Vec<ExportInfo>),
     /// Of `Send`.

@@ -29,6 +29,7 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
                 format => writeln!(out, "{format}"),
             }
         }
+        Request::Disk(DiskRequest::Reopen { .. }) => writeln!(out, "disk {name} takes writes"),
         Request::Disk(DiskRequest::Inflate { .. }) => writeln!(out, "disk {name} has all its space now"),
         Request::Disk(DiskRequest::Consolidate { .. }) => {
             let levels = disk.image.as_ref().map_or(1, |image| image.levels);
@@ -78,12 +79,20 @@ fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {
     facts.push(("snapshots", disk.snapshots.to_string()));
     facts.extend(disk.parent_snapshot.clone().map(|s| ("stands on", s)));
     facts.extend(disk.origin.clone().map(|s| ("linked clone of", s)));
+    facts.extend(disk.stopped.as_ref().map(|why| ("stopped", stopped(disk, why))));
     facts.push(("clients", disk.clients.to_string()));
     facts.extend(disk.users.iter().map(|user| ("", client(disk, user))));
     facts.extend(disk.machine.clone().map(|machine| ("machine", machine)));
     facts.push(("created", time(disk.created)));
     facts.extend(disk.image.iter().flat_map(|image| image_facts(image)));
     facts
+}
+
+fn stopped(disk: &DiskInfo, why: &str) -> String {
+    match disk.format.as_str() {
+        "native" => format!("takes no writes ({why}); stop the server and start it again"),
+        _ => format!("takes no writes ({why}); 'lamina disk reopen {}' opens it again", disk.name),
+    }
 }
 
 fn client(disk: &DiskInfo, user: &DiskUser) -> String {
@@ -171,7 +180,7 @@ pub fn print_reclaimed(out: &mut dyn Write, request: &Request, name: &str, of: &
 }
 
 pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
-    let mut table = Table::new(&[
+    let mut columns = vec![
         ("NAME", Align::Left),
         ("CAPACITY", Align::Right),
         ("FORMAT", Align::Left),
@@ -179,9 +188,14 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
         ("SNAPSHOTS", Align::Right),
         ("CLIENTS", Align::Right),
         ("ORIGIN", Align::Left),
-    ]);
+    ];
+    let any_stopped = disks.iter().any(|disk| disk.stopped.is_some());
+    if any_stopped {
+        columns.push(("STATE", Align::Left));
+    }
+    let mut table = Table::new(&columns);
     for disk in disks {
-        table.row(vec![
+        let mut row = vec![
             disk.name.clone(),
             size(disk.capacity),
             disk.format.clone(),
@@ -189,7 +203,11 @@ pub fn print_all(out: &mut dyn Write, disks: &[DiskInfo]) -> io::Result<()> {
             disk.snapshots.to_string(),
             clients(disk),
             disk.origin.clone().unwrap_or_else(|| "-".into()),
-        ]);
+        ];
+        if any_stopped {
+            row.push(if disk.stopped.is_some() { "stopped" } else { "-" }.into());
+        }
+        table.row(row);
     }
     table.print(out)
 }

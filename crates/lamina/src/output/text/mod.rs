@@ -2,6 +2,7 @@
 
 mod disk;
 mod image;
+mod salvage;
 mod send;
 mod snapshot;
 
@@ -39,6 +40,8 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::ImageCheck(check) => image::print_check(out, check),
         Reply::ImageCreated(level) => image::print_created(out, level),
         Reply::Converted(made) => image::print_converted(out, made),
+        Reply::SalvageList(list) => salvage::print_list(out, list),
+        Reply::Salvaged(report) => salvage::print(out, report),
         Reply::Settled => writeln!(out, "settled"),
         Reply::Sent(sent) => send::print(out, sent),
         Reply::Receptions(receptions) => send::print_all(out, receptions),
@@ -61,10 +64,19 @@ fn names(disks: &[DiskInfo]) -> String {
     }
 }
 
+fn background(status: &Status) -> String {
+    match (status.background_work, status.background_rate) {
+        (0, _) => "none".into(),
+        (work, 0) => format!("{work} under way, without limit"),
+        (work, rate) => format!("{work} under way, at most {}/s together", size(rate)),
+    }
+}
+
 fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>) -> io::Result<()> {
     let mut facts = vec![
         ("uuid", status.uuid.clone()),
         ("format version", status.version.to_string()),
+        ("file system", status.file_system.name.clone()),
         ("capacity", format!("{} (file system)", size(status.capacity))),
         ("available", size(status.available)),
         ("allocated", size(status.allocated)),
@@ -78,8 +90,10 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
         ("disks", status.disks.to_string()),
         ("snapshots", status.snapshots.to_string()),
         ("checksum errors", status.checksum_errors.to_string()),
+        ("background work", background(status)),
         ("I/O", format!("{}, {}", status.engine, status.io_mode)),
     ];
+    facts.extend(status.file_system.warnings.iter().map(|warning| ("warning", warning.clone())));
     match serving {
         Some(serving) => {
             let access = if serving.read_only { ", read-only" } else { "" };
@@ -93,6 +107,9 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
 }
 
 fn print_check(out: &mut dyn Write, report: &CheckReport) -> io::Result<()> {
+    for warning in &report.warnings {
+        writeln!(out, "warning: {warning}")?;
+    }
     for finding in &report.findings {
         match &finding.repaired {
             Some(repair) => writeln!(out, "{}; repaired: {repair}", finding.problem)?,

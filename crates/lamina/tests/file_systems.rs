@@ -1,0 +1,106 @@
+//! What is said of the file system below a datastore, on real ones.
+
+#![allow(clippy::unwrap_used)]
+
+mod mounted;
+mod process;
+
+use process::{Store, tool, until};
+use std::path::Path;
+
+/// Nothing is to be warned of.
+fn is_good(folder: &Path, name: &str) {
+    let store = Store::at(folder, "4M");
+    store.run("disk create vm 8M --format vmdk").ok();
+    store.run("disk create native 8M").ok();
+    let status = store.run("status --json").json();
+    assert_eq!(status["file_system"]["name"], name);
+    assert_eq!(status["file_system"]["warnings"], serde_json::json!([]));
+    assert!(!store.run("check").ok().contains("warning"));
+    let mut server = store.serve("");
+    assert!(store.run("status").ok().contains(name));
+    assert_eq!(server.stop("TERM"), Some(0));
+    assert!(!server.log().contains("WARN"), "{}", server.log());
+}
+
+#[test]
+fn ext4_is_good() {
+    mounted::on_ext4("ext4_is_good", |folder| is_good(folder, "ext4"));
+}
+
+#[test]
+fn xfs_is_good() {
+    mounted::on_xfs("xfs_is_good", |folder| is_good(folder, "XFS"));
+}
+
+#[test]
+fn btrfs_is_good() {
+    mounted::on_btrfs("btrfs_is_good", |folder| is_good(folder, "btrfs"));
+}
+
+#[test]
+fn files_that_btrfs_copies_on_write_are_told() {
+    mounted::on_btrfs("files_that_btrfs_copies_on_write_are_told", |folder| {
+        // What is compressed cannot be overwritten in place.
+        let compressed = folder.join("compressed");
+        std::fs::create_dir(&compressed).unwrap();
+        tool("chattr", &["+c", compressed.to_str().unwrap()]);
+        let path = compressed.join("store");
+        let made = process::run(&format!("init --journal-size 4M {}", path.display())).ok();
+        assert!(made.contains("warning: btrfs copies files of the datastore on write (catalog, 9 in all)"), "{made}");
+        let run = |arguments: &str| process::run(&format!("--datastore {} {arguments}", path.display()));
+        let status = run("status --json").json();
+        assert!(status["file_system"]["warnings"][0].as_str().unwrap().contains("on write"), "{status}");
+        assert!(run("status").ok().contains("warning"));
+        // It is no damage.
+        let checked = run("check").ok();
+        assert!(checked.starts_with("warning: btrfs copies") && checked.ends_with("clean\n"), "{checked}");
+        let mut command = process::lamina();
+        command.arg("--datastore").arg(&path).arg("serve");
+        let mut server = process::Serving::start(command);
+        assert_eq!(server.log().matches("copies files of the datastore on write").count(), 1, "{}", server.log());
+        assert_eq!(server.stop("TERM"), Some(0));
+        // Images, too: of a disk whose folder alone is compressed.
+        let plain = folder.join("plain");
+        process::run(&format!("init --journal-size 4M {}", plain.display())).ok();
+        let run = |arguments: &str| process::run(&format!("--datastore {} {arguments}", plain.display()));
+        run("disk create vm 8M --format vmdk").ok();
+        let images = plain.join("images/vm");
+        tool("sh", &["-c", &format!("cd {}; cp vm-flat.vmdk copy; mv copy vm-flat.vmdk", images.display())]);
+        let checked = run("check").ok();
+        assert!(checked.contains("(images/vm/vm-flat.vmdk, 1 in all)"), "{checked}");
+    });
+}
+
+#[test]
+fn tmpfs_is_for_tests() {
+    mounted::on_tmpfs("tmpfs_is_for_tests", 96, |folder| {
+        let path = folder.join("store");
+        let made = process::run(&format!("init --journal-size 4M {}", path.display())).ok();
+        assert!(made.contains("warning: the datastore is on tmpfs: it is kept in memory"), "{made}");
+    });
+}
+
+#[test]
+fn a_program_behind_fuse_is_refused() {
+    if tool("id", &["-u"]).trim() != "0" {
+        return println!("not root: what is said of FUSE is tested by its number");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mounted = folder.path().join("mounted");
+    std::fs::create_dir(&mounted).unwrap();
+    let mut medium = std::process::Command::new("nbdfuse")
+        .arg(&mounted)
+        .args(["[", "nbdkit", "--exit-with-parent", "null", "1M", "]"])
+        .spawn()
+        .unwrap_or_else(|e| panic!("nbdfuse: {e}; the tests need it"));
+    until("nbdfuse has mounted", || mounted.join("nbd").exists());
+    let path = mounted.join("store");
+    let refused = process::run(&format!("init {}", path.display()));
+    let insisted = process::run(&format!("init --any-file-system {}", path.display()));
+    tool("fusermount3", &["-u", mounted.to_str().unwrap()]);
+    process::wait(&mut medium);
+    refused.fails(1, "is on FUSE");
+    // That file system makes no folders, with the option or without.
+    assert!(insisted.code != 0 && !insisted.stderr.contains("is on FUSE"), "{insisted:?}");
+}

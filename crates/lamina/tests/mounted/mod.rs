@@ -1,0 +1,114 @@
+//! A small file system of its own for a test, that can really be full: a tmpfs in a mount namespace that the test makes
+//! by running itself under `unshare`, which needs no root where user namespaces are allowed; and, for root, others on a
+//! loop device. Nothing is left mounted: the mounts go with the namespace.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::unwrap_used)]
+
+use crate::process::tool;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Says to the inner run where its small file system is.
+const INSIDE: &str = "LAMINA_TEST_FULL";
+
+/// Runs one test of this file again with `script` before it, in a mount namespace.
+fn in_a_namespace(test: &str, unshare: &[&str], script: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let program = std::env::current_exe().unwrap();
+    let script = format!("set -e; {script}; exec \"$0\" --exact {test} --nocapture");
+    let status = Command::new("unshare")
+        .args(unshare)
+        .args(["sh", "-c", &script])
+        .arg(program)
+        .env("FOLDER", folder.path())
+        .env(INSIDE, folder.path().join("mounted"))
+        .status()
+        .unwrap_or_else(|e| panic!("unshare: {e}; the tests need it"));
+    assert!(status.success(), "the run on a file system of its own failed");
+}
+
+/// Runs a test again, by its name, on a tmpfs of so many MiB.
+pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_up(&PathBuf::from(folder)),
+        None => in_a_namespace(
+            test,
+            &["--user", "--map-root-user", "--mount"],
+            &format!("mkdir $FOLDER/mounted; mount -t tmpfs -o size={megabytes}M none $FOLDER/mounted"),
+        ),
+    }
+}
+
+/// The same on a file system of so many MiB in a file, made by `mkfs`.
+fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&Path)) {
+    match std::env::var_os(INSIDE) {
+        Some(folder) => fill_up(&PathBuf::from(folder)),
+        // Only root may mount a file system with a medium; what others can do is the test on tmpfs.
+        None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
+        None => in_a_namespace(
+            test,
+            &["--mount"],
+            &format!(
+                "mkdir $FOLDER/mounted; truncate -s {megabytes}M $FOLDER/image; {mkfs} $FOLDER/image >/dev/null; \
+                 mount -o loop{options} $FOLDER/image $FOLDER/mounted"
+            ),
+        ),
+    }
+}
+
+/// On an ext4.
+pub fn on_ext4(test: &str, fill_up: fn(&Path)) {
+    on_loop(test, 96, "mke2fs -q -t ext4 -m 0", "", fill_up);
+}
+
+/// On an XFS, of the least size that its tools make.
+pub fn on_xfs(test: &str, fill_up: fn(&Path)) {
+    on_loop(test, 300, "mkfs.xfs -q", "", fill_up);
+}
+
+/// On a btrfs.
+pub fn on_btrfs(test: &str, fill_up: fn(&Path)) {
+    on_loop(test, 256, "mkfs.btrfs -q", "", fill_up);
+}
+
+/// On an ext4 without a journal whose medium fails writes with EIO for as long as the file `trigger` beside the mount
+/// exists: a loop device over a file of nbdfuse, served by nbdkit.
+pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
+    if let Some(folder) = std::env::var_os(INSIDE) {
+        let folder = PathBuf::from(folder);
+        return body(&folder, &folder.with_file_name("trigger"));
+    }
+    if tool("id", &["-u"]).trim() != "0" {
+        return println!("not root: what other tests simulate has to do");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \
+        nbdfuse $FOLDER/medium/disk [ nbdkit --exit-with-parent --filter=error memory 128M \
+            error-pwrite=EIO error-pwrite-rate=100% error-pwrite-file=$FOLDER/trigger ] & \
+        medium=$!; \
+        for i in $(seq 200); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \
+        mke2fs -q -t ext4 -O ^has_journal $FOLDER/medium/disk; \
+        mount -o loop $FOLDER/medium/disk $FOLDER/mounted; \
+        set +e; \"$0\" --exact \"$TEST\" --nocapture; status=$?; \
+        umount $FOLDER/mounted; sleep 0.2; fusermount3 -u $FOLDER/medium/disk || umount -l $FOLDER/medium/disk; \
+        wait $medium; exit $status";
+    let status = Command::new("unshare")
+        .args(["--mount", "sh", "-c", script])
+        .arg(std::env::current_exe().unwrap())
+        .env("TEST", test)
+        .env("FOLDER", folder.path())
+        .env(INSIDE, folder.path().join("mounted"))
+        .status()
+        .unwrap_or_else(|e| panic!("unshare: {e}; the tests need it"));
+    assert!(status.success(), "the run on a failing medium failed");
+}
+
+/// Takes what is left of a file system, to the last block.
+pub fn fill_rest(folder: &Path, name: &str) {
+    // Where there is no room for a name, there is nothing left.
+    let Ok(mut rest) = std::fs::File::create(folder.join(name)) else { return };
+    for length in [1 << 20, 4096, 1] {
+        while std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {}
+    }
+}

@@ -1,0 +1,89 @@
+//! Background work gives way to clients, and does not wait for clients that are idle.
+
+#![allow(clippy::unwrap_used)]
+
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::Client;
+use process::Store;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const BLOCK: usize = 4096;
+const SIZE: u64 = 48 << 20;
+
+fn filled() -> Store {
+    let store = Store::new();
+    store.run("disk create vm1 48M").ok();
+    store.run("disk create busy 16M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm1").unwrap();
+    for at in (0..SIZE).step_by(1 << 20) {
+        client.write(at, &pattern::bytes(at, 1 << 20)).unwrap();
+    }
+    client.flush().unwrap();
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store
+}
+
+/// Clones the disk in full while a client of another one writes; how long that takes, and the rates that `status` told.
+fn clone_beside_a_client(store: &Store, name: &str, active: bool) -> (Duration, Vec<u64>) {
+    let done = AtomicBool::new(!active);
+    let mut rates = Vec::new();
+    let taken = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut client = Client::connect(&store.socket(), "busy").unwrap();
+            for at in (0..16 << 20).step_by(BLOCK).cycle() {
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+                client.write(at, &[7; BLOCK]).unwrap();
+            }
+        });
+        let begun = Instant::now();
+        let mut clone = store.command(&format!("clone vm1 {name} --full")).spawn().unwrap();
+        while clone.try_wait().unwrap().is_none() {
+            let status = store.run("status --json").json();
+            if status["background_work"] == 1 {
+                rates.push(status["background_rate"].as_u64().unwrap());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        done.store(true, Ordering::Relaxed);
+        assert!(clone.wait().unwrap().success());
+        begun.elapsed()
+    });
+    (taken, rates)
+}
+
+#[test]
+fn a_copy_gives_way_to_requests_that_are_late_and_to_no_others() {
+    let store = filled();
+    // Every request is late: the copy has its least rate, 8 MiB/s.
+    let server = store.serve("--latency-target 0.0001");
+    let (slowed, rates) = clone_beside_a_client(&store, "slowed", true);
+    assert!(slowed > Duration::from_secs(3), "{slowed:?}");
+    assert!(rates.contains(&(8 << 20)), "{rates:?}");
+    let status = store.run("status").ok();
+    assert!(status.lines().any(|line| line.starts_with("background work") && line.ends_with("none")), "{status}");
+    let (idle, _) = clone_beside_a_client(&store, "idle", false);
+    assert!(idle < slowed / 2, "{idle:?} without clients, {slowed:?} beside one");
+    drop(server);
+    // None is.
+    let server = store.serve("--latency-target 60000");
+    let (gained, rates) = clone_beside_a_client(&store, "gained", true);
+    assert!(gained < slowed / 2, "{gained:?}, and {slowed:?} beside late requests");
+    assert!(rates.iter().all(|rate| *rate == 0 || *rate >= 64 << 20), "{rates:?}");
+    drop(server);
+    let server = store.serve("--latency-target 0");
+    let (full, _) = clone_beside_a_client(&store, "full", true);
+    assert!(full < slowed / 2, "{full:?}, and {slowed:?} at a pace");
+    drop(server);
+    for name in ["slowed", "idle", "gained", "full"] {
+        store.run(&format!("disk show {name}")).ok();
+    }
+    store.is_clean();
+}

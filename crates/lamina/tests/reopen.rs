@@ -1,0 +1,118 @@
+//! A disk in a VMware format whose medium fails a flush stops alone, says so, and goes on after `lamina disk reopen`
+//! with its client connected.
+
+#![allow(clippy::unwrap_used)]
+
+mod mounted;
+mod nbd;
+mod pattern;
+mod process;
+
+use nbd::{Client, EIO, Failure};
+use process::{Store, tool};
+use std::path::Path;
+
+const BLOCK: u64 = 4096;
+const BLOCKS: u64 = 600;
+/// Beyond what a failed flush puts in doubt with the blocks that are written before it.
+const FAR: u64 = 2048;
+
+fn content(block: u64, round: u64) -> Vec<u8> {
+    pattern::bytes(block * 8 + round, BLOCK as usize)
+}
+
+#[test]
+fn a_stopped_disk_goes_on_with_its_client() {
+    mounted::on_failing_writes("a_stopped_disk_goes_on_with_its_client", stops_and_goes_on);
+}
+
+fn stops_and_goes_on(medium: &Path, trigger: &Path) {
+    for format in ["vmdk", "sesparse"] {
+        let store = Store::new();
+        let images = store.path().join("images");
+        let beneath = medium.join(format);
+        std::fs::create_dir(&images).unwrap();
+        std::fs::create_dir(&beneath).unwrap();
+        tool("mount", &["--bind", beneath.to_str().unwrap(), images.to_str().unwrap()]);
+        goes_on(&store, format, trigger);
+        tool("umount", &[images.to_str().unwrap()]);
+    }
+}
+
+fn goes_on(store: &Store, format: &str, trigger: &Path) {
+    store.run(&format!("disk create vm 32M --format {format}")).ok();
+    store.run("disk create beside 32M").ok();
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm").unwrap();
+    let mut beside = Client::connect(&store.socket(), "beside").unwrap();
+    for block in (0..BLOCKS).chain(FAR..FAR + 8) {
+        client.write(block * BLOCK, &content(block, 0)).unwrap();
+    }
+    client.flush().unwrap();
+    // Nothing has failed: nothing is done.
+    assert_eq!(store.run("disk reopen vm").ok(), "disk vm takes writes\n");
+    assert!(!store.run("disk list").ok().contains("STATE"));
+
+    std::fs::write(trigger, b"").unwrap();
+    (0..BLOCKS).for_each(|block| client.write(block * BLOCK, &content(block, 1)).unwrap());
+    assert!(matches!(client.flush(), Err(Failure::Errno(EIO))));
+    assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
+    assert!(matches!(client.read(0, BLOCK as u32), Err(Failure::Errno(EIO))), "what was written is in doubt");
+    assert!(client.read(FAR * BLOCK, BLOCK as u32).unwrap() == content(FAR, 0));
+    // It is said, once, and of this disk alone.
+    let log = server.log();
+    assert_eq!(log.matches("takes no writes until it is opened again").count(), 1, "{log}");
+    let shown = store.run("disk show vm --json").json();
+    assert!(shown["stopped"].as_str().is_some_and(|why| why.contains("flush")), "{shown}");
+    assert!(store.run("disk show vm").ok().contains("'lamina disk reopen vm' opens it again"));
+    let listed = store.run("disk list").ok();
+    let state = |name: &str| listed.lines().find(|line| line.starts_with(name)).unwrap().ends_with("stopped");
+    assert!(state("vm") && !state("beside"), "{listed}");
+    beside.write(0, &content(0, 0)).unwrap();
+    beside.flush().unwrap();
+
+    // The medium still fails: the disk stays as it is.
+    store.run("disk reopen vm").fails(1, "mend the medium first");
+    assert!(matches!(client.write(0, &content(0, 2)), Err(Failure::Errno(EIO))));
+    assert!(store.run("disk show vm --json").json()["stopped"].is_string());
+
+    std::fs::remove_file(trigger).unwrap();
+    assert_eq!(store.run("disk reopen vm").ok(), "disk vm takes writes\n");
+    assert!(store.run("disk show vm --json").json()["stopped"].is_null());
+    // What was acknowledged may be gone: the next flush says so, once.
+    assert!(matches!(client.flush(), Err(Failure::Errno(EIO))));
+    client.flush().unwrap();
+    // What was flushed is there, and what was not is one or the other, now and after a restart.
+    let mut found = Vec::new();
+    for block in 0..BLOCKS {
+        let read = client.read(block * BLOCK, BLOCK as u32).unwrap();
+        assert!(read == content(block, 0) || read == content(block, 1), "{format}: block {block}");
+        found.push(read);
+    }
+    assert!(client.read((FAR + 3) * BLOCK, BLOCK as u32).unwrap() == content(FAR + 3, 0));
+    (0..8).for_each(|block| client.write(block * BLOCK, &content(block, 3)).unwrap());
+    client.flush().unwrap();
+    drop((client, beside));
+    server.kill();
+    tool("sh", &["-c", "echo 1 > /proc/sys/vm/drop_caches"]);
+    let mut server = store.serve("");
+    let mut client = Client::connect(&store.socket(), "vm").unwrap();
+    for block in 0..BLOCKS {
+        let expected = if block < 8 { content(block, 3) } else { found[block as usize].clone() };
+        assert!(client.read(block * BLOCK, BLOCK as u32).unwrap() == expected, "{format}: block {block} later");
+    }
+    drop(client);
+    assert_eq!(server.stop("TERM"), Some(0));
+    store.is_clean();
+}
+
+#[test]
+fn a_disk_that_takes_writes_is_left_alone() {
+    let store = Store::new();
+    store.run("disk create native 8M").ok();
+    store.run("disk create images 8M --format sesparse").ok();
+    for name in ["native", "images"] {
+        assert_eq!(store.run(&format!("disk reopen {name}")).ok(), format!("disk {name} takes writes\n"));
+    }
+    store.run("disk reopen missing").fails(3, "missing");
+}
