@@ -81,7 +81,10 @@ pub(crate) fn extend(random: &mut Random, profile: Profile, out: &mut Vec<Operat
         Profile::Maps => out.push(maps(random)),
         Profile::Wide => out.push(wide(random)),
         Profile::Journals => out.push(journals(random)),
-        Profile::NearlyFull => out.push(nearly_full(random)),
+        Profile::NearlyFull => {
+            let last = nearly_full(random, out);
+            out.push(last);
+        }
         Profile::Shared => shared(random, out),
         Profile::Again => again(random, out),
         _ => out.push(generate(random, profile)),
@@ -187,13 +190,23 @@ fn journals(random: &mut Random) -> Operation {
     }
 }
 
-fn nearly_full(random: &mut Random) -> Operation {
+fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
     let number = random.next_u64();
     match random.below(100) {
         0..24 => write(random, 256),
         24..30 => Operation::Flush { disk: number },
         30..36 => Operation::Discard { disk: number, span: span(random, 512), fua: false },
         36..41 => cut(random, &[3, 20, 200]),
+        // Another program takes all that is left, and then what is buffered has to become durable.
+        58..61 => {
+            out.push(Operation::Room { bytes: 0 });
+            Operation::Flush { disk: number }
+        }
+        61..63 => {
+            out.push(Operation::Room { bytes: 0 });
+            Operation::Pump { rounds: random.between(1, 4) }
+        }
+        63..65 => Operation::Room { bytes: 32 * MIB },
         41..44 => {
             let most = *random.choose(&[0, 64 << 10, MIB, 16 * MIB]);
             Operation::Room { bytes: random.below(most + 1) }

@@ -1,5 +1,6 @@
 //! One module per bar: each builds its disks, measures, and brings findings and raw samples home.
 
+pub mod background;
 pub mod chains;
 pub mod clones;
 pub mod consolidate;
@@ -70,6 +71,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Wide => wide::measure(setting),
         Study::Reclaim => reclaim::measure(setting),
         Study::Scattered => scattered::measure(setting),
+        Study::Background => background::measure(setting),
         Study::Chains => chains::measure(setting),
         Study::Grains => grains::measure(setting),
         Study::PeersChain => peers_chain::measure(setting),

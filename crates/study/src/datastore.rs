@@ -34,7 +34,7 @@ pub struct Datastore {
 /// Longest wait for an answer on the control socket.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(60);
 /// Version of the control protocol spoken here.
-const CONTROL_VERSION: u32 = 2;
+const CONTROL_VERSION: u32 = 3;
 
 /// A connection to a server's control socket: a line of JSON there, a line back.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ pub struct Control {
 impl Control {
     /// Takes a snapshot; the time from the request to the answer that it is there.
     pub fn snapshot(&mut self, disk: &str, name: &str) -> Result<Duration> {
-        self.request(json!({ "snapshot": { "create": { "of": [[disk, name]] } } }))
+        self.request(json!({ "snapshot": { "create": { "of": [[disk, name]], "options": {} } } }))
     }
 
     fn request(&mut self, request: Value) -> Result<Duration> {

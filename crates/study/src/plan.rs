@@ -41,6 +41,8 @@ pub enum Study {
     Reclaim,
     /// Scattered writes over 1 TiB against qcow2; opening after stops and kills amid large deletions (bar 10)
     Scattered,
+    /// A steady load beside snapshots, clones, checks, merges and moves (bar 11)
+    Background,
     /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
     Chains,
     /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
@@ -67,7 +69,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 18] = [
+    pub const EACH: [Study; 19] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -76,6 +78,7 @@ impl Study {
         Study::Wide,
         Study::Reclaim,
         Study::Scattered,
+        Study::Background,
         Study::Chains,
         Study::Grains,
         Study::PeersChain,
@@ -99,6 +102,7 @@ impl Study {
             Study::Wide => "wide",
             Study::Reclaim => "reclaim",
             Study::Scattered => "scattered",
+            Study::Background => "background",
             Study::Chains => "chains",
             Study::Grains => "grains",
             Study::PeersChain => "peers-chain",
@@ -157,7 +161,7 @@ pub struct Settings {
     /// The lamina to measure [default: the one beside this program]
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub lamina: Option<PathBuf>,
-    /// speed: another lamina to measure in the same run, of a release for example
+    /// speed, wide: another lamina to measure in the same run, of a release for example
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub baseline: Option<PathBuf>,
     /// Work folder; its file system is what is measured on

@@ -9,6 +9,7 @@ use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::remote::Remote;
 use crate::stream::Conversation;
 use crate::tls::TlsStream;
+use disk::pace::slower;
 use disk::transfer::{Extent, NewArrival, SEGMENT};
 use disk::{Error, ErrorKind, Progress, Result};
 use parking_lot::{Condvar, Mutex};
@@ -144,7 +145,7 @@ impl<'a> Attempt<'a> {
         let offer =
             Message::Offer(Offer { disks, attachment: shipment.attachment.clone(), resume_only: shipment.resume_only });
         let config = options.tls.load()?;
-        let pace = Pace::new(options.rate);
+        let pace = Pace::new();
         Ok(Self { shipment, remote, options, progress, config, server, offer, pace, arrived: 0, resumed: None })
     }
 
@@ -393,7 +394,9 @@ impl<'a> Attempt<'a> {
             let mut at = extent.offset;
             while at < end {
                 let length = (end - at).min(PIECE_SENT as u64);
-                if shared.stopped() || !self.pace.wait(length, &|| shared.stopped()) {
+                self.progress.moved(length);
+                let rate = slower(self.options.rate, self.progress.rate());
+                if shared.stopped() || !self.pace.wait(length, rate, &|| shared.stopped()) {
                     return Ok(());
                 }
                 let plan = outgoing.read(at, length as usize)?;

@@ -11,24 +11,23 @@ const CREDIT: Duration = Duration::from_millis(100);
 
 /// A rate that several threads share.
 pub struct Pace {
-    /// Bytes a second; 0 for no limit.
-    rate: u64,
     /// When the next byte may go.
     due: Mutex<Instant>,
 }
 
 impl Pace {
-    /// At most `rate` bytes a second; 0 for as fast as it goes.
-    pub fn new(rate: u64) -> Self {
-        Self { rate, due: Mutex::new(Instant::now()) }
+    /// Begins now.
+    pub fn new() -> Self {
+        Self { due: Mutex::new(Instant::now()) }
     }
 
-    /// Waits until `bytes` may go; false when `stopped` said so before.
-    pub fn wait(&self, bytes: u64, stopped: &dyn Fn() -> bool) -> bool {
-        if self.rate == 0 {
+    /// Waits until `bytes` may go at `rate` bytes a second, 0 for as fast as it goes; false when `stopped` said so
+    /// before.
+    pub fn wait(&self, bytes: u64, rate: u64, stopped: &dyn Fn() -> bool) -> bool {
+        if rate == 0 {
             return true;
         }
-        let time = Duration::from_secs_f64(bytes as f64 / self.rate as f64);
+        let time = Duration::from_secs_f64(bytes as f64 / rate as f64);
         let mine = {
             let mut due = self.due.lock();
             let earliest = Instant::now().checked_sub(CREDIT).unwrap_or(*due);

@@ -267,10 +267,11 @@ impl Line {
                             if pass > 0 && sink.write_all(&buffer[..pass]).is_err() {
                                 break;
                             }
-                            if pass < count {
+                            // Also where it is used up to the byte: nothing would begin the next one.
+                            if before <= count as i64 {
                                 let mut open = open.lock();
                                 if before > 0 {
-                                    // Whoever used up the budget cuts, once.
+                                    // The thread that used up the budget cuts, once.
                                     cuts.fetch_add(1, Ordering::SeqCst);
                                     for socket in open.drain(..) {
                                         let _ = socket.shutdown(Shutdown::Both);

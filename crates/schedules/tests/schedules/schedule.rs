@@ -9,7 +9,7 @@ use crate::scheduler::Chooser;
 use crate::store::{Base, Checked, DISKS, End, Statistics, Store, count, options};
 use crate::verify::{after_close, after_cut};
 use backend::IoMode;
-use backend::simulated::SimulatedOptions;
+use backend::simulated::{Pace, Request, SimulatedOptions};
 use scheduled_store::Engine;
 use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 use std::ops::Range;
@@ -27,6 +27,12 @@ const OPERATIONS_MAX: u64 = 9;
 const HOT_BLOCKS: usize = 3;
 /// Bits of the number of operations of the medium before the power cut.
 const CUT_BITS: u32 = 8;
+/// How many schedules have a slow medium.
+const SLOW_PERCENT: u64 = 25;
+/// Bits of the number of choices that others get during a flush of a slow medium.
+const SLOW_SYNC_BITS: u32 = 6;
+/// Choices that others get during any other request of it, at most.
+const SLOW_REQUEST_MAX: u64 = 4;
 
 /// Runs `body` under the scheduler of `seed`; its violation, or its panic's text.
 fn scheduled(
@@ -92,6 +98,9 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
     if random.percent(75) {
         disk.cut_changes_after(disk.operations() + random.scaled(CUT_BITS));
     }
+    if random.percent(SLOW_PERCENT) {
+        disk.set_pace(slow(&mut random));
+    }
     let store = Arc::new(Store::new(engine, disk, base.model.clone(), Arc::clone(statistics)));
 
     let mut outcome = work(&store, &mut random, habit);
@@ -122,6 +131,16 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
         return after_close(disk, model, options);
     }
     after_cut(disk, model, options, &mut random, statistics)
+}
+
+/// A slow medium: other threads go on while a request is under way.
+fn slow(random: &mut Random) -> Pace {
+    let (sync, other) = (random.scaled(SLOW_SYNC_BITS), random.below(SLOW_REQUEST_MAX));
+    Arc::new(move |request| {
+        for _ in 0..if request == Request::Sync { sync } else { other } {
+            shuttle::thread::yield_now();
+        }
+    })
 }
 
 fn count_cut(store: &Store) {

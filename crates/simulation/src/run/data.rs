@@ -141,7 +141,9 @@ impl Run {
                     return Err(format!("{name} is thick and was refused space: {error}"));
                 }
                 self.refuse_without_need(length, &error)?;
-                self.after_refusal(name, offset, length, &before)
+                self.after_refusal(name, offset, length, &before)?;
+                // What was acknowledged before has its room.
+                if ((offset + length) / BLOCK).is_multiple_of(4) { self.flush_of(name) } else { Ok(()) }
             }
         }
     }
@@ -277,7 +279,11 @@ impl Run {
 
     pub(super) fn flush(&mut self, disk: u64) -> Checked {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
-        let result = self.device(&name)?.flush();
+        self.flush_of(&name)
+    }
+
+    fn flush_of(&mut self, name: &str) -> Checked {
+        let result = self.device(name)?.flush();
         match self.judge(result, None)? {
             Outcome::Restarted => {}
             Outcome::Refused(error) => return Err(format!("flushing {name}: {error}")),

@@ -16,10 +16,12 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::thread::{JoinHandle, ScopedJoinHandle};
+use std::time::{Duration, Instant};
 
 const LOAD_DEPTH: usize = 16;
+/// Clients of a steady load.
+const STEADY_CLIENTS: u32 = 4;
 /// Bytes written or compared by one request when the whole disk is.
 const PIECE: u64 = 1 << 20;
 
@@ -84,6 +86,39 @@ impl Load {
                 more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
             });
             client.run(LOAD_DEPTH, requests, |timing| timings.push(timing))?;
+            Ok((timings, None))
+        })
+    }
+
+    /// So many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients with one request at
+    /// a time each. A request that is due while the one before it is late is sent at once; none is left out.
+    pub(super) fn steady(endpoint: &Endpoint, blocks: u64, per_second: u32, seed: u64) -> Result<Load> {
+        let connect = |_| Client::connect(&endpoint.socket, &endpoint.export);
+        let clients = (0..STEADY_CLIENTS).map(connect).collect::<Result<Vec<_>>>()?;
+        let interval = Duration::from_secs(1) * STEADY_CLIENTS / per_second;
+        Self::spawn(move |stop| {
+            let write_on = |(number, mut client): (u64, Client)| {
+                let mut random = Random::new(seed + number);
+                let mut timings = Vec::with_capacity(1 << 16);
+                let mut due = Instant::now();
+                let requests = std::iter::from_fn(|| {
+                    std::thread::sleep(due.saturating_duration_since(Instant::now()));
+                    due += interval;
+                    let more = !stop.load(Ordering::Relaxed);
+                    more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
+                });
+                client.run(1, requests, |timing| timings.push(timing))?;
+                Ok(timings)
+            };
+            let mut timings = std::thread::scope(|scope| {
+                let running: Vec<_> = (0..).zip(clients).map(|one| scope.spawn(|| write_on(one))).collect();
+                let end = |thread: ScopedJoinHandle<'_, Result<Vec<Timing>>>| {
+                    thread.join().map_err(|_| Error::Answer("a client of the load ended by a panic".into()))?
+                };
+                running.into_iter().map(end).collect::<Result<Vec<_>>>()
+            })?
+            .concat();
+            timings.sort_by_key(|timing| timing.answered);
             Ok((timings, None))
         })
     }
@@ -176,7 +211,6 @@ pub(super) fn rate(timings: &[Timing], window: Window) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::Duration;
 
     #[test]
     fn only_requests_in_flight_during_a_window_count() {

@@ -2,7 +2,9 @@
 //! the map.
 //!
 //! Reads go to blocks that were written. The same reads with a metadata cache far larger than the map are what a fully
-//! cached map gives; both sides warm up first, and take turns.
+//! cached map gives; all sides warm up first, and take turns. With `--baseline` another lamina reads the same places
+//! with the tight cache, nothing of it in the page cache: what a read waits for while others miss metadata shows in the
+//! latest of a hundred.
 
 use super::{BLOCK, Setting, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -13,7 +15,7 @@ use crate::process;
 use crate::random::Random;
 use crate::report::{Finding, Outcome};
 use crate::scratch;
-use crate::statistics::{largest, median, ratio};
+use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -29,6 +31,8 @@ const AMPLE_CACHE: u64 = 4 << 30;
 /// One that holds a small part of it: worth knowing.
 const TIGHT_CACHE: u64 = 16 << 20;
 const READ_DEPTH: usize = 16;
+/// Most of the baseline's p99 with the tight cache.
+const BASELINE_P99_MAX: f64 = 0.5;
 const DISK: &str = "wide";
 
 /// The blocks that are written, by seed; a repetition among so many places is rare and does no harm.
@@ -66,28 +70,35 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         server.service.stop()?;
     }
 
+    let baseline = setting.baseline.as_ref().map(|program| -> Result<Datastore> {
+        say("writing the same with the baseline");
+        let datastore = Datastore::init(program, &setting.scratch, "baseline")?;
+        datastore.create(DISK, CAPACITY)?;
+        let (server, _) = datastore.serve(&plain, DISK)?;
+        write_blocks(&server.endpoint, places(plan.seed, plan.blocks), BLOCK)?;
+        server.service.stop()?;
+        Ok(datastore)
+    });
+    let baseline = baseline.transpose()?;
+
     say("reading with the default cache, an ample and a tight one");
-    let caches = [None, Some(AMPLE_CACHE), Some(TIGHT_CACHE)];
+    let mut sides = vec![
+        Side::new("default", &datastore, None),
+        Side::new("ample", &datastore, Some(AMPLE_CACHE)),
+        Side::new("tight", &datastore, Some(TIGHT_CACHE)),
+    ];
+    sides.extend(baseline.iter().map(|datastore| Side::new("baseline, tight", datastore, Some(TIGHT_CACHE))));
     let places: Vec<u64> = places(plan.seed, plan.blocks).collect();
-    let mut rates = [const { Vec::new() }; 3];
-    let mut residents = [const { Vec::new() }; 3];
     for run in 0..plan.runs as usize {
-        for turn in 0..caches.len() {
-            let side = (turn + run) % caches.len();
-            let serving = Serving { metadata_cache: caches[side], ..Serving::plain(plan.mode()) };
-            let (server, _) = datastore.serve(&serving, DISK)?;
-            // Every leaf of the map at least once, and the data with it.
-            read(&server.endpoint, &places, plan.seed, None)?;
-            let time = Duration::from_secs_f64(plan.seconds);
-            rates[side].push(read(&server.endpoint, &places, plan.seed + 1 + run as u64, Some(time))?);
-            residents[side].push(server.service.resident()?.1 as f64);
-            server.service.stop()?;
+        for turn in 0..sides.len() {
+            let number = (turn + run) % sides.len();
+            sides[number].measure(setting, &places, run as u64)?;
         }
     }
-    let [default, ample, tight] = [0, 1, 2].map(|i| median(&rates[i]));
+    let [default, ample, tight] = [0, 1, 2].map(|i| median(&sides[i].rates));
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
-    let resident = largest(&residents[0]).max(writing as f64);
-    let findings = vec![
+    let resident = largest(&sides[0].residents).max(writing as f64);
+    let mut findings = vec![
         Finding::note(8, "random writes while the map grows", written, "/s"),
         Finding::at_most(8, "most resident memory, writing and reading", mib(resident), mib(RESIDENT_MAX), "MiB"),
         Finding::at_most(8, "cold opening to the first block read", median(&opened), OPEN_MAX_MS, "ms"),
@@ -95,30 +106,88 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         Finding::at_least(8, "random reads, default cache: share of that", ratio(default, ample), SHARE_MIN, ""),
         Finding::note(8, "random reads, 16 MiB cache: share of that", ratio(tight, ample), ""),
     ];
+    for side in &sides {
+        findings.push(Finding::note(8, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));
+    }
+    if let Some(baseline) = sides.get(3) {
+        let share = ratio(median(&sides[2].p99), median(&baseline.p99));
+        findings.push(Finding::at_most(
+            8,
+            "p99 with a tight cache: share of the baseline's",
+            share,
+            BASELINE_P99_MAX,
+            "",
+        ));
+    }
+    let sides: Vec<_> = sides.iter().map(Side::described).collect();
     let raw = json!({
         "blocks": plan.blocks, "write_rate": written, "resident_writing": writing, "open_ms": opened,
-        "rates": { "default": rates[0], "ample": rates[1], "tight": rates[2] },
-        "resident": { "default": residents[0], "ample": residents[1], "tight": residents[2] },
+        "sides": sides,
     });
     Ok(Outcome { findings, raw })
 }
 
-/// Reads all places once, or random ones for some time; requests per second.
-fn read(endpoint: &Endpoint, places: &[u64], seed: u64, time: Option<Duration>) -> Result<f64> {
+/// Reads of one program with one size of the cache.
+struct Side<'a> {
+    name: &'static str,
+    datastore: &'a Datastore,
+    cache: Option<u64>,
+    rates: Vec<f64>,
+    /// Microseconds, of each run.
+    p99: Vec<f64>,
+    residents: Vec<f64>,
+}
+
+impl<'a> Side<'a> {
+    fn new(name: &'static str, datastore: &'a Datastore, cache: Option<u64>) -> Self {
+        Self { name, datastore, cache, rates: Vec::new(), p99: Vec::new(), residents: Vec::new() }
+    }
+
+    fn measure(&mut self, setting: &Setting, places: &[u64], run: u64) -> Result<()> {
+        let plan = &setting.plan;
+        let serving = Serving { metadata_cache: self.cache, ..Serving::plain(plan.mode()) };
+        let (server, _) = self.datastore.serve(&serving, DISK)?;
+        // Every leaf of the map at least once, and the data with it.
+        read(&server.endpoint, places, plan.seed, None)?;
+        if self.cache == Some(TIGHT_CACHE) {
+            // A page that is missed comes from the medium, not from the page cache of the operating system.
+            setting.scratch.settle()?;
+            scratch::drop_cached(self.datastore.path())?;
+        }
+        let time = Duration::from_secs_f64(plan.seconds);
+        let (rate, latencies) = read(&server.endpoint, places, plan.seed + 1 + run, Some(time))?;
+        self.rates.push(rate);
+        self.p99.push(percentile(&latencies, 0.99));
+        self.residents.push(server.service.resident()?.1 as f64);
+        server.service.stop()?;
+        Ok(())
+    }
+
+    fn described(&self) -> serde_json::Value {
+        json!({
+            "name": self.name, "cache": self.cache, "rates": self.rates, "p99_us": self.p99, "resident": self.residents,
+        })
+    }
+}
+
+/// Reads all places once, or random ones for some time; requests per second, and the microseconds of each.
+fn read(endpoint: &Endpoint, places: &[u64], seed: u64, time: Option<Duration>) -> Result<(f64, Vec<f64>)> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
     let began = Instant::now();
+    let mut latencies = Vec::new();
+    let mut done = |timing: crate::nbd::Timing| latencies.push(timing.microseconds());
     let request = |place: u64| Request::Read { offset: place * BLOCK, length: BLOCK as u32 };
-    let done = match time {
-        None => client.run(READ_DEPTH, places.iter().map(|p| request(*p)), |_| ())?,
+    let count = match time {
+        None => client.run(READ_DEPTH, places.iter().map(|p| request(*p)), &mut done)?,
         Some(time) => {
             let mut random = Random::new(seed);
             let requests = std::iter::from_fn(|| {
                 let place = places[random.below(places.len() as u64) as usize];
                 (began.elapsed() < time).then(|| request(place))
             });
-            client.run(READ_DEPTH, requests, |_| ())?
+            client.run(READ_DEPTH, requests, &mut done)?
         }
     };
     process::go_on()?;
-    Ok(ratio(done as f64, began.elapsed().as_secs_f64()))
+    Ok((ratio(count as f64, began.elapsed().as_secs_f64()), latencies))
 }

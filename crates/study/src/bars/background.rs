@@ -1,0 +1,134 @@
+//! What a client with a steady load notices of background work: 2,000 random 4 KiB writes a second to one disk, alone
+//! and beside each kind of work. The client's latency is what the pace of the work goes by.
+
+use super::load::{Load, Window, worst};
+use super::{BLOCK, Setting, fill, no_cell, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::nbd::Timing;
+use crate::process;
+use crate::random::Random;
+use crate::report::{Bar, Finding, Outcome};
+use crate::statistics::percentile;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+const BAR: Bar = Bar::Native(11);
+/// Writes a second.
+const RATE: u32 = 2000;
+/// Longest 99th percentile beside work, milliseconds.
+const P99_MAX_MS: f64 = 3.0;
+/// Longest request beside work, milliseconds.
+const LONGEST_MAX_MS: f64 = 50.0;
+/// How long the client is watched alone.
+const CALM: Duration = Duration::from_secs(5);
+/// Snapshots, and the time from one to the next.
+const SNAPSHOTS: u32 = 40;
+const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
+const LEVELS: u32 = 3;
+const RUN: u64 = 64 << 10;
+
+/// The client's disk, the one that is worked on, and one with images.
+const BUSY: &str = "busy";
+const DISK: &str = "disk";
+const IMAGES: &str = "images";
+
+/// A kind of work: how it is called, and the verb that does it; no verb for snapshots.
+const WORK: [(&str, &[&str]); 5] = [
+    ("snapshots", &[]),
+    ("full-clone", &["clone", DISK, "copy", "--full"]),
+    ("check", &["check", "--data"]),
+    ("consolidate", &["disk", "consolidate", IMAGES]),
+    ("migrate", &["disk", "migrate", IMAGES, "--format", "native"]),
+];
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let work: Vec<_> = WORK.into_iter().filter(|(name, _)| plan.wants(name)).collect();
+    if work.is_empty() {
+        return Err(no_cell(plan, &WORK.map(|(name, _)| name)));
+    }
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "background")?;
+    datastore.create(BUSY, plan.disk_size)?;
+    datastore.create(DISK, plan.disk_size)?;
+    datastore.create_vmdk(IMAGES, plan.disk_size, "thin", Some("sesparse"))?;
+    let (server, _) = datastore.serve(&Serving::plain(plan.mode()), BUSY)?;
+    say("filling three disks");
+    for disk in [BUSY, DISK, IMAGES] {
+        fill(&datastore.endpoint(disk), plan.disk_size)?;
+    }
+    let mut random = Random::new(plan.seed);
+    for level in 0..LEVELS {
+        datastore.snapshot(IMAGES, &format!("level-{level}"))?;
+        let order = random.order(u32::try_from(plan.disk_size / RUN).unwrap_or(u32::MAX));
+        let part = order[..order.len() / 8].iter().map(|run| u64::from(*run));
+        super::write_blocks(&datastore.endpoint(IMAGES), part, RUN)?;
+    }
+    let mut outcome = Outcome::default();
+    let mut raw = Vec::new();
+    for (name, verb) in work {
+        setting.scratch.rest(datastore.path())?;
+        raw.push(beside(setting, &datastore, name, verb, &mut outcome)?);
+    }
+    server.service.stop()?;
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}
+
+/// One kind of work.
+fn beside(setting: &Setting, datastore: &Datastore, name: &str, verb: &[&str], outcome: &mut Outcome) -> Result<Value> {
+    say(&format!("{RATE} writes a second beside: {name}"));
+    let plan = &setting.plan;
+    let load = Load::steady(&datastore.endpoint(BUSY), plan.disk_size / BLOCK, RATE, plan.seed)?;
+    process::pause(Duration::from_secs(1))?;
+    let from = Instant::now();
+    process::pause(CALM)?;
+    let calm = (from, Instant::now());
+    if verb.is_empty() {
+        take_snapshots(datastore)?;
+    } else {
+        datastore.verb(verb)?;
+    }
+    let busy = (calm.1, Instant::now());
+    let timings = load.finish()?;
+    let seconds = busy.1.duration_since(busy.0).as_secs_f64();
+    let p99 = |window| percentile(&latencies(&timings, window), 0.99);
+    let (alone, beside) = (p99(calm), p99(busy));
+    let longest = worst(&timings, &[busy]);
+    let what = |text: &str| format!("{name}: {text}");
+    outcome.findings.extend([
+        Finding::note(BAR, what("p99 without it"), alone, "ms"),
+        Finding::at_most(BAR, what("p99 beside it"), beside, P99_MAX_MS, "ms"),
+        Finding::note(BAR, what("longest without it"), worst(&timings, &[calm]), "ms"),
+        Finding::at_most(BAR, what("longest beside it"), longest, LONGEST_MAX_MS, "ms"),
+        Finding::note(BAR, what("time"), seconds, "s"),
+    ]);
+    Ok(json!({
+        "work": name, "p99_alone_ms": alone, "p99_beside_ms": beside, "longest_ms": longest, "seconds": seconds,
+        "requests": timings.len(),
+    }))
+}
+
+/// Takes snapshots at a steady rate, and deletes each some time later.
+fn take_snapshots(datastore: &Datastore) -> Result<()> {
+    const KEPT: u32 = 4;
+    let name = |number: u32| format!("taken-{number:03}");
+    let begun = Instant::now();
+    for number in 0..SNAPSHOTS + KEPT {
+        if number < SNAPSHOTS {
+            datastore.snapshot(BUSY, &name(number))?;
+        }
+        if let Some(old) = number.checked_sub(KEPT) {
+            datastore.delete_snapshot(BUSY, &name(old))?;
+        }
+        process::pause((SNAPSHOT_EVERY * (number + 1)).saturating_sub(begun.elapsed()))?;
+    }
+    Ok(())
+}
+
+/// Of the requests answered within a window, in milliseconds.
+fn latencies(timings: &[Timing], window: Window) -> Vec<f64> {
+    let at = |time: Instant| timings.partition_point(|timing| timing.answered < time);
+    timings[at(window.0)..at(window.1)].iter().map(|timing| timing.microseconds() / 1e3).collect()
+}
