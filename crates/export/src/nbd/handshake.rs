@@ -50,9 +50,12 @@ pub fn negotiate(transport: Box<dyn Transport>, exports: &dyn Exports, terms: &T
         chosen: Chosen::default(),
         opened: None,
     };
-    let Some(export) = handshake.run()? else {
-        handshake.transport.close();
-        return Ok(None);
+    let export = match handshake.run() {
+        Ok(Some(export)) => export,
+        ended => {
+            handshake.transport.close();
+            return ended.map(|_| None);
+        }
     };
     let contexts = if handshake.chosen.contexts_of.as_ref() == Some(&export.name) {
         handshake.chosen.contexts

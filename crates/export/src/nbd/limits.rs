@@ -91,6 +91,12 @@ pub const STOP_GRACE_DEFAULT: Duration = Duration::from_secs(10);
 /// How long a client may leave replies unread before they are copied out of memory that they share with the device.
 pub const UNREAD_PATIENCE: Duration = Duration::from_millis(200);
 
+/// How long a closed connection may go on sending before it is reset.
+pub const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
+
+/// Bytes read at a time, and discarded, from a connection that is closed.
+pub const CLOSE_READ_BYTES: usize = 16 << 10;
+
 /// Pause before accepting again when the process or the system has no descriptor left.
 pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 

@@ -179,10 +179,10 @@ pub fn serve(
         terms,
         &stop,
     );
-    agreement.transport.close();
     if tally.farewell {
         visit.says_farewell();
     }
+    agreement.transport.close();
     tracing::info!(requests = tally.requests, bytes_read = tally.read, bytes_written = tally.written, "disconnected");
     result.inspect_err(|error| tracing::warn!(%error, "connection ended by an error"))
 }

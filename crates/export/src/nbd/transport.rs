@@ -7,10 +7,11 @@
 //! 3. When [`Transport::has_input`] is false and `receive` filled less than it was given, waiting for the descriptor
 //!    to become readable misses nothing.
 
+use super::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
 use super::polling::Polling;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -47,7 +48,8 @@ pub trait Transport: Send {
     /// What to wait on; `None` when nothing here ever waits.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
-    /// Says goodbye as the transport's protocol wants it; errors do not matter any more.
+    /// Ends the stream in the way of the transport's protocol, after everything that was sent; errors are ignored.
+    /// A socket reads on until the peer closes too, for [`CLOSE_PATIENCE`] at most.
     fn close(&mut self) {}
 }
 
@@ -138,6 +140,28 @@ impl Transport for Socket {
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         Some(self.descriptor.as_fd())
+    }
+
+    fn close(&mut self) {
+        // A socket that is closed with unread input is reset, and a reset discards replies that the peer has not read.
+        if rustix::net::shutdown(&self.descriptor, Shutdown::Write).is_err() {
+            return;
+        }
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        let mut unread = vec![0; CLOSE_READ_BYTES];
+        while Instant::now() < deadline {
+            match receive(&self.descriptor, &mut [IoSliceMut::new(&mut unread)], RecvFlags::DONTWAIT) {
+                Ok(0) => return,
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if wait_for(self, true, false, Some(left)).is_err() {
+                        return;
+                    }
+                }
+                Err(_) => return,
+            }
+        }
     }
 }
 

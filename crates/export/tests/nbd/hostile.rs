@@ -129,6 +129,45 @@ fn many_requests_without_reading_still_all_get_answered() {
 }
 
 #[test]
+fn replies_before_a_disconnect_arrive_although_the_client_sends_more() {
+    let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
+    let (running, _disk) = start(ServerConfig { listen, ..ServerConfig::default() });
+    let clients = [Client::unix(&running.socket), Client::tcp(running.tcp_address())];
+    for mut client in clients {
+        client.greet(3);
+        assert_eq!(client.go("vm"), REP_ACK);
+        let mut batch = Vec::new();
+        for n in 0..16 {
+            batch.extend(client.encode(CMD_READ, 0, n << 14, 16 << 10, &[]).1);
+        }
+        batch.extend(client.encode(CMD_DISC, 0, 0, 0, &[]).1);
+        client.stream.write_all(&batch).unwrap();
+        // As the notice that ends a TLS session, for example.
+        std::thread::sleep(Duration::from_millis(20));
+        let _ = client.stream.write_all(&[0; 64]);
+        std::thread::sleep(Duration::from_millis(100));
+        for _ in 0..16 {
+            assert_eq!(client.receive().1.data.len(), 16 << 10);
+        }
+        let mut rest = Vec::new();
+        assert_eq!(client.stream.read_to_end(&mut rest).unwrap(), 0);
+    }
+}
+
+#[test]
+fn a_connection_that_is_closed_does_not_stay_while_its_client_sends() {
+    let (running, _disk) = start(ServerConfig::default());
+    let mut client = Client::open(&running.socket, "vm", Mode::Simple);
+    let (_, bytes) = client.encode(CMD_DISC, 0, 0, 0, &[]);
+    client.stream.write_all(&bytes).unwrap();
+    let begun = Instant::now();
+    while client.stream.write_all(&[0; 4096]).is_ok() {
+        assert!(begun.elapsed() < PATIENCE, "never cut off");
+    }
+    eventually("the connection ends", || running.server.connections() == 0);
+}
+
+#[test]
 fn requests_under_way_are_bounded() {
     let (running, disk) = start(ServerConfig::default());
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
