@@ -1,8 +1,8 @@
 //! Long work on disks in use: inflate, punch, wipe, shrink, consolidate; and checking all of them.
 
-use super::{Entry, Foreign, Watched};
+use super::{Entry, Foreign};
 use crate::info::{CheckReport, Finding, Reclaimed};
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use store::{ErrorKind, Result};
 
 impl From<vmdk::Freed> for Reclaimed {

@@ -12,11 +12,11 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{Entry, Owner, Run, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::maintain::{Maintenance, Work};
+use super::maintain::Work;
 use super::recover::NamedTables;
 use super::state::{State, Step, backmap_page, bitmap_page};
 use super::wipe::{GrainSet, Holes};
-use crate::{ErrorKind, Result};
+use crate::{ErrorKind, Result, Watch};
 use std::ops::Range;
 
 /// Grains of a window: 1 TiB, 32 MiB of memory.
@@ -72,8 +72,8 @@ impl CheckReport {
 
 impl SeSparse {
     /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right.
-    pub fn check(&self, repair: bool, plan: Maintenance) -> Result<CheckReport> {
-        let mut work = self.begin_work(plan, "checking")?;
+    pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<CheckReport> {
+        let mut work = self.begin_work(watch, "checking")?;
         if repair {
             self.check_changeable()?;
         }
@@ -84,7 +84,7 @@ impl SeSparse {
         }
         let mut report = CheckReport::default();
         let end = self.state.lock().readable.max(1);
-        work.progress.total = self.layout.slots() * end.div_ceil(WINDOW);
+        work.expect(self.layout.slots() * end.div_ceil(WINDOW));
         for start in (0..end).step_by(WINDOW as usize) {
             let window = start..(start + WINDOW).min(end.next_multiple_of(64));
             let named = self.check_tables(&window, repair, &mut report, &mut work)?;
