@@ -75,6 +75,29 @@ pub enum Request {
     Space,
 }
 
+/// What a medium fails of itself, each alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// Flushes of files and of the folder.
+    Sync,
+    /// Reservations.
+    Reserve,
+    /// Punches and zeroed ranges.
+    Punch,
+}
+
+/// Kinds of [`Fault`].
+const FAULTS: usize = 5;
+
+impl Fault {
+    /// All of them.
+    pub const ALL: [Self; FAULTS] = [Self::Read, Self::Write, Self::Sync, Self::Reserve, Self::Punch];
+}
+
 /// Takes the time of a request, on the thread that makes it.
 pub type Pace = Arc<dyn Fn(Request) + Send + Sync>;
 
@@ -158,19 +181,24 @@ impl SimulatedDisk {
 
     /// Makes `times` reads fail with EIO: those after `count` others that succeed.
     pub fn fail_reads_after(&self, count: u64, times: u64) {
-        self.world.lock().failing_reads = count..count + times;
+        self.fail_requests(Fault::Read, count, times);
+    }
+
+    /// Makes `times` requests of one kind fail with EIO: those after `count` others that succeed.
+    pub fn fail_requests(&self, fault: Fault, count: u64, times: u64) {
+        self.world.lock().failing_requests[fault as usize] = count..count.saturating_add(times);
     }
 
     /// Ends all failures asked for, but for sectors that cannot be read.
     pub fn mend(&self) {
         let mut world = self.world.lock();
         world.failing.clear();
-        (world.failing_syncs, world.failing_reads) = (0, 0..0);
+        (world.failing_syncs, world.failing_requests) = (0, Default::default());
     }
 
     /// How many of the failures asked for by [`SimulatedDisk::fail_reads_after`] are still to come.
     pub fn reads_to_fail(&self) -> u64 {
-        let failing = &self.world.lock().failing_reads;
+        let failing = &self.world.lock().failing_requests[Fault::Read as usize];
         failing.end - failing.start
     }
 

@@ -8,10 +8,10 @@ mod nbd;
 mod pattern;
 mod process;
 
-use mounted::{fill_rest, on_ext4, on_tmpfs};
+use mounted::{fill_rest, leave, make_room, on_ext4, on_tmpfs, take_the_rest};
 use nbd::{Client, ENOSPC, Failure};
 use pattern::Random;
-use process::{Store, tool, until};
+use process::{Store, until};
 use std::path::Path;
 
 const BLOCK: u64 = 4096;
@@ -250,24 +250,6 @@ const FORMATS: [(&str, &str, usize); 9] = [
 /// Blocks of the disks; the file system has room for a fraction of them.
 const BLOCKS: u64 = 65_536;
 
-/// Takes all but so many bytes of a file system.
-fn leave(folder: &Path, name: &str, bytes: u64) {
-    let free = tool("stat", &["-f", "-c", "%a %S", folder.to_str().unwrap()]);
-    let free: u64 = free.split_whitespace().map(|number| number.parse::<u64>().unwrap()).product();
-    let taken = free.saturating_sub(bytes);
-    if taken == 0 {
-        return;
-    }
-    let taken = taken.to_string();
-    tool("fallocate", &["-l", &taken, folder.join(name).to_str().unwrap()]);
-}
-
-/// Takes what is left to the last byte, most of it at once.
-fn take_the_rest(folder: &Path, name: &str) {
-    leave(folder, name, 16 << 10);
-    fill_rest(folder, &format!("{name}-end"));
-}
-
 /// Blocks from here on are in the top image of a disk only.
 const TOP: u64 = 4096;
 
@@ -376,11 +358,7 @@ fn fill_format_up(folder: &Path, store: &Store, name: &str, format: &str, snapsh
     // With room again it goes on by itself, in the same server.
     let mut server = store.serve("");
     let mut client = Client::connect(&store.socket(), name).unwrap();
-    for entry in std::fs::read_dir(folder).unwrap().flatten() {
-        if entry.file_name().to_string_lossy().starts_with("rest") {
-            std::fs::remove_file(entry.path()).unwrap();
-        }
-    }
+    make_room(folder, "rest");
     for _ in 0..500 {
         let block = fresh(&mut random);
         written.put(&mut client, block, random.next()).unwrap();

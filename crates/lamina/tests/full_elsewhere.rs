@@ -8,6 +8,7 @@ mod nbd;
 mod pattern;
 mod process;
 
+use mounted::{fill_with_names, make_room};
 use nbd::{Client, ENOSPC, Failure};
 use process::{Store, until};
 use std::path::Path;
@@ -35,19 +36,6 @@ fn filled_tmpfs() {
     mounted::on_tmpfs("filled_tmpfs", 96, filled);
 }
 
-/// Takes the last block, and but for btrfs the last name: there the room for names is apart, and a server cannot keep
-/// any of it back.
-fn fill(folder: &Path, name: &str) {
-    mounted::fill_rest(folder, name);
-    if process::tool("stat", &["-f", "-c", "%T", folder.to_str().unwrap()]).trim() == "btrfs" {
-        return;
-    }
-    let names = folder.join(format!("{name}-names"));
-    if std::fs::create_dir(&names).is_ok() {
-        (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("a name of some length, number {i}"))).is_err());
-    }
-}
-
 fn content(block: u64, round: u64) -> Vec<u8> {
     pattern::bytes(block * 8 + round, BLOCK as usize)
 }
@@ -68,7 +56,7 @@ fn filled(folder: &Path) {
     }
     assert_eq!(server.stop("TERM"), Some(0));
     for (round, signal) in (1..).zip(["TERM", "KILL", "TERM"]) {
-        fill(folder, &format!("rest-{round}"));
+        fill_with_names(folder, &format!("rest-{round}"));
         // It is served, and what needs no room goes on.
         let mut server = store.serve("");
         for name in disks {
@@ -88,7 +76,7 @@ fn filled(folder: &Path) {
     }
     // Deletions too, by a server and without one.
     store.run("disk delete spare-native").ok();
-    fill(folder, "rest-4");
+    fill_with_names(folder, "rest-4");
     let mut server = store.serve("");
     store.run("disk delete spare-images").ok();
     for name in disks {
@@ -98,12 +86,7 @@ fn filled(folder: &Path) {
         }
     }
     // With room again everything goes on.
-    for round in 1..5 {
-        for name in [format!("rest-{round}"), format!("rest-{round}-names")] {
-            let path = folder.join(name);
-            let _ = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
-        }
-    }
+    make_room(folder, "rest-");
     for name in disks {
         let mut client = Client::connect(&store.socket(), name).unwrap();
         until("there is room again", || match client.write(3000 * BLOCK, &content(1, 1)) {

@@ -4,6 +4,10 @@
 //! subsequence of a list of operations is a list of operations too: that is what makes shrinking a failing run simple.
 
 use crate::random::Random;
+use backend::simulated::Fault;
+
+/// Failures of a medium that fails until it is replaced.
+const FOR_EVER: u64 = u64::MAX;
 
 /// How the offset and length of a request lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +90,8 @@ pub enum Operation {
     FailOperation { after: u64 },
     /// Fail the next flushes of the medium.
     FailSyncs { count: u64 },
+    /// Fail so many requests of one kind, some way from now.
+    FailRequests { fault: Fault, after: u64, times: u64 },
     /// Leave the file system with this much room beyond what is used.
     Room { bytes: u64 },
 }
@@ -131,13 +137,18 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         Profile::Model => 0,
         Profile::PowerCuts => 12,
         Profile::Tight => 20,
-        Profile::Errors => 6,
+        Profile::Errors => 20,
         Profile::Full => 12,
         // Their cuts come with the regime.
         _ => 0,
     };
     if random.below(1000) < special {
         return match profile {
+            Profile::Errors if random.percent(60) => Operation::FailRequests {
+                fault: *random.choose(&Fault::ALL),
+                after: random.below(30),
+                times: *random.choose(&[1, 1, 3, 20, FOR_EVER]),
+            },
             Profile::Errors if random.percent(30) => Operation::FailSyncs { count: random.between(1, 2) },
             Profile::Errors => Operation::FailOperation { after: random.below(30) },
             Profile::Full => {

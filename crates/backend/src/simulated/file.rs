@@ -2,7 +2,7 @@
 
 use super::content::PAGE;
 use super::world::{FileId, World};
-use super::{Request, take_time};
+use super::{Fault, Request, take_time};
 use crate::validate::{check_alignment, check_range};
 use crate::{File, IoMode, Placement};
 use parking_lot::Mutex;
@@ -29,7 +29,7 @@ impl SimulatedFile {
 
     fn read_now(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let mut world = self.world.lock();
-        if world.does_read_fail() {
+        if world.does_fail(Fault::Read) {
             return Err(Errno::IO.into());
         }
         let file = world.file(self.id)?;

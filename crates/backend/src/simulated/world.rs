@@ -7,7 +7,7 @@
 
 use super::content::{Content, PAGE, Ranges, pages_touched};
 use super::unflushed::{Change, Fate, Persistence, Random};
-use super::{Pace, SimulatedOptions};
+use super::{FAULTS, Fault, Pace, SimulatedOptions};
 use crate::Room;
 use crate::validate::check_name;
 use rustix::io::Errno;
@@ -62,8 +62,8 @@ pub(super) struct World {
     pub(super) cut_after: Option<u64>,
     pub(super) failing: BTreeSet<u64>,
     pub(super) failing_syncs: u32,
-    /// Reads that fail, counted from the next one.
-    pub(super) failing_reads: Range<u64>,
+    /// Requests of each kind that fail, counted from the next one.
+    pub(super) failing_requests: [Range<u64>; FAULTS],
     pub(super) off: bool,
     /// While it is off, what changes nothing still succeeds.
     pub(super) readable: bool,
@@ -86,7 +86,7 @@ impl World {
             cut_after: None,
             failing: BTreeSet::new(),
             failing_syncs: 0,
-            failing_reads: 0..0,
+            failing_requests: Default::default(),
             off: false,
             readable: false,
             pace: None,
@@ -134,11 +134,18 @@ impl World {
         after
     }
 
-    /// Whether the next read fails.
-    pub(super) fn does_read_fail(&mut self) -> bool {
-        let Range { start, end } = self.failing_reads.clone();
-        self.failing_reads = start.saturating_sub(1)..end.saturating_sub(1);
+    /// Whether the next request of a kind fails.
+    pub(super) fn does_fail(&mut self, fault: Fault) -> bool {
+        let failing = &mut self.failing_requests[fault as usize];
+        let Range { start, end } = failing.clone();
+        *failing = start.saturating_sub(1)..end.saturating_sub(1);
         start == 0 && end > 0
+    }
+
+    /// As [`World::begin`], for a kind of requests that may fail alone.
+    fn begin_request(&mut self, fault: Fault) -> io::Result<Verdict> {
+        let verdict = self.begin()?;
+        Ok(if !matches!(verdict, Verdict::Cut) && self.does_fail(fault) { Verdict::Fail } else { verdict })
     }
 
     /// The same with all that is random about it anew.
@@ -162,7 +169,7 @@ impl World {
 
     /// As [`World::begin`], for flushes.
     fn begin_sync(&mut self) -> io::Result<Verdict> {
-        let verdict = self.begin()?;
+        let verdict = self.begin_request(Fault::Sync)?;
         if self.failing_syncs > 0 && !matches!(verdict, Verdict::Cut) {
             self.failing_syncs -= 1;
             return Ok(Verdict::Fail);
@@ -337,7 +344,7 @@ impl World {
 
     /// Writes the bytes; `durable` as in `File::write_at`.
     pub(super) fn write(&mut self, id: FileId, offset: u64, bytes: Arc<[u8]>, durable: bool) -> io::Result<()> {
-        let verdict = self.begin()?;
+        let verdict = self.begin_request(Fault::Write)?;
         self.check_space(id, offset, bytes.len() as u64)?;
         let change = Change::Write { offset, bytes: Arc::clone(&bytes), forced: false };
         match verdict {
@@ -363,18 +370,18 @@ impl World {
     }
 
     pub(super) fn reserve(&mut self, id: FileId, offset: u64, length: u64) -> io::Result<()> {
-        let verdict = self.begin()?;
+        let verdict = self.begin_request(Fault::Reserve)?;
         self.check_space(id, offset, length)?;
         self.finish(id, Change::Reserve { offset, length }, verdict)
     }
 
     pub(super) fn punch(&mut self, id: FileId, offset: u64, length: u64) -> io::Result<()> {
-        let verdict = self.begin()?;
+        let verdict = self.begin_request(Fault::Punch)?;
         self.finish(id, Change::Punch { offset, length }, verdict)
     }
 
     pub(super) fn zero_range(&mut self, id: FileId, offset: u64, length: u64) -> io::Result<()> {
-        let verdict = self.begin()?;
+        let verdict = self.begin_request(Fault::Punch)?;
         self.check_space(id, offset, length)?;
         self.finish(id, Change::ZeroRange { offset, length }, verdict)
     }

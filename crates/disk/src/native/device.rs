@@ -194,8 +194,21 @@ impl Device for NativeDevice {
         self.engine.buffer_percent()
     }
 
+    /// Parts of blocks, and blocks of a thick disk, have to be written as zeros. Where there is no room for that they
+    /// keep their content: a discard is never refused for want of space.
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
-        self.write_zeroes(offset, length, self.thick, fua)
+        let head = self.writable(offset, length)?;
+        if length == 0 {
+            return self.finish(fua);
+        }
+        let parts = cut(offset, length, self.capacity());
+        unless_full(self.zero_partial(head, &parts.partial))?;
+        if self.thick {
+            unless_full(self.engine.zero_blocks(head, parts.whole))?;
+        } else {
+            self.engine.discard_blocks(head, parts.whole)?;
+        }
+        self.finish(fua)
     }
 
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
@@ -296,6 +309,14 @@ impl Device for NativeDevice {
         }
         out.truncate(limit);
         Ok(out)
+    }
+}
+
+/// What was not done for want of space is left as it is.
+fn unless_full(outcome: Result<()>) -> Result<()> {
+    match outcome {
+        Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
+        other => other,
     }
 }
 

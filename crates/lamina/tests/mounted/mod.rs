@@ -104,11 +104,68 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
     assert!(status.success(), "the run on a failing medium failed");
 }
 
+/// Takes all but so many bytes of a file system. Asked of the file system itself: a quota does not show in its room.
+pub fn leave(folder: &Path, name: &str, bytes: u64) {
+    let path = folder.join(name);
+    let Ok(file) = std::fs::File::create(&path) else { return };
+    let (mut end, mut piece) = (0, 64 << 20);
+    while piece >= 64 << 10 {
+        let [offset, length] = [end, piece].map(|number: u64| number.to_string());
+        let mut taken = Command::new("fallocate");
+        taken.args(["-o", &offset, "-l", &length]).arg(&path).stderr(std::process::Stdio::null());
+        match taken.status().unwrap_or_else(|e| panic!("fallocate: {e}; the tests need it")).success() {
+            true => end += piece,
+            false => piece /= 2,
+        }
+    }
+    // What a refused piece has taken goes back, too.
+    file.set_len(end.saturating_sub(bytes)).unwrap();
+    file.sync_all().unwrap();
+}
+
+/// Takes what is left to the last byte, most of it at once.
+pub fn take_the_rest(folder: &Path, name: &str) {
+    leave(folder, name, 16 << 10);
+    fill_rest(folder, &format!("{name}-end"));
+}
+
+/// Takes the last block, and but for btrfs the last name: there the room for names is apart, and a server cannot keep
+/// any of it back.
+pub fn fill_with_names(folder: &Path, name: &str) {
+    fill_rest(folder, name);
+    if is_btrfs(folder) {
+        return;
+    }
+    let names = folder.join(format!("{name}-names"));
+    if std::fs::create_dir(&names).is_ok() {
+        (0..1 << 16).find(|i| std::fs::File::create(names.join(format!("a name of some length, number {i}"))).is_err());
+    }
+}
+
+pub fn is_btrfs(folder: &Path) -> bool {
+    tool("stat", &["-f", "-c", "%T", folder.to_str().unwrap()]).trim() == "btrfs"
+}
+
+/// Takes away what the functions here have filled a file system with, by the beginning of its names.
+pub fn make_room(folder: &Path, names: &str) {
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(names) {
+            let path = entry.path();
+            let removed = if path.is_dir() { std::fs::remove_dir_all(path) } else { std::fs::remove_file(path) };
+            removed.unwrap();
+        }
+    }
+}
+
 /// Takes what is left of a file system, to the last block.
 pub fn fill_rest(folder: &Path, name: &str) {
     // Where there is no room for a name, there is nothing left.
     let Ok(mut rest) = std::fs::File::create(folder.join(name)) else { return };
-    for length in [1 << 20, 4096, 1] {
-        while std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {}
+    // A block that holds one byte is taken: the others of it would only take time.
+    for (length, most) in [(1 << 20, u32::MAX), (4096, u32::MAX), (1, 64)] {
+        let mut left = most;
+        while left > 0 && std::io::Write::write_all(&mut rest, &vec![1; length]).is_ok() && rest.sync_all().is_ok() {
+            left -= 1;
+        }
     }
 }

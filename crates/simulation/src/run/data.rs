@@ -105,13 +105,17 @@ impl Run {
         let whole = offset % BLOCK == 0 && length % BLOCK == 0;
         if let Err(error) = &result
             && error.kind() == ErrorKind::NoSpace
-            && (allocate != Some(true) && whole && thin)
+            && (allocate.is_none() || allocate == Some(false) && whole && thin)
         {
             return Err(format!("{name}: a discard found no space: {error}"));
         }
         let before = self.model.disks[&name].image.read(offset / BLOCK * BLOCK, padded(offset, length));
         self.image_mut(&name).zero(offset, length);
         self.changed(&name, offset, length);
+        if allocate.is_none() && !whole && result.is_ok() && self.full {
+            // Parts of blocks keep their content where there is no room for zeros.
+            return self.after_refusal(&name, offset, length, &before);
+        }
         self.end_of_change(&name, offset, length, fua, before, result)
     }
 

@@ -14,7 +14,7 @@ use crate::operation::{Operation, Profile};
 use crate::random::Random;
 use crate::regime::World;
 use backend::IoMode;
-use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
 use data::Held;
 use disk::{Datastore, Device, ErrorKind, InitOptions};
 use std::collections::{BTreeMap, VecDeque};
@@ -52,6 +52,8 @@ pub struct Statistics {
     pub interrupted_recoveries: u64,
     /// Operations refused for want of space.
     pub refused: u64,
+    /// Failures of the medium that were asked for, each of one request or of many.
+    pub faults: u64,
     /// Checkpoints seen.
     pub checkpoints: u64,
     /// Most metadata pages seen that waited for a checkpoint.
@@ -67,6 +69,7 @@ impl std::ops::AddAssign for Statistics {
         self.cuts += other.cuts;
         self.interrupted_recoveries += other.interrupted_recoveries;
         self.refused += other.refused;
+        self.faults += other.faults;
         self.checkpoints += other.checkpoints;
         self.dirty_max = self.dirty_max.max(other.dirty_max);
         self.nodes_max = self.nodes_max.max(other.nodes_max);
@@ -252,10 +255,19 @@ impl Run {
             }
             Operation::FailOperation { after } => {
                 self.faulty = true;
+                self.statistics.faults += 1;
                 self.disk.fail_operation(self.disk.operations() + after);
                 Ok(())
             }
+            Operation::FailRequests { fault, after, times } => {
+                self.faulty = true;
+                self.unsure |= *fault == Fault::Sync;
+                self.statistics.faults += 1;
+                self.disk.fail_requests(*fault, *after, *times);
+                Ok(())
+            }
             Operation::FailSyncs { count } => {
+                self.statistics.faults += 1;
                 (self.faulty, self.unsure) = (true, true);
                 self.disk.fail_syncs(*count as u32);
                 Ok(())

@@ -112,8 +112,19 @@ impl Run {
     }
 
     fn open(&mut self) -> Checked {
-        for _ in 0..OPENINGS_MAX {
+        for opening in 0..OPENINGS_MAX {
+            if opening == OPENINGS_MAX / 2 && self.faulty {
+                // What fails for ever is replaced.
+                self.disk.mend();
+            }
             match Datastore::open_in(self.disk.directory(), self.options) {
+                Ok(_) if !self.disk.is_off() && self.faulty => {
+                    // What could not be read is missing. It is all there when it can be read again.
+                    self.note("  opened on a failing medium, and again on one that works");
+                    self.disk.mend();
+                    self.faulty = false;
+                    continue;
+                }
                 Ok(datastore) if !self.disk.is_off() => {
                     self.datastore = Some(datastore);
                     return Ok(());
@@ -258,7 +269,13 @@ impl Run {
     /// Every reference counted, every checksum verified: nothing may be found.
     pub(super) fn check(&mut self) -> Checked {
         let datastore = self.datastore()?;
-        let result = datastore.check(CheckOptions { data: true, repair: false }, &NoProgress);
+        let check = || datastore.check(CheckOptions { data: true, repair: false }, &NoProgress);
+        let mut result = check();
+        if self.faulty && result.as_ref().is_ok_and(|report| !report.findings.is_empty()) {
+            // What cannot be read is told; once it can be read again, nothing of it is damaged.
+            self.disk.mend();
+            result = check();
+        }
         drop(datastore);
         match self.judge(result, None)? {
             Outcome::Refused(error) if self.foretold(&error) => Ok(()),

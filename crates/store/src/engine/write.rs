@@ -3,6 +3,7 @@
 use super::metadata::Effects;
 use super::placement::Holds;
 use super::read::gone;
+use super::reserve::DRAINS_MAX;
 use super::{Engine, Head, Meta};
 use crate::buffer::{Checksums, Content, DISCARD_CHANGES, Entry, Held};
 use crate::catalog::Provisioning;
@@ -262,7 +263,35 @@ impl Engine {
                 return Ok(0);
             }
         }
+        if self.fits_after_write_back(head, logical..logical + blocks)? {
+            return Ok(0);
+        }
         Err(self.no_space(head))
+    }
+
+    /// Whether a range can be written without taking space once what it overwrites is at home: buffered blocks have
+    /// claimed theirs, and keep them. Waits for that.
+    fn fits_after_write_back(&self, head: &Head, range: Range<u64>) -> Result<bool> {
+        let failures = self.writeback.failing.count();
+        for _ in 0..DRAINS_MAX {
+            let (mut pieces, mut gaps) = (Vec::new(), Vec::new());
+            head.lock().layers.overlay(range.clone(), &mut pieces, &mut gaps);
+            if pieces.iter().any(|piece| matches!(piece.entry.content, Content::Unmapped)) {
+                return Ok(false);
+            }
+            for gap in gaps {
+                if !self.fits_without_claim(head, gap)? {
+                    return Ok(false);
+                }
+            }
+            if self.fits_without_claim(head, range.clone())? {
+                return Ok(true);
+            }
+            if !self.drain_once(failures)? {
+                return self.fits_without_claim(head, range);
+            }
+        }
+        Ok(false)
     }
 
     /// The file system is full.

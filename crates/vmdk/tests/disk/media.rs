@@ -3,7 +3,7 @@
 //! newer.
 
 use crate::world::{DELTAS, Random, Sub, options};
-use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::sync::Arc;
@@ -144,7 +144,8 @@ impl World {
         self.faulty = true;
         let soon = self.random.below(60);
         let times = self.random.choose(&[1, 2, 5, 1 << 40]);
-        match self.random.below(3) {
+        match self.random.below(4) {
+            3 => self.machine.fail_requests(self.random.choose(&Fault::ALL), soon, times),
             0 => self.machine.fail_reads_after(soon, times),
             1 => self.machine.fail_syncs(times.min(1000) as u32),
             _ => (0..times.min(1000)).for_each(|i| self.machine.fail_operation(self.machine.operations() + soon + i)),

@@ -12,7 +12,7 @@ mod room;
 
 pub(crate) use claim::{Claim, aside};
 pub(crate) use extend::table_bytes;
-pub(crate) use nodes::KEPT;
+pub(crate) use nodes::{DRAINS_MAX, KEPT};
 pub(crate) use room::punch;
 
 use crate::pages::PageFile;

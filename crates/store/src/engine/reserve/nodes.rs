@@ -37,7 +37,7 @@ const NODES_AHEAD: u64 = 1024;
 /// Changes beside a full buffer, and as many blocks of zeroes, that are let in at the same time.
 const CHANGES_BESIDE: u64 = 1 << 14;
 /// Batches written back for one write that finds no nodes, before it is refused although others go on.
-const DRAINS_MAX: u32 = 1 << 12;
+pub(crate) const DRAINS_MAX: u32 = 1 << 12;
 /// How often the end of what is under way is waited for, [`LOOK_AGAIN`] each time.
 const UNDER_WAY_MAX: u32 = 1000;
 /// How long a write waits that would fit if no others were under way.
@@ -173,7 +173,7 @@ impl Engine {
 
     /// Brings a batch of what is buffered into the map; false when nothing is. One that cannot be brought there,
     /// because metadata of its disk is not read, is an error only when nothing else makes progress either.
-    fn drain_once(&self, failures: u64) -> Result<bool> {
+    pub(crate) fn drain_once(&self, failures: u64) -> Result<bool> {
         match self.write_back_once() {
             Err(_) if !self.running.is_stopped() => self.writeback.failing.check(failures).map(|()| true),
             other => other,

@@ -174,6 +174,29 @@ fn a_snapshot_of_what_was_acknowledged_on_a_full_file_system_leaves_it_room() {
     is_whole(&engine);
 }
 
+#[test]
+fn what_is_only_buffered_can_be_overwritten_on_a_full_file_system() {
+    let (disk, engine) = made();
+    let other = add_disk(&engine, "other", 1 << 20, Provisioning::Thin);
+    drop(engine.claim_blocks(64).unwrap());
+    fill_up(&disk);
+    (0..8).for_each(|block| write_to(&engine, other, block, 1).unwrap());
+    assert_eq!(engine.buffers.blocks(), 8);
+    let mut others = Vec::new();
+    while let Some(claim) = engine.try_claim(1) {
+        others.push(claim);
+    }
+    let head = engine.head(other);
+    // Half of them buffered, half of them nowhere.
+    let refused = engine.write_blocks(&head, 4, slice(3, 8)).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::NoSpace);
+    engine.write_blocks(&head, 0, slice(2, 8)).unwrap();
+    drop(others);
+    engine.flush().unwrap();
+    assert!((0..8).all(|block| value_of(&engine, other, block) == 2));
+    is_whole(&engine);
+}
+
 /// A store with a snapshot of disk 1 and a write to it that is only buffered, which overwrites a block in place.
 fn before_revert() -> (SimulatedDisk, Arc<Engine>, u64) {
     let (disk, engine) = made();

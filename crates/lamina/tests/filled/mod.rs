@@ -1,0 +1,219 @@
+//! A disk on a file system that may be full: which content each sector may have, and which requests need no room.
+//!
+//! A request that was refused, and a discard that found no room to call zero what it discards, leave each sector as it
+//! was or as it was to be: that is read at once, and stays.
+
+#![allow(clippy::unwrap_used)]
+
+use crate::history::{History, read_export};
+use crate::nbd::{Client, Command, ENOSPC, Failure};
+use crate::pattern::{self, SECTOR};
+use crate::process::Store;
+use std::ops::Range;
+
+/// Requests of one round, and the blocks of the largest.
+const ROUND_REQUESTS: u64 = 16;
+const REQUEST_BLOCKS_MAX: u64 = 32;
+const BLOCK_SECTORS: u64 = 8;
+
+/// What is asked of a disk in a round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mix {
+    /// Everything.
+    Any,
+    /// New blocks, mostly.
+    Fill,
+    /// What has its place and needs no room: none of it may be refused.
+    Overwrite,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Trim,
+    Zero,
+}
+
+struct Sent {
+    cookie: u64,
+    range: Range<usize>,
+    kind: Kind,
+    fua: bool,
+    /// All of it has its place.
+    placed: bool,
+}
+
+/// A disk, and what is known of it.
+pub struct Filled {
+    pub history: History,
+    /// Sectors that the disk has to itself, by what was acknowledged.
+    placed: Vec<bool>,
+    /// The same by what is durable.
+    placed_durably: Vec<bool>,
+    /// The file system may be full.
+    pub full: bool,
+    pub refused: u64,
+    pub overwritten: u64,
+}
+
+impl Filled {
+    /// A new disk; `thick` ones have all their places.
+    pub fn new(name: &str, number: u64, bytes: usize, seed: u64, thick: bool) -> Self {
+        let mut history = History::new(name, number, bytes);
+        history.random.0 ^= seed << 32;
+        let placed = vec![thick; bytes / SECTOR];
+        Self { history, placed_durably: placed.clone(), placed, full: false, refused: 0, overwritten: 0 }
+    }
+
+    fn request(&mut self, mix: Mix) -> Option<(Range<usize>, Kind)> {
+        let random = &mut self.history.random;
+        let all = self.history.sectors.len() as u64;
+        let kind = match (mix, random.below(100)) {
+            (Mix::Any, 0..12) => Kind::Trim,
+            (Mix::Any, 12..20) => Kind::Zero,
+            _ => Kind::Write,
+        };
+        let (align, length) = match random.below(10) {
+            0 if mix != Mix::Fill => (1, 1 + random.below(24)),
+            0..3 => (BLOCK_SECTORS, BLOCK_SECTORS * (1 + random.below(REQUEST_BLOCKS_MAX))),
+            _ => (BLOCK_SECTORS, BLOCK_SECTORS),
+        };
+        let start = random.below(all - length) / align * align;
+        if mix != Mix::Overwrite {
+            return Some((start as usize..(start + length) as usize, kind));
+        }
+        // From the next place on that there is, as far as it reaches.
+        let start = (start as usize..all as usize).find(|sector| self.placed[*sector])?;
+        let end =
+            (start..start + length as usize).take_while(|sector| self.placed.get(*sector) == Some(&true)).last()?;
+        Some((start..end + 1, kind))
+    }
+
+    fn send(&mut self, client: &mut Client, mix: Mix) -> Result<Vec<Sent>, Failure> {
+        let mut sent: Vec<Sent> = Vec::new();
+        for _ in 0..1 + self.history.random.below(ROUND_REQUESTS) {
+            let Some((range, kind)) = self.request(mix) else { continue };
+            if sent.iter().any(|other| other.range.start < range.end && range.start < other.range.end) {
+                continue;
+            }
+            let fua = self.history.random.once_in(24);
+            self.history.version += 1;
+            let version = if kind == Kind::Write { self.history.version } else { 0 };
+            range.clone().for_each(|sector| self.history.sectors[sector].push(version));
+            let (offset, length) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32);
+            let mut data = vec![0; if kind == Kind::Write { range.len() * SECTOR } else { 0 }];
+            for (sector, content) in range.clone().zip(data.chunks_exact_mut(SECTOR)) {
+                pattern::fill(content, self.history.number, sector as u64, version);
+            }
+            let command = match kind {
+                Kind::Write => Command::Write { offset, data: &data, fua },
+                Kind::Trim => Command::Trim { offset, length, fua },
+                Kind::Zero => Command::Zero { offset, length, fua },
+            };
+            let placed = self.placed[range.clone()].iter().all(|placed| *placed);
+            if kind != Kind::Write {
+                // Also when the answer never comes.
+                self.placed[range.clone()].fill(false);
+                self.placed_durably[range.clone()].fill(false);
+            }
+            sent.push(Sent { cookie: client.submit(command)?, range, kind, fua, placed });
+        }
+        Ok(sent)
+    }
+
+    /// Requests that do not overlap, all in flight at once; how many were refused.
+    pub fn round(&mut self, client: &mut Client, mix: Mix) -> Result<u64, Failure> {
+        let sent = self.send(client, mix)?;
+        let mut in_doubt = Vec::new();
+        let mut refused = 0;
+        for _ in 0..sent.len() {
+            let (cookie, outcome) = client.complete()?;
+            let Sent { range, kind, fua, placed, .. } = sent.iter().find(|sent| sent.cookie == cookie).unwrap();
+            let name = &self.history.name;
+            match outcome {
+                Ok(_) => self.took_effect(range.clone(), *kind, *fua),
+                Err(ENOSPC) => {
+                    assert!(*kind != Kind::Trim, "{name}: a discard of {range:?} was refused");
+                    assert!(!(*kind == Kind::Write && *placed), "{name}: an overwrite of {range:?} was refused");
+                    assert!(self.full, "{name}: {range:?} was refused, and there is room");
+                    refused += 1;
+                }
+                Err(errno) => return Err(Failure::Errno(errno)),
+            }
+            self.overwritten += u64::from(outcome.is_ok() && *kind == Kind::Write && *placed);
+            if outcome.is_err() || *kind == Kind::Trim && self.full {
+                in_doubt.push(range.clone());
+            }
+        }
+        in_doubt.into_iter().try_for_each(|range| self.look(client, range))?;
+        self.refused += refused;
+        Ok(refused)
+    }
+
+    fn took_effect(&mut self, range: Range<usize>, kind: Kind, fua: bool) {
+        if kind == Kind::Write {
+            self.placed[range.clone()].fill(true);
+            self.placed_durably[range.clone()].iter_mut().for_each(|placed| *placed |= fua);
+        }
+        if fua && !(kind == Kind::Trim && self.full) {
+            self.history.sectors[range].iter_mut().for_each(|versions| drop(versions.drain(..versions.len() - 1)));
+        }
+    }
+
+    /// Decides by looking what a request has left.
+    fn look(&mut self, client: &mut Client, range: Range<usize>) -> Result<(), Failure> {
+        let found = client.read((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32)?;
+        let History { name, number, sectors, .. } = &mut self.history;
+        for (sector, bytes) in range.zip(found.chunks_exact(SECTOR)) {
+            let version = pattern::version(bytes, *number, sector as u64).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let versions = &mut sectors[sector];
+            let allowed = &versions[versions.len().saturating_sub(2)..];
+            assert!(allowed.contains(&version), "{name} sector {sector}: {version} is none of {allowed:?}");
+            versions.push(version);
+        }
+        Ok(())
+    }
+
+    /// A flush; it never fails for want of room.
+    pub fn flush(&mut self, client: &mut Client) -> Result<(), Failure> {
+        self.history.flush(client)?;
+        self.placed_durably.clone_from(&self.placed);
+        Ok(())
+    }
+
+    /// Discards much at once.
+    pub fn discard(&mut self, client: &mut Client) -> Result<(), Failure> {
+        let all = self.history.sectors.len();
+        let start = self.history.random.below(all as u64) as usize / 8 * 8;
+        let range = start..(start + all / 4).min(all);
+        let done = client.trim((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32);
+        range.clone().for_each(|sector| self.history.sectors[sector].push(0));
+        self.placed[range.clone()].fill(false);
+        self.placed_durably[range.clone()].fill(false);
+        done?;
+        self.look(client, range)
+    }
+
+    /// A snapshot was asked for: whether it is there or not, nothing is the disk's alone any more.
+    pub fn share(&mut self) {
+        self.placed.fill(false);
+        self.placed_durably.fill(false);
+    }
+
+    /// Disk and snapshots are what was last acknowledged.
+    pub fn is_whole(&self, store: &Store) {
+        let history = &self.history;
+        history.is(&read_export(store, &history.name), &history.name);
+        for (snapshot, _) in &history.snapshots {
+            let export = format!("{}@{snapshot}", history.name);
+            history.snapshot_is(snapshot, &read_export(store, &export), &export);
+        }
+    }
+
+    /// After a kill: nothing that was flushed is lost, and what is found stays.
+    pub fn settle(&mut self, store: &Store) {
+        self.history.verify(store);
+        self.history.verify_snapshots(store);
+        self.placed.clone_from(&self.placed_durably);
+    }
+}

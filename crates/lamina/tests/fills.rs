@@ -1,0 +1,488 @@
+//! Disks in each format that is written, on small file systems of each kind that become full to the last byte again and
+//! again, with snapshots, discards, deletions, stops and kills. A seed decides what is done.
+//!
+//! 1. Only what needs room is refused, with ENOSPC. Overwrites, reads, flushes, discards, deletions and stops go on.
+//! 2. When there is room again, all goes on by itself.
+//! 3. Nothing acknowledged is lost by a stop, nothing flushed by a kill.
+//! 4. The check finds nothing.
+
+#![allow(clippy::unwrap_used)]
+
+mod filled;
+mod history;
+mod mounted;
+mod nbd;
+mod pattern;
+mod process;
+
+use filled::{Filled, Mix};
+use mounted::{fill_with_names, leave, make_room, take_the_rest};
+use nbd::{Client, ENOSPC, Failure};
+use pattern::Random;
+use process::{Serving, Store, tool, until};
+use std::path::Path;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// Fills of one datastore.
+const FILLS_OF_ONE: u64 = 4;
+const SIZE: usize = 12 << 20;
+const SNAPSHOTS: usize = 3;
+/// With less than that free, writes may be refused.
+const ROOM: u64 = 16 << 20;
+
+/// What disks are made of, and whether all their places are taken at the beginning.
+const FORMATS: [(&str, bool); 12] = [
+    ("", false),
+    ("--provisioning zeroedthick", false),
+    ("--format vmdk --delta vmfssparse", false),
+    ("--format vmdk --delta sesparse", false),
+    ("--format vmdk --delta vsansparse", false),
+    ("--format zeroedthick --delta sesparse", true),
+    ("--format eagerzeroedthick --delta vmfssparse", true),
+    ("--format vmfssparse --delta vmfssparse", false),
+    ("--format sesparse --delta sesparse", false),
+    ("--format vsansparse --delta vsansparse", false),
+    ("--format monolithicsparse --delta vmfssparse", false),
+    ("--format monolithicsparse --delta sesparse", false),
+];
+
+#[test]
+fn fills_of_ext4() {
+    mounted::on_ext4("fills_of_ext4", fills);
+}
+
+#[test]
+fn fills_of_xfs() {
+    mounted::on_xfs("fills_of_xfs", fills);
+}
+
+#[test]
+fn fills_of_btrfs() {
+    mounted::on_btrfs("fills_of_btrfs", fills);
+}
+
+fn number(variable: &str, otherwise: u64) -> u64 {
+    std::env::var(variable).map_or(otherwise, |value| value.parse().unwrap())
+}
+
+/// What has been through.
+#[derive(Default, Debug)]
+struct Tally {
+    fills: u64,
+    refused: u64,
+    overwritten: u64,
+    stops: u64,
+    kills: u64,
+    snapshots: u64,
+    snapshots_refused: u64,
+    half_merged: u64,
+    deleted: u64,
+}
+
+fn fills(folder: &Path) {
+    let (begin, wanted, first) = (Instant::now(), number("LAMINA_FILLS", 0), number("LAMINA_FILL_FROM", 0));
+    if wanted == 0 {
+        return println!("LAMINA_FILLS says how many fills of each file system");
+    }
+    let mut tally = Tally::default();
+    let mut seed = first;
+    while tally.fills < wanted {
+        println!("seed {seed}: LAMINA_FILL_FROM={seed}");
+        let mut case = Case::new(folder, seed, tally);
+        for _ in 0..FILLS_OF_ONE {
+            case.fill_up();
+        }
+        tally = case.end();
+        seed += 1;
+    }
+    println!("{tally:?} in {} datastores and {:.0} s", seed - first, begin.elapsed().as_secs_f64());
+    assert!(tally.refused >= tally.fills && tally.overwritten > tally.fills, "{tally:?}");
+}
+
+struct Case<'a> {
+    folder: &'a Path,
+    store: Store,
+    server: Option<Serving>,
+    random: Random,
+    disks: Vec<Filled>,
+    /// Of images: a snapshot of it can be merged into either side.
+    merged: Vec<bool>,
+    clients: Vec<Client>,
+    /// The file system tells of room that it has not.
+    overstates: bool,
+    /// Disks that come and go.
+    spares: Vec<String>,
+    next: u64,
+    /// What other programs have taken, by number.
+    taken: u64,
+    /// What was done, for the report of a failure.
+    trace: Vec<String>,
+    tally: Tally,
+}
+
+impl Drop for Case<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("what was done:\n  {}", self.trace.join("\n  "));
+        }
+    }
+}
+
+impl<'a> Case<'a> {
+    fn new(folder: &'a Path, seed: u64, tally: Tally) -> Self {
+        let store = Store::at(folder, "4M");
+        let mut random = Random(seed ^ 0x6669_6c6c);
+        let (mut disks, mut merged) = (Vec::new(), Vec::new());
+        for (number, format) in [seed, seed + 1 + random.below(FORMATS.len() as u64 - 1)].into_iter().enumerate() {
+            let (options, thick) = FORMATS[format as usize % FORMATS.len()];
+            println!("  disk{number} {options}");
+            store.run(&format!("disk create disk{number} {SIZE} {options}")).ok();
+            disks.push(Filled::new(&format!("disk{number}"), number as u64 + 1, SIZE, seed, thick));
+            merged.push(options.contains("--format"));
+        }
+        let (spares, clients) = (Vec::new(), Vec::new());
+        let overstates = mounted::is_btrfs(folder);
+        let (server, trace, next, taken) = (None, Vec::new(), 0, 0);
+        let mut case = Self {
+            folder,
+            store,
+            server,
+            random,
+            disks,
+            merged,
+            clients,
+            overstates,
+            spares,
+            next,
+            taken,
+            trace,
+            tally,
+        };
+        case.start();
+        for _ in 0..4 {
+            case.create();
+        }
+        case
+    }
+
+    fn note(&mut self, what: impl Into<String>) {
+        self.trace.push(what.into());
+    }
+
+    /// Whether a command was done; it may have been refused for want of room.
+    fn done(&mut self, arguments: &str) -> bool {
+        let done = self.store.run(arguments);
+        self.note(format!("{arguments}: {} {}", done.code, done.stderr.trim_end()));
+        match done.code {
+            0 => true,
+            5 => false,
+            _ => panic!("{arguments}: {done:?}"),
+        }
+    }
+
+    fn start(&mut self) {
+        let options = ["", "", "--io direct", "--queue threads"][self.random.below(4) as usize];
+        self.note(format!("serve {options}"));
+        self.server = Some(self.store.serve(&format!("--log warn {options}")));
+        self.connect();
+    }
+
+    fn connect(&mut self) {
+        let connect = |disk: &Filled| Client::connect(&self.store.socket(), &disk.history.name).unwrap();
+        self.clients = self.disks.iter().map(connect).collect();
+    }
+
+    /// Another program takes all that is left.
+    fn take(&mut self) {
+        self.taken += 1;
+        self.note("all room is taken");
+        match self.random.below(4) {
+            0 => fill_with_names(self.folder, &format!("rest-{}", self.taken)),
+            _ => take_the_rest(self.folder, &format!("rest-{}", self.taken)),
+        }
+        self.is_full(true);
+    }
+
+    /// Disks and their snapshots may fill the file system without anybody's help.
+    fn is_full_or_not(&mut self) {
+        let full = self.free() < ROOM;
+        self.is_full(full);
+    }
+
+    fn free(&self) -> u64 {
+        let free = tool("stat", &["-f", "-c", "%a %S", self.folder.to_str().unwrap()]);
+        free.split_whitespace().map(|number| number.parse::<u64>().unwrap()).product()
+    }
+
+    fn is_full(&mut self, full: bool) {
+        self.disks.iter_mut().for_each(|disk| disk.full = full);
+    }
+
+    fn round(&mut self, disk: usize, mix: Mix) -> u64 {
+        self.note(format!("round of disk{disk}: {mix:?}"));
+        let refused = self.disks[disk].round(&mut self.clients[disk], mix);
+        refused.unwrap_or_else(|failure| panic!("disk{disk}: {failure:?}"))
+    }
+
+    fn rounds(&mut self, count: u64, disk: usize, mix: Mix) {
+        for _ in 0..count {
+            self.round(disk, mix);
+        }
+    }
+
+    fn flush(&mut self, disk: usize) {
+        self.note(format!("flush of disk{disk}"));
+        let flushed = self.disks[disk].flush(&mut self.clients[disk]);
+        flushed.unwrap_or_else(|failure| panic!("a flush of disk{disk}: {failure:?}"));
+    }
+
+    fn create(&mut self) {
+        self.next += 1;
+        let name = format!("spare{}", self.next);
+        let (options, _) = FORMATS[self.random.below(FORMATS.len() as u64) as usize];
+        if self.done(&format!("disk create {name} 1M {options}")) {
+            let mut client = Client::connect(&self.store.socket(), &name).unwrap();
+            match client.write(0, &pattern::bytes(self.next, 64 << 10)) {
+                Ok(()) | Err(Failure::Errno(ENOSPC)) => {}
+                Err(failure) => panic!("{name}: {failure:?}"),
+            }
+            self.spares.push(name);
+        } else {
+            self.store.run(&format!("disk show {name}")).fails(3, &name);
+        }
+    }
+
+    /// Always works.
+    fn delete(&mut self) {
+        if self.spares.is_empty() {
+            return;
+        }
+        let spare = self.random.below(self.spares.len() as u64) as usize;
+        let name = self.spares.swap_remove(spare);
+        self.note(format!("disk delete {name}"));
+        self.store.run(&format!("disk delete {name}")).ok();
+        self.store.run(&format!("disk show {name}")).fails(3, &name);
+        self.tally.deleted += 1;
+    }
+
+    fn snapshot(&mut self, disk: usize) {
+        self.next += 1;
+        let name = format!("s{}", self.next);
+        let taken = self.done(&format!("snapshot create disk{disk}@{name}"));
+        self.disks[disk].share();
+        match taken {
+            true => self.disks[disk].history.snapshot_taken(&name),
+            false => self.tally.snapshots_refused += 1,
+        }
+        self.tally.snapshots += 1;
+        self.snapshots_are(disk);
+    }
+
+    fn delete_snapshot(&mut self, disk: usize) {
+        let snapshots = &self.disks[disk].history.snapshots;
+        let chosen = self.random.below(snapshots.len() as u64) as usize;
+        let name = snapshots[chosen].0.clone();
+        let sides = if self.merged[disk] { 3 } else { 1 };
+        let side = ["", " --up", " --down"][self.random.below(sides) as usize];
+        match self.done(&format!("snapshot delete disk{disk}@{name}{side}")) {
+            true => drop(self.disks[disk].history.snapshots.remove(chosen)),
+            false => {
+                self.tally.snapshots_refused += 1;
+                // The room that btrfs tells of is more than there is: a merge may find out half way.
+                if self.overstates && self.listed(disk).iter().all(|listed| *listed != name) {
+                    self.disks[disk].history.snapshots.remove(chosen);
+                    self.tally.half_merged += 1;
+                }
+            }
+        }
+        self.snapshots_are(disk);
+    }
+
+    fn listed(&self, disk: usize) -> Vec<String> {
+        let listed = self.store.run(&format!("snapshot list disk{disk} --json")).json();
+        let listed = listed["snapshots"].as_array().unwrap().iter();
+        listed.map(|snapshot| snapshot["name"].as_str().unwrap().to_owned()).collect()
+    }
+
+    /// What was refused has changed nothing.
+    fn snapshots_are(&self, disk: usize) {
+        let mut listed = self.listed(disk);
+        let mut known: Vec<&str> = self.disks[disk].history.snapshots.iter().map(|(name, _)| name.as_str()).collect();
+        listed.sort_unstable();
+        known.sort_unstable();
+        assert_eq!(listed, known, "disk{disk}");
+    }
+
+    /// Anything that may be done at any time.
+    fn step(&mut self) {
+        let disk = self.random.below(2) as usize;
+        let snapshots = self.disks[disk].history.snapshots.len();
+        match self.random.below(100) {
+            0..46 => self.rounds(1, disk, Mix::Any),
+            46..58 => self.rounds(1, disk, Mix::Overwrite),
+            58..66 => self.flush(disk),
+            66..72 => {
+                self.note(format!("discard of disk{disk}"));
+                let discarded = self.disks[disk].discard(&mut self.clients[disk]);
+                discarded.unwrap_or_else(|failure| panic!("a discard of disk{disk}: {failure:?}"));
+            }
+            72..80 if snapshots < SNAPSHOTS => self.snapshot(disk),
+            72..86 if snapshots > 0 => self.delete_snapshot(disk),
+            86..91 => self.create(),
+            91..95 => self.delete(),
+            95..97 => self.stop(),
+            97 => self.kill(),
+            _ => self.rounds(1, disk, Mix::Fill),
+        }
+    }
+
+    /// A stop without a flush before it.
+    fn stop(&mut self) {
+        self.note("stop");
+        self.clients.clear();
+        assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
+        self.tally.stops += 1;
+        if self.disks[0].full && self.random.once_in(2) {
+            self.take();
+        }
+        self.start();
+        self.disks.iter().for_each(|disk| disk.is_whole(&self.store));
+    }
+
+    /// A kill with requests in flight, and sometimes in the middle of an operation.
+    fn kill(&mut self) {
+        let disk = self.random.below(2) as usize;
+        let name = format!("disk{disk}");
+        let snapshots = &self.disks[disk].history.snapshots;
+        let (first, count) = (snapshots.first().map(|(snapshot, _)| snapshot.clone()), snapshots.len());
+        let operation = match (self.random.below(4), first) {
+            (0, _) if count < SNAPSHOTS => {
+                self.next += 1;
+                let snapshot = format!("k{}", self.next);
+                let operation = format!("snapshot create {name}@{snapshot}");
+                self.disks[disk].share();
+                self.disks[disk].history.snapshot_taken(&snapshot);
+                Some(operation)
+            }
+            (1, Some(snapshot)) => Some(format!("snapshot delete {name}@{snapshot}")),
+            (2, _) => self.spares.pop().map(|spare| format!("disk delete {spare}")),
+            _ => None,
+        };
+        self.note(format!("kill in {operation:?} and rounds of {name}"));
+        let operation = operation.map(|operation| {
+            let mut command = self.store.command(&operation);
+            command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
+        });
+        let mut server = self.server.take().unwrap();
+        let delay = Duration::from_micros(self.random.below(30_000));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(delay);
+                server.kill();
+            });
+            // A snapshot that is being taken holds what was acknowledged before: nothing is written meanwhile.
+            while operation.is_none() {
+                match self.disks[disk].round(&mut self.clients[disk], Mix::Any) {
+                    Ok(_) => {}
+                    Err(Failure::Gone(_)) => break,
+                    Err(failure) => panic!("{name}: {failure:?}"),
+                }
+            }
+        });
+        drop(server);
+        self.clients.clear();
+        if let Some(mut operation) = operation {
+            process::wait(&mut operation);
+        }
+        self.tally.kills += 1;
+        if self.disks[0].full && self.random.once_in(2) {
+            self.take();
+        }
+        self.start();
+        self.disks.iter_mut().for_each(|disk| disk.settle(&self.store));
+    }
+
+    /// Until the file system is full; what goes on meanwhile; and room again.
+    fn fill_up(&mut self) {
+        for _ in 0..12 {
+            self.is_full_or_not();
+            self.step();
+        }
+        self.taken += 1;
+        self.is_full(true);
+        let left = self.random.below(6 << 20);
+        self.note(format!("{left} bytes are left"));
+        leave(self.folder, &format!("rest-{}", self.taken), left);
+        // By its disks as long as they take anything; then by another program.
+        for disk in 0..2 {
+            let mut refused = 0;
+            for _ in 0..self.random.below(200) {
+                refused += self.round(disk, Mix::Fill);
+                if refused > 20 {
+                    break;
+                }
+            }
+        }
+        self.take();
+        for disk in 0..2 {
+            self.flush(disk);
+            self.rounds(4, disk, Mix::Overwrite);
+            self.rounds(4, disk, Mix::Fill);
+        }
+        self.disks.iter().for_each(|disk| disk.is_whole(&self.store));
+        for _ in 0..self.random.below(24) {
+            self.step();
+            if self.random.once_in(6) {
+                self.take();
+            }
+        }
+        self.take();
+        if self.random.once_in(2) {
+            self.stop()
+        } else {
+            self.kill()
+        }
+        self.delete();
+        for disk in 0..2 {
+            self.rounds(2, disk, Mix::Overwrite);
+            self.flush(disk);
+        }
+        self.tally.fills += 1;
+
+        self.note("there is room again");
+        make_room(self.folder, "rest-");
+        self.is_full(true);
+        for disk in 0..2 {
+            for _ in 0..SNAPSHOTS {
+                if self.free() < ROOM && !self.disks[disk].history.snapshots.is_empty() {
+                    self.delete_snapshot(disk);
+                }
+            }
+            until("there is room again", || self.round(disk, Mix::Fill) == 0);
+        }
+        for disk in 0..2 {
+            self.is_full_or_not();
+            self.rounds(4, disk, Mix::Fill);
+            self.flush(disk);
+        }
+    }
+
+    fn end(mut self) -> Tally {
+        self.stop();
+        while !self.spares.is_empty() {
+            self.delete();
+        }
+        self.clients.clear();
+        assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
+        // An image that was killed and is only read since then is warned of; it is no finding.
+        let checked = self.store.run("check --data");
+        assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
+        for disk in &self.disks {
+            self.tally.refused += disk.refused;
+            self.tally.overwritten += disk.overwritten;
+            self.store.run(&format!("disk delete {} --force", disk.history.name)).ok();
+        }
+        std::mem::take(&mut self.tally)
+    }
+}
