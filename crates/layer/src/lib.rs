@@ -202,6 +202,12 @@ pub trait Layer: Send + Sync {
         Ok(needed)
     }
 
+    /// Bytes of the disk that one table of the format maps, and bytes that a new table takes, its copies included: what a
+    /// write to a part without a table takes beside [`Layer::room_needed`]. No bytes for formats without tables.
+    fn table_size(&self) -> (u64, u64) {
+        (u64::MAX, 0)
+    }
+
     /// Takes the space of a range before it is written, where the format can say which that is; what is read stays the
     /// same.
     fn take_room(&self, range: Range<u64>) -> Result<()> {

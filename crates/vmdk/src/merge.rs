@@ -31,7 +31,8 @@ use layer::{Content, Extent, Layer};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of payload for which one byte of tables is counted beside them: formats take a sixty-fourth at the most.
+/// Bytes of payload for which one byte of metadata is counted beside tables: maps of free space, owners of grains, and
+/// those of the file system.
 const METADATA_SHARE: u64 = 64;
 /// Extents of a source asked for at a time.
 const EXTENTS: usize = 256;
@@ -280,13 +281,24 @@ impl Disk {
         held.sort_unstable_by_key(|range| range.start);
         let mut ranges = Vec::with_capacity(held.len());
         held.into_iter().for_each(|range| push_range(&mut ranges, range));
-        let mut needed = 0;
+        let (mapped, table) = layer.table_size();
+        let (mut needed, mut tables, mut next) = (0, 0, 0);
         for range in &ranges {
-            needed += layer.room_needed(range.clone())?;
+            let taken = layer.room_needed(range.clone())?;
+            needed += taken;
+            if taken == 0 || table == 0 {
+                continue;
+            }
+            // Each table once: ranges are in the order of the disk. Where the target has something, it has a table.
+            for index in (range.start / mapped).max(next)..range.end.div_ceil(mapped) {
+                let part = index * mapped..((index + 1) * mapped).min(layer.capacity());
+                tables += u64::from(layer.room_needed(part.clone())? == part.end - part.start);
+                next = index + 1;
+            }
         }
         let directory = into.place().folder.directory();
         let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
-        let metadata = needed / METADATA_SHARE;
+        let metadata = needed / METADATA_SHARE + tables * table;
         if needed > 0 && needed + metadata > room.available {
             let text = format!(
                 "disk '{}': merging into '{}' takes {} bytes, and the file system has {}: nothing was changed; free some \

@@ -16,7 +16,7 @@ const INSIDE: &str = "LAMINA_TEST_FULL";
 fn in_a_namespace(test: &str, unshare: &[&str], script: &str) {
     let folder = tempfile::tempdir().unwrap();
     let program = std::env::current_exe().unwrap();
-    let script = format!("set -e; {script}; exec \"$0\" --exact {test} --nocapture");
+    let script = format!("set -e; {script}; exec \"$0\" --exact {test} --include-ignored --nocapture");
     let status = Command::new("unshare")
         .args(unshare)
         .args(["sh", "-c", &script])

@@ -154,6 +154,12 @@ impl Layer for Hosted {
         self.grain_bytes()
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        // Twice, and each on a page border of its own in the worst case.
+        let table = (self.header.table_sectors() * SECTOR).next_multiple_of(backend::BLOCK_SIZE as u64);
+        (u64::from(self.header.table_entries) * self.grain_bytes(), 2 * table)
+    }
+
     fn format(&self) -> &'static str {
         "monolithicsparse"
     }

@@ -142,6 +142,11 @@ impl Layer for Concatenated {
         self.grain
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        let sizes = self.layers().map(|layer| layer.table_size());
+        sizes.reduce(|one, other| (one.0.min(other.0), one.1.max(other.1))).unwrap_or((u64::MAX, 0))
+    }
+
     fn format(&self) -> &'static str {
         let mut formats = self.layers().map(|layer| layer.format());
         let first = formats.next().unwrap_or("zero");

@@ -104,6 +104,10 @@ impl Layer for Identified {
         self.inner.grain()
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        self.inner.table_size()
+    }
+
     fn format(&self) -> &'static str {
         self.inner.format()
     }

@@ -201,6 +201,10 @@ impl Layer for SeSparse {
         entry::GRAIN
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        (entry::TABLE_SPAN, header::TABLE_PAGES * backend::BLOCK_SIZE as u64)
+    }
+
     fn format(&self) -> &'static str {
         "sesparse"
     }

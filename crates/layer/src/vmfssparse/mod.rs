@@ -116,6 +116,10 @@ impl Layer for VmfsSparse {
         self.grain_bytes()
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        (u64::from(header::TABLE_ENTRIES) * self.grain_bytes(), header::TABLE_SECTORS * SECTOR)
+    }
+
     fn format(&self) -> &'static str {
         "vmfssparse"
     }

@@ -100,6 +100,11 @@ impl Layer for VsanSparse {
         BLOCK
     }
 
+    fn table_size(&self) -> (u64, u64) {
+        // A page of the map, twice.
+        (layout::PAGE_GRAINS * BLOCK, 2 * BLOCK)
+    }
+
     fn format(&self) -> &'static str {
         "vsansparse"
     }

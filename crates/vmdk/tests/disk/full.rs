@@ -208,6 +208,40 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
     }
 }
 
+/// Each piece takes a table of its own in the image that it goes to, which is more than the piece.
+#[test]
+fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
+    const PIECES: u64 = 20;
+    for delta in [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse] {
+        let storage = SimulatedDisk::new(3, SimulatedOptions { capacity: 64 << 20, ..SimulatedOptions::default() });
+        let adapter = Adapter::LsiLogic;
+        let new = NewDisk { name: "vm".into(), capacity: 1 << 30, kind: ImageKind::Thin, delta: Some(delta), adapter };
+        let disk = Disk::create(folder(&storage, "a"), &new, &options(1), &()).unwrap();
+        for name in ["first", "second"] {
+            disk.snapshot(&NewSnapshot::named(name)).unwrap();
+        }
+        let chain = disk.chain().unwrap();
+        (0..PIECES).for_each(|piece| chain.write(piece << 25, &[7; PAGE as usize]).unwrap());
+        chain.flush().unwrap();
+        // Room for the payload, and half as much.
+        let directory = storage.directory();
+        let filler = directory.create("filler", IoMode::Buffered).unwrap();
+        filler.reserve(0, directory.room().unwrap().available - PIECES * PAGE * 3 / 2).unwrap();
+        let refused = disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
+        let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+        assert_eq!(names, ["first", "second"], "{delta:?}: {refused}");
+        filler.set_len(0).unwrap();
+        filler.sync().unwrap();
+        disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap();
+        let mut found = [0; PAGE as usize];
+        for piece in 0..PIECES {
+            chain.read(piece << 25, &mut found).unwrap();
+            assert_eq!(found, [7; PAGE as usize], "{delta:?}");
+        }
+    }
+}
+
 #[test]
 fn a_clone_and_its_parent_are_deleted_where_there_is_no_room() {
     let machine = Machine::new(ImageKind::Thin, DELTAS[1], 11);
