@@ -77,6 +77,11 @@ pub struct Error {
     source: Option<io::Error>,
 }
 
+/// Whether a system call failed because the file system is full, or its owner's quota used up.
+pub fn lacks_space(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
 /// The result of anything that can fail here.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -91,7 +96,7 @@ impl Error {
         let kind = match source.kind() {
             io::ErrorKind::NotFound => ErrorKind::NotFound,
             io::ErrorKind::AlreadyExists => ErrorKind::Exists,
-            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::NoSpace,
+            _ if lacks_space(&source) => ErrorKind::NoSpace,
             io::ErrorKind::ReadOnlyFilesystem => ErrorKind::ReadOnly,
             io::ErrorKind::WouldBlock | io::ErrorKind::ResourceBusy => ErrorKind::Busy,
             io::ErrorKind::Unsupported => ErrorKind::Unsupported,

@@ -30,7 +30,7 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice, release_idle};
-pub use error::{Error, ErrorKind, IoContext, Result};
+pub use error::{Error, ErrorKind, IoContext, Result, lacks_space};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
 use std::io;
