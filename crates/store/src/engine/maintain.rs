@@ -432,8 +432,18 @@ impl Engine {
         Ok(())
     }
 
+    /// Gives back what could not be given back before; whether nothing is left of it.
+    pub(super) fn return_rest(&self) -> bool {
+        let mut failed = self.reserves.lock_punching();
+        if let Err(error) = self.punch_failed(&mut failed) {
+            tracing::warn!(%error, "space that nothing names goes back when the datastore is opened again");
+        }
+        failed.is_empty()
+    }
+
     /// Punches what could not be punched before, where it has not been reserved again since.
     fn punch_failed(&self, failed: &mut Vec<Run>) -> Result<()> {
+        failed.append(&mut self.reserves.take_unreturned());
         if failed.is_empty() {
             return Ok(());
         }
@@ -443,7 +453,9 @@ impl Engine {
         while let Some(run) = failed.last().copied() {
             let mut left: Vec<Run> = Vec::new();
             for block in run.start..run.start + run.blocks {
-                if self.meta.look(|meta| Ok(meta.entry(block)?.backed))? {
+                // Room may have been found for regions that the tables do not have.
+                let is_backed = |meta: &mut super::Meta| Ok(block < meta.data.blocks() && meta.entry(block)?.backed);
+                if self.meta.look(is_backed)? {
                     continue;
                 }
                 match left.last_mut() {

@@ -438,8 +438,10 @@ impl Engine {
         self.flush()?;
         // Also what no write waits for: the checkpoint then has nothing to append.
         self.commit_changes()?;
+        // Recovery looks for space that nothing names.
+        let purpose = if self.return_rest() { Purpose::Close } else { Purpose::GoOn };
         let _guard = self.log.lock_checkpoints();
-        self.checkpoint_locked(Purpose::Close)?;
+        self.checkpoint_locked(purpose)?;
         self.running.stop("it was closed");
         *closed = true;
         Ok(())

@@ -124,8 +124,11 @@ impl Engine {
         let length = run.blocks * BLOCK_SIZE as u64;
         self.check_room(length, "data")?;
         if let Err(error) = file.reserve(offset, length) {
-            // A file system that runs full on the way keeps what it had found, without a record of it.
-            let _ = file.punch(offset, length);
+            // A file system that runs full on the way keeps what it had found, without a record of it. Punching a hole
+            // needs room too on some.
+            if file.punch(offset, length).is_err() {
+                self.reserves.note_unreturned(run);
+            }
             return Err(error).during(|| format!("reserving {length} bytes for data"));
         }
         self.files.touch(run);

@@ -39,6 +39,8 @@ pub struct Reserves {
     punching: Mutex<Vec<Run>>,
     /// One reservation of space from the file system at a time.
     extending: Mutex<()>,
+    /// Runs that take room and that nothing names, whose punch failed where `punching` may not be locked.
+    unreturned: Mutex<Vec<Run>>,
     /// Blocks for which buffered writes may need new places.
     claims: AtomicU64,
     /// Free blocks that writes may count on.
@@ -59,6 +61,16 @@ impl Reserves {
     /// Keeps holes from being punched; the runs whose punch failed.
     pub fn lock_punching(&self) -> MutexGuard<'_, Vec<Run>> {
         self.punching.lock()
+    }
+
+    /// A run takes room of the file system without a record, and could not be given back.
+    pub fn note_unreturned(&self, run: Run) {
+        self.unreturned.lock().push(run);
+    }
+
+    /// The runs noted by [`Reserves::note_unreturned`] since the last call.
+    pub fn take_unreturned(&self) -> Vec<Run> {
+        std::mem::take(&mut self.unreturned.lock())
     }
 
     /// Keeps space from being reserved.

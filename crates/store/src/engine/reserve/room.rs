@@ -10,7 +10,7 @@
 
 use crate::engine::Engine;
 use crate::space::{REGION_BLOCKS, Run, TABLE_ENTRIES};
-use crate::{IoContext, Result};
+use crate::{ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, File};
 use std::ops::Range;
 
@@ -107,13 +107,17 @@ impl Engine {
         Ok(bytes.end)
     }
 
-    /// Gives back what a crash left.
+    /// Gives back what a crash left. Where the file system has no room for a hole, maintenance does it later.
     pub(crate) fn return_unclaimed_room(&self) -> Result<()> {
         let mut returned = 0;
         self.unclaimed_room(false, &mut |file, run| {
-            returned += run.blocks;
             self.files.touch(run);
-            punch(file, run)
+            match punch(file, run) {
+                Ok(()) => returned += run.blocks,
+                Err(error) if error.kind() == ErrorKind::NoSpace => self.reserves.note_unreturned(run),
+                Err(error) => return Err(error),
+            }
+            Ok(())
         })?;
         if returned > 0 {
             tracing::info!(blocks = returned, "gave back space that a crash had left without an owner");

@@ -1,6 +1,7 @@
 //! Room: what was acknowledged always has some, failures lose none, and thick disks keep what is set aside for them.
 
 use super::*;
+use backend::simulated::Fault;
 use backend::{File, IoMode};
 
 const SIZE: u64 = 256;
@@ -84,6 +85,28 @@ fn space_whose_punch_fails_can_be_used_and_is_given_back_later() {
         assert!((0..500).all(|block| value(&engine, block).unwrap() == 7));
         let counts = engine.counts().data;
         assert_eq!(allocated(&disk), counts.backed, "{counts:?}");
+        is_whole(&engine);
+    }
+}
+
+#[test]
+fn space_whose_punch_fails_until_the_store_is_closed_is_given_back() {
+    for mended in [true, false] {
+        let (disk, engine) = discarded();
+        disk.fail_requests(Fault::Punch, 0, u64::MAX);
+        assert_eq!(engine.punch_free(&mut 0, 16, 0, 1 << 16).unwrap_err().kind(), ErrorKind::Io);
+        // As a reservation leaves it that found a part of what it wanted.
+        engine.reserves.note_unreturned(Run { start: engine.counts().data.backed + 4096, blocks: 64 });
+        let beyond = allocated(&disk) - engine.counts().data.backed;
+        assert!(beyond > 0);
+        if mended {
+            disk.mend();
+        }
+        engine.close().unwrap();
+        drop(engine);
+        disk.mend();
+        let engine = open(&disk).unwrap();
+        assert_eq!(allocated(&disk), engine.counts().data.backed, "{mended}");
         is_whole(&engine);
     }
 }
