@@ -98,6 +98,23 @@ fn is_whole(engine: &Engine) {
 }
 
 #[test]
+fn a_checkpoint_holds_the_counts_of_all_regions() {
+    let (disk, engine) = made();
+    (0..500).for_each(|block| write(&engine, block, 1));
+    engine.settle(&engine.head(1)).unwrap();
+    engine.flush().unwrap();
+    engine.checkpoint().unwrap();
+    let before = engine.counts().data;
+    assert!(before.used >= 500);
+    // Killed: what was written is there, and the journal behind the checkpoint is empty.
+    drop(engine);
+    let engine = open(&disk).unwrap();
+    let after = engine.counts().data;
+    assert_eq!((after.used, after.free, after.backed), (before.used, before.free, before.backed));
+    is_whole(&engine);
+}
+
+#[test]
 fn how_full_the_buffer_is_can_be_asked() {
     let (_disk, engine) = made();
     assert_eq!(engine.buffer_percent(), 0);

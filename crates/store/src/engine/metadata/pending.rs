@@ -128,3 +128,23 @@ impl Queue {
         self.changes.iter()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_ends_where_what_a_checkpoint_captured_ends() {
+        let mut queue = Queue::default();
+        let push = |queue: &mut Queue, logical| {
+            queue.push(Operation::Unmap { disk: 1, logical, blocks: 1 }, 0, logical, Vec::new(), Vec::new());
+        };
+        (0..2).for_each(|logical| push(&mut queue, logical));
+        queue.capture();
+        push(&mut queue, 2);
+        let captured = queue.take_batch(u64::MAX, |_| true);
+        assert_eq!((captured.changes.len(), captured.ordered), (2, false));
+        let rest = queue.take_batch(u64::MAX, |_| true);
+        assert_eq!((rest.changes.len(), rest.ordered), (1, true));
+    }
+}
