@@ -202,7 +202,7 @@ pub trait Layer: Send + Sync {
         Ok(needed)
     }
 
-    /// Bytes of the disk that one table of the format maps, and bytes that a new table takes, its copies included: what a
+    /// Bytes of the disk that one table of the format maps, and bytes that a new table takes with its copies: what a
     /// write to a part without a table takes beside [`Layer::room_needed`]. No bytes for formats without tables.
     fn table_size(&self) -> (u64, u64) {
         (u64::MAX, 0)
