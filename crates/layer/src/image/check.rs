@@ -143,8 +143,8 @@ impl Work<'_> {
         let compressed = format == Format::HostedSparse && is_compressed(&*file, &image)?;
         match format {
             Format::HostedSparse if !compressed => {
-                let layer = Hosted::open(file, &hosted::OpenOptions { image, writable: false, parent })?;
-                Ok(of_hosted(&layer.check()?))
+                let options = hosted::OpenOptions { image, writable: false, parent, force: false };
+                Ok(of_hosted(&Hosted::open(file, &options)?.check()?))
             }
             Format::VmfsSparse => {
                 let options = vmfssparse::OpenOptions { parent, ..vmfssparse::OpenOptions::reading(image) };
