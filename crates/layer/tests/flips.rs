@@ -44,6 +44,8 @@ struct World {
     model: BTreeMap<u64, u32>,
     /// Something shows through where the image has nothing.
     parent: bool,
+    /// It was not closed.
+    killed: bool,
 }
 
 /// What the parent has everywhere.

@@ -78,6 +78,8 @@ pub(crate) struct Directories {
     copies: [Vec<u32>; 2],
     /// First sector behind each directory, where its tables are laid out.
     laid: [u64; 2],
+    /// Most tables lie there.
+    regular: bool,
     table_entries: usize,
     table_sectors: u64,
     rules: Rules,
@@ -106,8 +108,9 @@ impl Directories {
         };
         let compressed = header.has(FLAG_COMPRESSED);
         let behind = |offset: u64| offset.saturating_add(header.directory_sectors());
-        Ok(Self {
+        let mut directories = Self {
             copies,
+            regular: false,
             laid: [behind(header.directory_offset), behind(header.redundant_offset)],
             table_entries: header.table_entries as usize,
             table_sectors: header.table_sectors(),
@@ -120,7 +123,14 @@ impl Directories {
                 parent: true,
                 lenient: header.unclean,
             },
-        })
+        };
+        let tables = || (0..2).flat_map(|copy| (0..directories.copies[copy].len()).map(move |index| (copy, index)));
+        let named = tables().filter(|(copy, index)| directories.copies[*copy][*index] != 0).count();
+        let laid = |(copy, index): &(usize, usize)| {
+            directories.copies[*copy][*index] == directories.laid_out(*copy, *index)
+        };
+        directories.regular = tables().filter(laid).count() * 2 >= named.max(1);
+        Ok(directories)
     }
 
     /// Says whether a parent shows through, and whether the primary is taken where nobody knows.
@@ -220,7 +230,7 @@ impl Directories {
         let redundant = (places[1] != 0).then(|| read(places[1])).flatten();
         let both = self.has(0) && self.has(1);
         let mut copies = [primary, redundant];
-        if copies[0] != copies[1] && copies.iter().all(Option::is_some) {
+        if (self.regular || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
             // A directory whose entry leads elsewhere leads to something that is no table; where the other directory's
             // leads to where tables are laid out, that one holds. Nothing is to be written where the first one leads.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));

@@ -82,8 +82,10 @@ impl SeSparse {
             journal::clear(&file, name, &layout)?;
         }
         let layer = Self::assemble(file, name, options, layout, header, block, (overlay, replayed), length);
-        if options.write {
-            layer.recover()?;
+        match options.write {
+            true => layer.recover()?,
+            // Who reads must not be given what another part of the disk holds.
+            false => layer.find_shared_tables()?,
         }
         Ok(layer)
     }
@@ -121,7 +123,9 @@ impl SeSparse {
     ) -> Self {
         let name: Arc<str> = name.into();
         let grains = layout.grains_max();
-        let touched = options.write.then(|| Touched::decode(&block, grains, header.next_sequence)).flatten();
+        let mark = Touched::decode(&block, grains, header.next_sequence);
+        let (ours, closed) = (mark.is_some(), mark.as_ref().is_some_and(Touched::is_closed));
+        let touched = mark.filter(|_| options.write);
         let held = layout.grains_in(length);
         let state = State {
             name: Arc::clone(&name),
@@ -142,6 +146,7 @@ impl SeSparse {
             loading: FxHashSet::default(),
             holes: [const { 0..0 }; Kind::ALL],
             settled: 0,
+            shared_tables: FxHashSet::default(),
         };
         Self {
             name,
@@ -163,6 +168,8 @@ impl SeSparse {
             requests: AtomicU64::new(0),
             overlay,
             replayed,
+            ours,
+            closed_before: closed,
         }
     }
 }

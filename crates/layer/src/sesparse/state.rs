@@ -5,7 +5,7 @@
 //! again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
-use super::entry::{Entry, Grain, Owner, Run, Table, decode_slot, encode_slot};
+use super::entry::{Entry, Grain, Owner, Run, TABLE_ENTRIES, Table, decode_slot, encode_slot};
 use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::space::{Choice, Space};
@@ -18,6 +18,9 @@ use std::sync::Arc;
 
 /// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
 const FREED_MAX: usize = WAITING_MAX / 16;
+
+/// Entries of a table that are looked at before it is handed out again.
+const SPARE_ENTRIES: u64 = 64;
 
 /// What work on the state lacks.
 pub(super) enum Need {
@@ -76,6 +79,8 @@ pub(super) struct State {
     pub holes: [Range<u64>; Kind::ALL],
     /// Commits that have written pages: what was found out before one may not be true behind it.
     pub settled: u64,
+    /// Tables that two slots of the directory name: one of them is wrong, and nobody knows which.
+    pub shared_tables: FxHashSet<Table>,
 }
 
 impl State {
@@ -116,6 +121,9 @@ impl State {
         let raw = self.word(PageKey::new(Kind::Directory, slot / PAGE_ENTRIES), (slot % PAGE_ENTRIES) as usize)?;
         match decode_slot(raw) {
             Some(None) => Ok(None),
+            Some(Some(table)) if self.shared_tables.contains(&table) => {
+                Err(self.corrupt(&format!("slot {slot} of the grain directory names table {}, as another one", table.0)))
+            }
             Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => Ok(Some(table)),
             _ => Err(self.corrupt(&format!("slot {slot} of the grain directory is {raw:#018x}"))),
         }
@@ -128,6 +136,13 @@ impl State {
         }
         let directory = PageKey::new(Kind::Directory, slot / PAGE_ENTRIES);
         self.need_backed(directory)?;
+        while let Some(spare) = self.spare_tables.last().copied() {
+            if !self.is_in_use(spare)? {
+                break;
+            }
+            tracing::warn!(image = %self.name, table = spare.0, "no slot names a table that is in use; check the image");
+            self.spare_tables.pop();
+        }
         let next = u32::try_from(self.header.free_table).ok().map(Table);
         let table = match self.spare_tables.last().copied().or(next) {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
@@ -146,6 +161,24 @@ impl State {
             self.header_dirty = true;
         }
         Ok(table)
+    }
+
+    /// Whether a table that no slot names has grains of its own by the backmap, so that it is a slot that is wrong.
+    fn is_in_use(&mut self, table: Table) -> Step<bool> {
+        let mut looked = 0;
+        for entry in 0..TABLE_ENTRIES {
+            let raw = self.word(table_page(table, entry), page_index(entry))?;
+            let Some(Entry::Data(Grain(grain))) = Entry::decode(raw) else { continue };
+            let owner = Owner { table, entry: entry as u16 };
+            if grain < self.layout.grains_max() && self.owner(grain)? == Some(owner) {
+                return Ok(true);
+            }
+            looked += 1;
+            if looked == SPARE_ENTRIES {
+                break;
+            }
+        }
+        Ok(false)
     }
 
     /// Decodes an entry of a table.
@@ -244,18 +277,54 @@ impl State {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
         }
-        let run = match self.space.set_aside(guest, want) {
-            Choice::Run(run) => run,
-            Choice::Growth => return Err(Need::Growth),
-            Choice::Full => return Err(Need::Full),
-        };
-        let run = self.allocate(run)?;
-        self.space.use_aside(guest, run.count);
+        loop {
+            let run = match self.space.set_aside(guest, want) {
+                Choice::Run(run) => run,
+                Choice::Growth => return Err(Need::Growth),
+                Choice::Full => return Err(Need::Full),
+            };
+            let run = self.before_one_in_use(run)?;
+            if run.count == 0 {
+                // The bitmap is wrong, and right from here on.
+                self.set_bits(Run { count: 1, ..run }, true)?;
+                self.space.skip_aside(guest);
+                continue;
+            }
+            let run = self.allocate(run)?;
+            self.space.use_aside(guest, run.count);
+            return Ok(run);
+        }
+    }
+
+    /// The part of a run that the bitmap calls free before a grain that backmap and table say is somebody's. Taking that
+    /// would give it two owners.
+    fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
+        let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
+        if self.touched.is_none() {
+            return Ok(run);
+        }
+        self.need_backed(bitmap_page(run.start))?;
+        for grain in run.start..run.end() {
+            let raw = self.word(backmap_page(grain), page_index(grain))?;
+            let Some(owner) = Owner::decode(raw).filter(|owner| u64::from(owner.table.0) < self.layout.tables_max())
+            else {
+                continue;
+            };
+            let entry = self.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
+            if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
+                tracing::warn!(image = %self.name, grain, "the bitmap calls a grain free that is in use; check the image");
+                return Ok(Run { count: grain - run.start, ..run });
+            }
+        }
         Ok(run)
     }
 
     /// Hands out a free run, or as much of it as lies in one page of the bitmap.
     pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+        let run = self.before_one_in_use(run)?;
+        if run.count == 0 {
+            return Err(self.corrupt(&format!("grain {} is in use and free in the bitmap", run.start)));
+        }
         let run = self.allocate(run)?;
         self.space.take(run);
         Ok(run)

@@ -20,7 +20,7 @@ fn world(seed: u64) -> World {
     let descriptor = Some(&b"# Disk DescriptorFile\nversion=1\n"[..]);
     create(file.as_ref(), NAME, &CreateOptions { capacity, descriptor, zero_grains }).unwrap();
     let layer = open(Arc::clone(&file), true, parent).unwrap();
-    let mut world = World { disk, capacity, grain: GRAIN, model: BTreeMap::new(), parent };
+    let mut world = World { disk, capacity, grain: GRAIN, model: BTreeMap::new(), parent, killed: !closed };
     let grains = capacity.div_ceil(GRAIN);
     for number in 1..20 + random.below(20) as u32 {
         let first = match random.below(8) {
@@ -32,10 +32,10 @@ fn world(seed: u64) -> World {
         let range = first * GRAIN..((first + count) * GRAIN).min(capacity);
         if random.below(5) == 0 {
             layer.zero(range, false).unwrap();
-            (first..first + count).for_each(|grain| drop(world.model.insert(grain, 0)));
+            (first..first + count).for_each(|grain| _ = world.model.insert(grain, 0));
         } else {
             layer.write(range.start, &[&content(number, range.end - range.start)]).unwrap();
-            (first..first + count).for_each(|grain| drop(world.model.insert(grain, number)));
+            (first..first + count).for_each(|grain| _ = world.model.insert(grain, number));
         }
         if random.below(4) == 0 {
             layer.flush().unwrap();
@@ -97,6 +97,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
         Ok(layer) => layer,
         Err(error) => {
             assert!(error.kind() == ErrorKind::Corrupt && found, "{context}: {error}");
+            println!("{context}: {error}");
             figures.refused += 1;
             return;
         }
