@@ -126,9 +126,8 @@ impl Directories {
         };
         let tables = || (0..2).flat_map(|copy| (0..directories.copies[copy].len()).map(move |index| (copy, index)));
         let named = tables().filter(|(copy, index)| directories.copies[*copy][*index] != 0).count();
-        let laid = |(copy, index): &(usize, usize)| {
-            directories.copies[*copy][*index] == directories.laid_out(*copy, *index)
-        };
+        let laid =
+            |(copy, index): &(usize, usize)| directories.copies[*copy][*index] == directories.laid_out(*copy, *index);
         directories.regular = tables().filter(laid).count() * 2 >= named.max(1);
         Ok(directories)
     }

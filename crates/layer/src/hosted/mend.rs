@@ -73,7 +73,9 @@ impl Hosted {
                     scan.check.grains += u64::from(place);
                     scan.check.zero_grains += u64::from(!place && entry != ENTRY_ABSENT);
                     tell(&mut scan.check.proven, || {
-                        format!("the copies of the table have grain {number} at sectors {one} and {other}: {entry} holds")
+                        format!(
+                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} holds"
+                        )
                     });
                 }
                 None => {

@@ -192,7 +192,8 @@ impl Tables {
             return Ok(());
         }
         let what = format!("{}: grain table {index} is damaged in ways that its two copies do not settle", self.image);
-        let advice = "check the image with --repair; what stays in doubt cannot be changed, copy the rest to a new image";
+        let advice =
+            "check the image with --repair; what stays in doubt cannot be changed, copy the rest to a new image";
         Err(Error::new(ErrorKind::Corrupt, format!("{what}; {advice}")))
     }
 

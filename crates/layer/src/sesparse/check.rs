@@ -133,6 +133,9 @@ impl SeSparse {
         report.repaired += proofs.proven();
         (report.lost_tables, report.unproven, report.doubts, report.proven) =
             (lost_tables, unproven, told, proofs.sentences);
+        let headers = std::mem::take(&mut *self.mended.lock());
+        report.repaired += headers.len() as u64;
+        report.proven.extend(headers);
         if lost_tables > 0 {
             report.unnamed = report.unnamed.saturating_sub(proofs.kept);
         }
@@ -179,17 +182,15 @@ impl SeSparse {
             }
             match self.read_table(slot, &mut holes) {
                 Ok(None) if first => {
-                    evidence.void_slots.push(slot);
                     if let Some(table) = self.settle(|state| state.table_of(slot))? {
                         tables.insert(table);
-                        evidence.name(table, slot);
+                        evidence.name(table, slot, self.is_uncounted(table));
                     }
                 }
                 Ok(None) => {}
                 Ok(Some((table, content))) => {
-                    evidence.name(table, slot);
-                    if first && ours && content.iter().flat_map(PageBytes::words).all(|raw| raw == 0) {
-                        evidence.void_slots.push(slot);
+                    if first {
+                        evidence.name(table, slot, self.is_uncounted(table));
                     }
                     let shared = tables.insert(table);
                     if first {

@@ -35,6 +35,7 @@ mod commit;
 mod entry;
 mod epoch;
 mod header;
+mod heads;
 mod journal;
 mod maintain;
 mod open;
@@ -138,6 +139,8 @@ pub struct SeSparse {
     ours: bool,
     /// And it had been closed: nothing was allocated but what tables name.
     closed_before: bool,
+    /// What was wrong with its headers and was mended when it was opened, and not told yet.
+    mended: Mutex<Vec<String>>,
 }
 
 impl SeSparse {

@@ -7,8 +7,8 @@
 //!   it would lead into somebody else's data.
 //! * An entry that names nothing, and an allocated grain that the backmap gives to it: in an image of ours that was
 //!   closed the grain is proven. After a crash it is what a write or a deletion has left behind, and free.
-//! * A slot of the directory that cannot be, or names a table in which nothing is: if one table is in use, by its own
-//!   entries and the backmap, and no slot names it, it belongs there. Of two slots with one table nobody knows which is
+//! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
+//!   own entries and the backmap, and no slot names it, it belongs there. Of two slots with one table nobody knows which is
 //!   right.
 //!
 //! Entries without a grain (absent, zeros) stand nowhere else, so that nothing can prove them.
@@ -47,8 +47,8 @@ pub(super) struct Evidence {
     pub named: NamedTables,
     /// Slots that cannot be, or whose table another one names too.
     pub bad_slots: Vec<u64>,
-    /// Slots with a table in which nothing is.
-    pub void_slots: Vec<u64>,
+    /// Slots with a table that was never handed out.
+    pub beyond_slots: Vec<u64>,
     slots: FxHashMap<Table, u64>,
 }
 
@@ -65,8 +65,11 @@ impl Evidence {
         }
     }
 
-    pub(super) fn name(&mut self, table: Table, slot: u64) {
+    pub(super) fn name(&mut self, table: Table, slot: u64, uncounted: bool) {
         self.slots.insert(table, slot);
+        if uncounted {
+            self.beyond_slots.push(slot);
+        }
     }
 }
 
@@ -107,7 +110,9 @@ impl SeSparse {
             }
         }
         let shared = self.state.lock().shared_tables.clone();
-        lost.retain(|table, grains| *grains > 0 && !shared.contains(table));
+        // A crash leaves tables that no slot names yet.
+        let possible = self.closed_before || !evidence.bad_slots.is_empty() || !evidence.beyond_slots.is_empty();
+        lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
         self.prove_slots(evidence, &lost, report, &mut proofs);
         // A backmap that disagrees with most entries does not mean what ours does.
         if !ours && report.misowned * 2 >= report.named {
@@ -143,7 +148,7 @@ impl SeSparse {
         proofs: &mut Proofs,
     ) {
         let candidates = match evidence.bad_slots[..] {
-            [] => &evidence.void_slots,
+            [] => &evidence.beyond_slots,
             _ => &evidence.bad_slots,
         };
         if let ([slot], 1, Some((table, grains))) = (&candidates[..], lost.len(), lost.iter().next()) {
@@ -160,14 +165,20 @@ impl SeSparse {
             report.unproven += 1;
             tell(&mut report.doubts, || {
                 let end = ((slot + 1) * span).min(self.layout.capacity * SECTOR);
-                format!("slot {slot} of the directory is wrong, and nothing proves what is right: bytes {} to {end} of the disk", slot * span)
+                format!(
+                    "slot {slot} of the directory is wrong, and nothing proves what is right: bytes {} to {end} of the disk",
+                    slot * span
+                )
             });
         }
         for (table, grains) in lost {
             report.lost_tables += 1;
             proofs.kept += grains;
             tell(&mut report.doubts, || {
-                format!("table {} with {grains} grains is in use, and no slot of the directory names it", table.0)
+                format!(
+                    "table {} with {grains} grains is in use, and no slot of the directory names it: what it maps seems empty",
+                    table.0
+                )
             });
         }
     }
@@ -185,7 +196,13 @@ impl SeSparse {
         if verdict == Verdict::Right || !ours && verdict == Verdict::NamesFree {
             return Ok(());
         }
-        if let [grain] = claimed {
+        let exact = |grain: u64| {
+            let state = self.state.lock();
+            self.closed_before && state.suspect.as_ref().is_none_or(|suspect| !suspect.contains(grain))
+        };
+        if let [grain] = claimed
+            && (exact(*grain) || is_like(raw, Entry::Data(Grain(*grain))))
+        {
             proofs.entries.push((owner, Entry::Data(Grain(*grain)).encode()));
             proofs.kept += 1;
             tell(&mut proofs.sentences, || {
@@ -240,6 +257,11 @@ impl SeSparse {
         Ok(())
     }
 
+    /// Whether a slot named a table when the image was opened that was not handed out then.
+    pub(super) fn is_uncounted(&self, table: Table) -> bool {
+        self.state.lock().uncounted_tables.contains(&table)
+    }
+
     /// Whether bitmap and backmap mean what we write there.
     pub(super) fn is_ours(&self) -> bool {
         self.ours || self.state.lock().touched.is_some()
@@ -259,6 +281,13 @@ impl SeSparse {
         let end = ((grain + 1) * GRAIN).min(self.layout.capacity * SECTOR);
         format!("grain {grain} of the disk (bytes {} to {end})", grain * GRAIN)
     }
+}
+
+/// Whether a damaged entry has more of one that names a grain than of one that names nothing. Where a crash has left
+/// grains of deletions, only that tells the two apart.
+fn is_like(raw: u64, entry: Entry) -> bool {
+    let unlike = |other: Entry| (raw ^ other.encode()).to_le_bytes().into_iter().filter(|byte| *byte != 0).count();
+    unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
 }
 
 /// What the other places say of a suspect entry.

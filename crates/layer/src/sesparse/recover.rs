@@ -97,6 +97,7 @@ impl SeSparse {
             let text = format!("{}: {what}; check the image, with --repair to mend what can be proven", self.name);
             Error::new(ErrorKind::Corrupt, text)
         };
+        let counted = self.state.lock().header.free_table;
         let mut damaged = false;
         let mut named = NamedTables::default();
         let mut holes = Holes::default();
@@ -116,6 +117,9 @@ impl SeSparse {
                 match decode_slot(raw) {
                     Some(None) => {}
                     Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => {
+                        if u64::from(table.0) >= counted {
+                            self.state.lock().uncounted_tables.insert(table);
+                        }
                         if named.insert(table) {
                             if !tolerant {
                                 return Err(corrupt(format!("two slots of its directory name table {}", table.0)));

@@ -81,6 +81,8 @@ pub(super) struct State {
     pub settled: u64,
     /// Tables that two slots of the directory name: one of them is wrong, and nobody knows which.
     pub shared_tables: FxHashSet<Table>,
+    /// Tables that slots named when the image was opened, and that were not handed out.
+    pub uncounted_tables: FxHashSet<Table>,
 }
 
 impl State {
@@ -122,7 +124,8 @@ impl State {
         match decode_slot(raw) {
             Some(None) => Ok(None),
             Some(Some(table)) if self.shared_tables.contains(&table) => {
-                Err(self.corrupt(&format!("slot {slot} of the grain directory names table {}, as another one", table.0)))
+                Err(self
+                    .corrupt(&format!("slot {slot} of the grain directory names table {}, as another one", table.0)))
             }
             Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => Ok(Some(table)),
             _ => Err(self.corrupt(&format!("slot {slot} of the grain directory is {raw:#018x}"))),
@@ -310,7 +313,8 @@ impl State {
             else {
                 continue;
             };
-            let entry = self.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
+            let entry =
+                self.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
             if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
                 tracing::warn!(image = %self.name, grain, "the bitmap calls a grain free that is in use; check the image");
                 return Ok(Run { count: grain - run.start, ..run });

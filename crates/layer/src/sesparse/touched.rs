@@ -29,13 +29,23 @@ const BITS_AT: usize = 1536;
 /// Regions of an image.
 const REGIONS: u64 = SECTOR * 8;
 
+/// Whether the first block carries a mark, whatever it goes with.
+pub(super) fn is_marked(block: &[u8]) -> bool {
+    Words(block).get(AT) == MAGIC
+}
+
+/// The sequence number that a mark goes with.
+pub(super) fn sequence(block: &[u8]) -> u64 {
+    Words(block).get(AT + 8)
+}
+
 /// Marked regions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Touched {
     /// Grains of a region, as a power of two.
     shift: u32,
     bits: [u64; (REGIONS / 64) as usize],
-    /// The check word was there and right.
+    /// The check word, where it was read, was there and right.
     sealed: bool,
 }
 
@@ -43,7 +53,7 @@ impl Touched {
     /// No marks, for a grain area of at most `grains`.
     pub(super) fn new(grains: u64) -> Self {
         let region = grains.div_ceil(REGIONS).next_power_of_two().max(PAGE_BITS);
-        Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize], sealed: false }
+        Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize], sealed: true }
     }
 
     /// Reads the mark from the first block; `None` when there is none that counts.
