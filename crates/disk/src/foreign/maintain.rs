@@ -60,7 +60,16 @@ impl Foreign {
                     format!("disk '{name}' takes no writes ({why}); 'lamina disk reopen {name}' opens it again");
                 report.findings.push(Finding { problem, repaired: None });
             }
-            let found = match entry.disk.check(repair, &Watched(progress)) {
+            let mut found = entry.disk.check(repair, &Watched(progress));
+            if repair
+                && !entry.disk.is_head_open()
+                && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
+            {
+                // An image that does not open for writing: nobody has it open.
+                self.mend_images(&entry.folder, progress, report)?;
+                found = entry.disk.check(repair, &Watched(progress));
+            }
+            let found = match found {
                 Ok(found) => found,
                 Err(error) if error.kind() == ErrorKind::Interrupted || error.kind() == ErrorKind::Busy => {
                     return Err(error.context(format!("checking disk '{name}'")));
@@ -92,9 +101,26 @@ impl Foreign {
     /// Mends the images of a disk that could not be opened, as far as they prove themselves, and opens it then. Whether
     /// it is open.
     fn mend_folder(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<bool> {
+        self.mend_images(folder, progress, report)?;
+        match self.open_folder(folder) {
+            Ok(()) => {
+                self.broken.lock().remove(folder);
+                Ok(true)
+            }
+            Err(error) => {
+                tracing::warn!(folder, %error, "a disk cannot be opened after its images were mended either");
+                Ok(false)
+            }
+        }
+    }
+
+    /// Mends the images in the folder of a disk that nobody has open.
+    fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         let path = self.images()?.join(folder);
         let home = Folder::local(&path, &[])?;
         let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
+        // A disk that is open holds the lock, and one that is not is nobody else's while the datastore is ours.
+        let options = OpenOptions { held: true, ..OpenOptions::default() };
         for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
             let place = Place { folder: home.clone(), name };
             // Extents have no descriptor: they are mended with what names them.
@@ -107,7 +133,7 @@ impl Foreign {
             };
             let label = place.label();
             // One that cannot be checked keeps the disk shut, which says why.
-            for checked in image::check::check(&place, &OpenOptions::default(), true, &mut watch).unwrap_or_default() {
+            for checked in image::check::check(&place, &options, true, &mut watch).unwrap_or_default() {
                 if checked.repaired > 0 {
                     for note in checked.notes {
                         let repaired = Some("put right in the image".to_owned());
@@ -118,15 +144,6 @@ impl Foreign {
                 report.findings.extend(open.map(|problem| Finding { problem, repaired: None }));
             }
         }
-        match self.open_folder(folder) {
-            Ok(()) => {
-                self.broken.lock().remove(folder);
-                Ok(true)
-            }
-            Err(error) => {
-                tracing::warn!(folder, %error, "a disk cannot be opened after its images were mended either");
-                Ok(false)
-            }
-        }
+        Ok(())
     }
 }

@@ -229,7 +229,9 @@ impl Directories {
         let redundant = (places[1] != 0).then(|| read(places[1])).flatten();
         let both = self.has(0) && self.has(1);
         let mut copies = [primary, redundant];
-        if (self.regular || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
+        // New tables lie behind overHead, where nothing was laid out.
+        let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
+        if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
             // A directory whose entry leads elsewhere leads to something that is no table; where the other directory's
             // leads to where tables are laid out, that one holds. Nothing is to be written where the first one leads.
             let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));

@@ -184,13 +184,13 @@ impl SeSparse {
                 Ok(None) if first => {
                     if let Some(table) = self.settle(|state| state.table_of(slot))? {
                         tables.insert(table);
-                        evidence.name(table, slot, self.is_uncounted(table));
+                        evidence.name(slot, self.is_uncounted(table));
                     }
                 }
                 Ok(None) => {}
                 Ok(Some((table, content))) => {
                     if first {
-                        evidence.name(table, slot, self.is_uncounted(table));
+                        evidence.name(slot, self.is_uncounted(table));
                     }
                     let shared = tables.insert(table);
                     if first {

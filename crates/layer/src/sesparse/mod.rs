@@ -137,8 +137,6 @@ pub struct SeSparse {
     replayed: Option<Replayed>,
     /// Our mark was there when the image was opened: bitmap and backmap mean what we write.
     ours: bool,
-    /// And it had been closed: nothing was allocated but what tables name.
-    closed_before: bool,
     /// What was wrong with its headers and was mended when it was opened, and not told yet.
     mended: Mutex<Vec<String>>,
 }

@@ -150,7 +150,7 @@ impl SeSparse {
         let name: Arc<str> = name.into();
         let grains = layout.grains_max();
         let mark = Touched::decode(&block, grains, header.next_sequence);
-        let (ours, closed) = (mark.is_some(), mark.as_ref().is_some_and(Touched::is_closed));
+        let ours = mark.is_some();
         let touched = mark.filter(|_| options.write);
         let held = layout.grains_in(length);
         let state = State {
@@ -196,7 +196,6 @@ impl SeSparse {
             overlay,
             replayed,
             ours,
-            closed_before: closed,
             mended: Mutex::default(),
         }
     }

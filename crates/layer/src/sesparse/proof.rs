@@ -5,8 +5,8 @@
 //!   backmap, is wrong. If the backmap gives exactly one allocated grain that nothing names to this entry, that is what
 //!   it named. If not, nobody knows: it is told by grain of the disk, and made an entry that every reader refuses where
 //!   it would lead into somebody else's data.
-//! * An entry that names nothing, and an allocated grain that the backmap gives to it: in an image of ours that was
-//!   closed the grain is proven. After a crash it is what a write or a deletion has left behind, and free.
+//! * An entry that says what we write where nothing is, and an allocated grain that the backmap gives to it: that is
+//!   what a write or a deletion leaves behind that was cut, and free.
 //! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
 //!   own entries and the backmap, and no slot names it, it belongs there. Of two slots with one table nobody knows which is
 //!   right.
@@ -49,7 +49,6 @@ pub(super) struct Evidence {
     pub bad_slots: Vec<u64>,
     /// Slots with a table that was never handed out.
     pub beyond_slots: Vec<u64>,
-    slots: FxHashMap<Table, u64>,
 }
 
 impl Evidence {
@@ -65,8 +64,7 @@ impl Evidence {
         }
     }
 
-    pub(super) fn name(&mut self, table: Table, slot: u64, uncounted: bool) {
-        self.slots.insert(table, slot);
+    pub(super) fn name(&mut self, slot: u64, uncounted: bool) {
         if uncounted {
             self.beyond_slots.push(slot);
         }
@@ -111,7 +109,7 @@ impl SeSparse {
         }
         let shared = self.state.lock().shared_tables.clone();
         // A crash leaves tables that no slot names yet.
-        let possible = self.closed_before || !evidence.bad_slots.is_empty() || !evidence.beyond_slots.is_empty();
+        let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
         lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
         self.prove_slots(evidence, &lost, report, &mut proofs);
         // A backmap that disagrees with most entries does not mean what ours does.
@@ -123,18 +121,6 @@ impl SeSparse {
             if judged.insert(suspect.owner) {
                 let claimed = claims.get(&suspect.owner).map_or(&[][..], Vec::as_slice);
                 self.prove_entry(suspect, claimed, ours, report, &mut proofs)?;
-            }
-        }
-        for (owner, grains) in claims.into_iter().filter(|(owner, _)| !judged.contains(owner)) {
-            let Some(slot) = evidence.slots.get(&owner.table).copied() else { continue };
-            let [grain] = grains[..] else { continue };
-            if self.settle(|state| self.was_named(state, owner, grain))? {
-                proofs.entries.push((owner, Entry::Data(Grain(grain)).encode()));
-                proofs.kept += 1;
-                tell(&mut proofs.sentences, || {
-                    let place = self.place_of(slot, owner);
-                    format!("{place}: its entry names nothing, bitmap and backmap prove grain {grain} of the file")
-                });
             }
         }
         Ok(proofs)
@@ -196,12 +182,8 @@ impl SeSparse {
         if verdict == Verdict::Right || !ours && verdict == Verdict::NamesFree {
             return Ok(());
         }
-        let exact = |grain: u64| {
-            let state = self.state.lock();
-            self.closed_before && state.suspect.as_ref().is_none_or(|suspect| !suspect.contains(grain))
-        };
         if let [grain] = claimed
-            && (exact(*grain) || is_like(raw, Entry::Data(Grain(*grain))))
+            && is_like(raw, Entry::Data(Grain(*grain)))
         {
             proofs.entries.push((owner, Entry::Data(Grain(*grain)).encode()));
             proofs.kept += 1;
@@ -267,15 +249,6 @@ impl SeSparse {
         self.ours || self.state.lock().touched.is_some()
     }
 
-    /// Whether an allocated grain that an entry does not name was its all the same: nothing is left over in an image
-    /// that had been closed.
-    fn was_named(&self, state: &mut State, owner: Owner, grain: u64) -> Step<bool> {
-        let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
-        let nothing = !matches!(Entry::decode(raw), Some(Entry::Data(_)) | None);
-        let exact = self.closed_before && state.suspect.as_ref().is_none_or(|suspect| !suspect.contains(grain));
-        Ok(nothing && exact)
-    }
-
     fn place_of(&self, slot: u64, owner: Owner) -> String {
         let grain = slot * TABLE_ENTRIES + u64::from(owner.entry);
         let end = ((grain + 1) * GRAIN).min(self.layout.capacity * SECTOR);
@@ -287,7 +260,8 @@ impl SeSparse {
 /// grains of deletions, only that tells the two apart.
 fn is_like(raw: u64, entry: Entry) -> bool {
     let unlike = |other: Entry| (raw ^ other.encode()).to_le_bytes().into_iter().filter(|byte| *byte != 0).count();
-    unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
+    let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
+    same_place || unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
 }
 
 /// What the other places say of a suspect entry.

@@ -15,7 +15,6 @@
 //! | 1056 | magic number |
 //! | 1064 | journal sequence number that it goes with |
 //! | 1072 | grains of a region, as a power of two |
-//! | 1088 | check word over the others, since version 1 of the format was first written with one; else 0 |
 //! | 1536 | 4,096 bits, least significant first |
 
 use super::header::{PAGE_BITS, Words, put};
@@ -24,7 +23,6 @@ use crate::SECTOR;
 /// "lamina" and a version.
 const MAGIC: u64 = u64::from_le_bytes(*b"lamina\x01\0");
 const AT: usize = 1056;
-const SEAL_AT: usize = 1088;
 const BITS_AT: usize = 1536;
 /// Regions of an image.
 const REGIONS: u64 = SECTOR * 8;
@@ -45,15 +43,13 @@ pub(super) struct Touched {
     /// Grains of a region, as a power of two.
     shift: u32,
     bits: [u64; (REGIONS / 64) as usize],
-    /// The check word, where it was read, was there and right.
-    sealed: bool,
 }
 
 impl Touched {
     /// No marks, for a grain area of at most `grains`.
     pub(super) fn new(grains: u64) -> Self {
         let region = grains.div_ceil(REGIONS).next_power_of_two().max(PAGE_BITS);
-        Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize], sealed: true }
+        Self { shift: region.ilog2(), bits: [0; (REGIONS / 64) as usize] }
     }
 
     /// Reads the mark from the first block; `None` when there is none that counts.
@@ -66,22 +62,7 @@ impl Touched {
         for (index, word) in touched.bits.iter_mut().enumerate() {
             *word = words.get(BITS_AT + index * 8);
         }
-        touched.sealed = words.get(SEAL_AT) == touched.seal(sequence);
         Some(touched)
-    }
-
-    /// The check word: the marks say what may be frees and proofs, so one wrong bit of them must not pass for a right
-    /// one.
-    fn seal(&self, sequence: u64) -> u64 {
-        let words = [MAGIC, sequence, u64::from(self.shift)].into_iter().chain(self.bits);
-        let mix = |sum: u64, word: u64| (sum ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
-        // Never what uninitialised space says.
-        words.fold(0xcbf2_9ce4_8422_2325, mix) | 1
-    }
-
-    /// Whether the image was closed, so that nothing is allocated and named by nothing, and this is sure.
-    pub(super) fn is_closed(&self) -> bool {
-        self.sealed && self.bits.iter().all(|word| *word == 0)
     }
 
     /// Writes the mark into the first block.
@@ -89,7 +70,6 @@ impl Touched {
         put(block, AT, MAGIC);
         put(block, AT + 8, sequence);
         put(block, AT + 16, u64::from(self.shift));
-        put(block, SEAL_AT, self.seal(sequence));
         for (index, word) in self.bits.iter().enumerate() {
             put(block, BITS_AT + index * 8, *word);
         }
@@ -102,12 +82,6 @@ impl Touched {
         let before = *word;
         *word |= 1 << (region % 64);
         *word != before
-    }
-
-    /// Whether the region of a grain is marked.
-    pub(super) fn contains(&self, grain: u64) -> bool {
-        let region = (grain >> self.shift).min(REGIONS - 1);
-        self.bits[(region / 64) as usize] >> (region % 64) & 1 == 1
     }
 
     /// Takes the mark of a region away.
