@@ -50,6 +50,7 @@ mod read;
 mod snapshot;
 mod statistics;
 mod status;
+mod throttle;
 mod unflushed;
 mod walk;
 mod write;
@@ -63,5 +64,6 @@ pub use read::{Part, Place, Plan};
 pub use snapshot::Frozen;
 pub use statistics::{DataStatistics, LevelStatistics, MetadataStatistics, Statistics};
 pub use status::{Condition, Span};
+pub use throttle::Throttle;
 
 pub use backend::{Error, ErrorKind, Result};

@@ -13,7 +13,7 @@
 //!
 //! [`RATE_MIN`] bounds the time of the work on a medium that cannot keep to the target at all.
 
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -39,10 +39,6 @@ const RATE_MAX: f64 = (16u64 << 30) as f64;
 const INCREASE: f64 = 1.0 / 16.0;
 /// Share of what was moved that is left after a window with slow requests.
 const DECREASE: f64 = 0.7;
-/// Longest sleep before a request to stop is looked for.
-const SLEEP_MAX: Duration = Duration::from_millis(20);
-/// Time that was not used does not count for longer than this.
-const CREDIT_MAX: Duration = Duration::from_millis(50);
 
 /// The requests of clients, and what background work may do beside them.
 pub struct Foreground {
@@ -239,43 +235,8 @@ pub fn slower(one: u64, other: u64) -> u64 {
     }
 }
 
-/// Keeps one piece of work to its rate, which may change at any time.
-pub struct Throttle<'a> {
-    progress: &'a dyn Progress,
-    /// Bytes moved that the rate has not allowed for yet; less than 0 for what may still be moved at once.
-    owed: f64,
-    at: Instant,
-}
-
-impl<'a> Throttle<'a> {
-    /// For work that is watched, and given its rate, by `progress`.
-    pub fn new(progress: &'a dyn Progress) -> Self {
-        Self { progress, owed: 0.0, at: Instant::now() }
-    }
-
-    /// Waits until `bytes` more may have been moved; false once the work should stop.
-    pub fn wait(&mut self, bytes: u64) -> bool {
-        self.progress.moved(bytes);
-        self.owed += bytes as f64;
-        loop {
-            let rate = self.progress.rate() as f64;
-            let now = Instant::now();
-            let passed = now.duration_since(std::mem::replace(&mut self.at, now)).as_secs_f64();
-            if rate == 0.0 {
-                self.owed = 0.0;
-                return true;
-            }
-            self.owed = (self.owed - passed * rate).max(-CREDIT_MAX.as_secs_f64() * rate);
-            if self.owed <= 0.0 {
-                return true;
-            }
-            if self.progress.cancelled() {
-                return false;
-            }
-            std::thread::sleep(Duration::from_secs_f64(self.owed / rate).min(SLEEP_MAX));
-        }
-    }
-}
+/// Keeps one piece of work to the rate of its progress.
+pub(crate) type Throttle<'a> = chain::Throttle<Watched<'a>>;
 
 #[cfg(test)]
 mod tests;

@@ -52,3 +52,24 @@ impl Progress for NoProgress {
         false
     }
 }
+
+/// Progress as the crates below know it.
+pub(crate) struct Watched<'a>(pub &'a dyn Progress);
+
+impl chain::Watch for Watched<'_> {
+    fn progress(&self, done: u64, total: u64) {
+        self.0.update(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        self.0.cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        self.0.rate()
+    }
+
+    fn moved(&self, bytes: u64) {
+        self.0.moved(bytes);
+    }
+}

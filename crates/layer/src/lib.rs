@@ -50,12 +50,14 @@ pub mod sesparse;
 pub mod stream;
 pub mod vmfssparse;
 pub mod vsansparse;
+mod watch;
 
 use backend::File;
 pub use backend::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
+pub use watch::{Step, Watch};
 
 /// The unit in which VMware's formats count.
 pub const SECTOR: u64 = 512;

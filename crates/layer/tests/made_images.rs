@@ -197,7 +197,7 @@ fn files_are_called_as_vmware_calls_them() {
         made.remove().unwrap();
         assert!(names(path.path()).is_empty());
         // Stopped, nothing is left.
-        let stopped = create(&folder, &new, &mut || 1, &mut |_, _| ControlFlow::Break(())).err().unwrap();
+        let stopped = create(&folder, &new, &mut || 1, &mut |_| ControlFlow::Break(())).err().unwrap();
         assert_eq!(stopped.kind(), ErrorKind::Interrupted, "{stopped}");
         assert!(names(path.path()).is_empty(), "{kind}");
     }

@@ -7,8 +7,9 @@ use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables}
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{IoMode, clock};
-use chain::{Chain, Watch};
+use chain::{Chain, Throttle, Watch};
 use layer::Layer;
+use layer::Step;
 use layer::descriptor::storage::NEW_SUFFIX;
 use layer::descriptor::{Adapter, CreateType};
 use layer::image::{Entropy, Folder, Image, ImageKind, NewImage, Place, create, system_entropy};
@@ -126,7 +127,8 @@ impl Disk {
         let made = names.map(|name| FileRecord { folder: None, name }).collect();
         fresh.pending = Some(Pending { made, fate: Some(Fate::Creating), ..Pending::new("create") });
         let disk = Self::begin_new(home, fresh, options)?;
-        let made = create(&disk.home, &image, random, &mut |done, total| go_on(watch, done, total));
+        let mut throttle = Throttle::new(watch);
+        let made = create(&disk.home, &image, random, &mut |step| go_on(&mut throttle, step));
         disk.end_new(made.and_then(|_| {
             let mut next = disk.record();
             next.nodes.push(Node {
@@ -579,10 +581,11 @@ fn new_uuid(random: &Entropy) -> String {
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// Asks a watcher of long work whether to go on.
-pub(crate) fn go_on(watch: &dyn Watch, done: u64, total: u64) -> ControlFlow<()> {
-    watch.progress(done, total);
-    if watch.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+/// Tells a watcher of long work of a step, waits until its rate allows for what was moved, and asks whether to go on.
+pub(crate) fn go_on(throttle: &mut Throttle<&dyn Watch>, step: Step) -> ControlFlow<()> {
+    throttle.watch().progress(step.done, step.total);
+    let wanted = throttle.wait(step.moved) && !throttle.watch().cancelled();
+    if wanted { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
 }
 
 /// Checks the name of a disk or snapshot: files are called so, and lists have it between quotes.

@@ -6,7 +6,7 @@
 use crate::disk::{Disk, go_on};
 use crate::record::Record;
 use crate::{Error, ErrorKind, Result};
-use chain::Watch;
+use chain::{Throttle, Watch};
 use layer::flat::FILE_BLOCK;
 use layer::image::Image;
 
@@ -44,7 +44,8 @@ impl Disk {
         let _operation = self.begin("inflating")?;
         self.drop_stale_clones()?;
         let base = self.base()?;
-        self.on_image(base, "inflate", |image| image.inflate(&mut |done, total| go_on(watch, done, total)))
+        let mut throttle = Throttle::new(watch);
+        self.on_image(base, "inflate", |image| image.inflate(&mut |step| go_on(&mut throttle, step)))
     }
 
     /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
@@ -52,24 +53,27 @@ impl Disk {
         let _operation = self.begin("giving back zeros")?;
         self.drop_stale_clones()?;
         let base = self.base()?;
+        let mut throttle = Throttle::new(watch);
         self.on_image(base, "punch", |image| {
-            let blocks = image.punch_zeros(&mut |done, total| go_on(watch, done, total))?;
+            let blocks = image.punch_zeros(&mut |step| go_on(&mut throttle, step))?;
             Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
         })
     }
 
     /// Finds dead grains of the SEsparse levels of the head's chain, those full of zeros among them, and frees them.
     pub fn wipe(&self, watch: &dyn Watch) -> Result<Freed> {
+        let mut throttle = Throttle::new(watch);
         self.each_level("wipe", Image::can_wipe, &mut |image, sum| {
-            sum.freed += image.wipe(true, &mut |done, total| go_on(watch, done, total))?.freed;
+            sum.freed += image.wipe(true, &mut |step| go_on(&mut throttle, step))?.freed;
             Ok(())
         })
     }
 
     /// Moves live grains of the head's chain together and gives the rest of the files back.
     pub fn shrink(&self, watch: &dyn Watch) -> Result<Freed> {
+        let mut throttle = Throttle::new(watch);
         self.each_level("shrink", Image::can_shrink, &mut |image, sum| {
-            let freed = image.shrink(&mut |done, total| go_on(watch, done, total))?;
+            let freed = image.shrink(&mut |step| go_on(&mut throttle, step))?;
             sum.returned += freed.cut;
             sum.moved += freed.moved;
             Ok(())
@@ -83,9 +87,10 @@ impl Disk {
         let record = self.record();
         let line = self.head_line()?;
         let mut sum = Checked::default();
+        let mut throttle = Throttle::new(watch);
         for node in &record.nodes {
             let mut look = |image: &Image, repair| {
-                let found = image.check(repair, &mut |done, total| go_on(watch, done, total))?;
+                let found = image.check(repair, &mut |step| go_on(&mut throttle, step))?;
                 sum.images += 1;
                 sum.problems.extend(found.problems);
                 sum.problem_count += found.problem_count;

@@ -32,6 +32,7 @@
 mod copy;
 mod dirty;
 
+use crate::Throttle;
 use crate::chain::Chain;
 use crate::levels::{Level, LevelKey, Levels};
 use crate::limits::{COPY_CHECKPOINT, COPY_PASSES_MAX, COPY_REST, COPY_STEP};
@@ -43,10 +44,7 @@ use layer::{Layer, SECTOR};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
-
-/// Longest sleep before the watcher is asked again.
-const SLEEP_MAX: Duration = Duration::from_millis(20);
+use std::time::Duration;
 
 /// Watches a merge. Every method may be called often.
 pub trait Watch: Sync {
@@ -76,6 +74,28 @@ pub trait Watch: Sync {
 }
 
 impl Watch for () {}
+
+impl<W: Watch + ?Sized> Watch for &W {
+    fn progress(&self, done: u64, total: u64) {
+        (**self).progress(done, total);
+    }
+
+    fn cancelled(&self) -> bool {
+        (**self).cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        (**self).rate()
+    }
+
+    fn moved(&self, bytes: u64) {
+        (**self).moved(bytes);
+    }
+
+    fn checkpoint(&self, position: u64) {
+        (**self).checkpoint(position);
+    }
+}
 
 /// What a merge did.
 pub struct Merged {
@@ -128,42 +148,17 @@ impl Job {
         Ok(())
     }
 
+    /// Whether [`Job::check`] fails.
+    fn is_to_end(&self, watch: &dyn Watch) -> bool {
+        self.failure.lock().is_some() || watch.cancelled()
+    }
+
     fn check(&self, watch: &dyn Watch) -> Result<()> {
         if let Some(error) = self.failure.lock().take() {
             return Err(error);
         }
         if watch.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "the merge was stopped; the chain is as before"));
-        }
-        Ok(())
-    }
-}
-
-/// Keeps a merge to its rate.
-struct Throttle {
-    begun: Instant,
-    bytes: u64,
-    rate: u64,
-}
-
-impl Throttle {
-    fn wait(&mut self, bytes: u64, job: &Job, watch: &dyn Watch) -> Result<()> {
-        watch.moved(bytes);
-        let rate = watch.rate();
-        if rate != self.rate {
-            (self.begun, self.bytes, self.rate) = (Instant::now(), 0, rate);
-        }
-        self.bytes += bytes;
-        if self.rate == 0 {
-            return Ok(());
-        }
-        let due = Duration::from_secs_f64(self.bytes as f64 / self.rate as f64);
-        while let Some(left) = due.checked_sub(self.begun.elapsed()).filter(|left| !left.is_zero()) {
-            std::thread::sleep(left.min(SLEEP_MAX));
-            job.check(watch)?;
-            if watch.rate() != self.rate {
-                break;
-            }
         }
         Ok(())
     }
@@ -352,7 +347,7 @@ impl Chain {
     ) -> Result<Merged> {
         let capacity = job.target.layer.capacity();
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
-        let mut throttle = Throttle { begun: Instant::now(), bytes: 0, rate: 0 };
+        let mut throttle = Throttle::new(watch);
         let mut unflushed = 0;
         // A live top may have been written since a checkpoint, and nobody has noted it.
         let from = if self.levels().job_is_live { 0 } else { from };
@@ -369,7 +364,7 @@ impl Chain {
                 self.flush_target(job)?;
                 watch.checkpoint(at);
             }
-            throttle.wait(bytes, job, watch)?;
+            throttle.wait_unless(bytes, |_| job.is_to_end(watch));
         }
         watch.progress(capacity, capacity);
         if job.side == Side::Down {
@@ -406,7 +401,7 @@ impl Chain {
         &self,
         job: &Arc<Job>,
         merged: &mut Merged,
-        throttle: &mut Throttle,
+        throttle: &mut Throttle<&dyn Watch>,
         watch: &dyn Watch,
     ) -> Result<()> {
         let mut before = u64::MAX;
@@ -429,7 +424,7 @@ impl Chain {
                     let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
-                    throttle.wait(bytes, job, watch)?;
+                    throttle.wait_unless(bytes, |_| job.is_to_end(watch));
                 }
             }
             if last {

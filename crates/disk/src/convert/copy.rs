@@ -5,7 +5,7 @@
 //! channel's end without an end mark that the reader has failed.
 
 use crate::pace::Throttle;
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -188,7 +188,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         let reader = Reader { source, unit, to_writer, to_reader };
         let spawned = thread::Builder::new().name("convert-read".to_owned()).spawn_scoped(scope, || reader.run());
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
-        let throttle = Throttle::new(progress);
+        let throttle = Throttle::new(Watched(progress));
         let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
         // The pieces go with this, and so the reader ends.
         sink.fill(&mut pieces).map(|()| pieces.copied)

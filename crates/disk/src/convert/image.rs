@@ -39,7 +39,7 @@ impl ImageSink {
             kind => kind,
         };
         let new = NewImage { mode: IoMode::Buffered, ..NewImage::new(name, capacity, made) };
-        let mut watch = |_: u64, _: u64| go_on(progress);
+        let mut watch = |_: layer::Step| go_on(progress);
         let unfinished = begin(folder, &new, &mut || random(), &mut watch)?;
         match unfinished.open(&OpenOptions { writable: true, ..OpenOptions::default() }) {
             Ok(image) => {
@@ -67,8 +67,8 @@ impl ImageSink {
 
     fn close(&self, progress: &dyn Progress) -> Result<()> {
         if self.kind == ImageKind::EagerZeroedThick {
-            self.image.inflate(&mut |done, total| {
-                progress.update(done, total);
+            self.image.inflate(&mut |step| {
+                progress.update(step.done, step.total);
                 go_on(progress)
             })?;
         }

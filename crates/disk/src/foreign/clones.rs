@@ -1,11 +1,11 @@
 //! Clones: linked (a delta on a snapshot's image) and full (an independent copy in the same format).
 
 use super::snapshots::TEMPORARY;
-use super::{ChainedDevice, Entry, Foreign, Watched};
+use super::{ChainedDevice, Entry, Foreign};
 use crate::convert::{DeviceSink, DeviceSource, copy_all};
 use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
 use vmdk::CloneReference;

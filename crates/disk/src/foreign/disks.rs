@@ -1,11 +1,11 @@
 //! Making, listing, showing, renaming and deleting disks; their figures and tunables.
 
-use super::{Entry, Foreign, Watched};
+use super::{Entry, Foreign};
 use crate::info::{
     Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
     ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
 };
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use layer::image::Place;
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,8 +1,9 @@
 //! Long work on disks in use: inflate, punch, wipe, shrink, consolidate; and checking all of them.
 
-use super::{Entry, Foreign, Watched};
+use super::{Entry, Foreign};
 use crate::info::{CheckReport, Finding, Reclaimed};
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
+use layer::Step;
 use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
 use std::ops::ControlFlow;
 use store::{Error, ErrorKind, Result};
@@ -127,8 +128,8 @@ impl Foreign {
             if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
                 continue;
             }
-            let mut watch = |done, total| {
-                progress.update(done, total);
+            let mut watch = |step: Step| {
+                progress.update(step.done, step.total);
                 if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
             };
             let label = place.label();

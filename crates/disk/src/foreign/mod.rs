@@ -36,7 +36,6 @@ use crate::device::Device;
 use crate::migrate::Overlay;
 use crate::names;
 use crate::native::Native;
-use crate::progress::Progress;
 use crate::switch::{Identity, SwitchedDevice, Switches};
 use backend::IoMode;
 use layer::image::Folder;
@@ -55,27 +54,6 @@ pub(crate) const IMAGES: &str = "images";
 const INCOMPLETE: &str = "lamina.incomplete";
 /// The file that `vmdk` locks; all that may be left of a disk that never was.
 const LOCK_NAME: &str = "lamina.lock";
-
-/// Long work of `vmdk` watched by whoever asked for it.
-pub(crate) struct Watched<'a>(pub &'a dyn Progress);
-
-impl chain::Watch for Watched<'_> {
-    fn progress(&self, done: u64, total: u64) {
-        self.0.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        self.0.cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        self.0.rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        self.0.moved(bytes);
-    }
-}
 
 /// A disk of the datastore.
 pub(crate) struct Entry {

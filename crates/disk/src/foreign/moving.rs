@@ -3,11 +3,11 @@
 //! The copy's folder is marked as incomplete until it takes the place of the original, the original's from then on; so
 //! opening the datastore removes whichever is not the disk.
 
-use super::{ChainedDevice, Entry, Foreign, Watched};
+use super::{ChainedDevice, Entry, Foreign};
 use crate::device::Device;
 use crate::info::{DeltaFormat, ImageKind};
 use crate::migrate::{Node, Original, Replica};
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use crate::switch::Identity;
 use chain::{Chain, Condition};
 use layer::image::Place;

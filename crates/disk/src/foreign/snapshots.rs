@@ -1,7 +1,8 @@
 //! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
 
-use super::{Entry, Foreign, Watched};
+use super::{Entry, Foreign};
 use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
+use crate::progress::Watched;
 use crate::progress::{NoProgress, Progress};
 use chain::{Chain, Condition, LevelKey};
 use std::sync::Arc;

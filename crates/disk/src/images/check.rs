@@ -2,6 +2,7 @@
 
 use crate::convert::ImageOptions;
 use crate::progress::Progress;
+use layer::Step;
 use layer::image::check::{Checked, check as check_image};
 use layer::image::{Image, Place, open_chain};
 use serde::{Deserialize, Serialize};
@@ -88,11 +89,11 @@ fn look(
     repair: bool,
     progress: &dyn Progress,
 ) -> Result<()> {
-    let mut watch = |done: u64, total: u64| {
-        progress.update(done, total);
+    let mut watch = |step: Step| {
+        progress.update(step.done, step.total);
         if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
-    if watch(0, 1).is_break() {
+    if watch(Step { total: 1, ..Step::default() }).is_break() {
         return Err(Error::new(ErrorKind::Interrupted, "the check was stopped"));
     }
     let label = place.label();

@@ -3,6 +3,7 @@
 use super::show::{ImageLevel, show};
 use crate::convert::{ImageOptions, folder_of};
 use crate::progress::Progress;
+use layer::Step;
 use layer::descriptor::{Adapter, storage};
 use layer::image::{self, Image, ImageKind, NewParent, system_entropy};
 use serde::{Deserialize, Serialize};
@@ -52,8 +53,8 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
     }
     storage::sweep_one(&**folder.directory(), &name)?;
     let random = system_entropy();
-    let mut watch = |done: u64, total: u64| {
-        progress.update(done, total);
+    let mut watch = |step: Step| {
+        progress.update(step.done, step.total);
         if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
     image::create(&folder, &image, &mut || random(), &mut watch)?;

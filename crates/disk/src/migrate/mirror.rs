@@ -24,7 +24,7 @@
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use crate::pace::Throttle;
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
 use chain::Ranges;
 use parking_lot::Mutex;
@@ -202,7 +202,7 @@ impl MirrorDevice {
 
     /// Copies what is marked, front to back, and from then on keeps both copies alike. Once only.
     pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
-        let mut throttle = Throttle::new(progress);
+        let mut throttle = Throttle::new(Watched(progress));
         let began = Instant::now();
         let mut copied = Copied::default();
         let (mut step, mut unflushed) = (STEP_MAX, 0);

@@ -4,7 +4,7 @@ use super::Native;
 use crate::info::{DiskInfo, Point};
 use crate::names;
 use crate::pace::Throttle;
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use backend::BLOCK_SIZE;
 use store::catalog::{Object, Provisioning};
 use store::engine::{BulkWriter, Condition, NewDisk, NewSnapshot};
@@ -143,7 +143,7 @@ impl Native {
         let thick = source.provisioning != Provisioning::Thin;
         let title = format!("{}@{}", source.name, snapshot.name);
         let plan = |range| self.engine.plan_snapshot(snapshot.id, range);
-        let mut throttle = Throttle::new(progress);
+        let mut throttle = Throttle::new(Watched(progress));
         let mut done = 0;
         let mut at = 0;
         while at < end {

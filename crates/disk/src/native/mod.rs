@@ -31,7 +31,7 @@ pub(crate) use moving::{NativeOriginal, NativeReplica};
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
 use crate::pace::Throttle;
-use crate::progress::Progress;
+use crate::progress::{Progress, Watched};
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
@@ -113,7 +113,7 @@ impl Native {
         // Without repair a check reads a view of its own: it goes at a pace, and disks change beside it.
         let _changes = options.repair.then(|| self.changes.lock());
         let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
-        let paced = Mutex::new((Throttle::new(progress), 0));
+        let paced = Mutex::new((Throttle::new(Watched(progress)), 0));
         let report = self.engine.check(wanted, &|done, total| {
             progress.update(done, total);
             // A repair has everything stand still: it ends as soon as it can.

@@ -4,6 +4,7 @@
 
 use super::*;
 use crate::NoProgress;
+use crate::progress::Watched;
 use std::sync::atomic::AtomicBool;
 
 /// A medium that serves `fast` requests in a window in time and `late` ones not, as the rate of the work decides.
@@ -122,7 +123,7 @@ impl Progress for AtRate {
 #[test]
 fn a_throttle_keeps_to_its_rate_and_ends_on_request() {
     let at = AtRate { rate: AtomicU64::new(1 << 20), cancelled: AtomicBool::new(false) };
-    let mut throttle = Throttle::new(&at);
+    let mut throttle = Throttle::new(Watched(&at));
     let begun = Instant::now();
     for _ in 0..10 {
         assert!(throttle.wait(20 << 10));
@@ -138,5 +139,5 @@ fn a_throttle_keeps_to_its_rate_and_ends_on_request() {
         assert!(!waiting.join().unwrap());
     });
     at.rate.store(0, Ordering::Relaxed);
-    assert!(Throttle::new(&at).wait(1 << 40));
+    assert!(Throttle::new(Watched(&at)).wait(1 << 40));
 }

@@ -11,10 +11,10 @@
 //! at any point leaves a complete disk, or what [`crate::descriptor::storage::sweep`] removes; a failure or a watcher
 //! that stops it removes everything at once.
 
-use super::{FILE_BLOCK, Flat, Provisioning, Watch, zeros};
+use super::{FILE_BLOCK, Flat, Provisioning, zeros};
 use crate::descriptor::storage::{self, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
-use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
+use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
 use backend::{Access, Directory, File, IoMode};
 
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
@@ -99,7 +99,7 @@ pub fn create(
     let descriptor = disk.descriptor(random)?;
     let pending = Pending::begin(directory, disk.name, &descriptor)?;
     let mut made = Vec::new();
-    let mut making = Making { disk: disk.name, done: 0, total: disk.capacity, watch };
+    let mut making = Making { disk: disk.name, done: 0, total: disk.capacity, moved: 0, watch };
     let outcome = descriptor.extents.iter().try_for_each(|extent| {
         let Some(name) = &extent.file else { return Ok(()) };
         let mode = Flat::mode_for(disk.mode, 0, extent.length());
@@ -138,7 +138,7 @@ pub fn create_raw(
     }
     let temporary = format!("{name}{}", storage::NEW_SUFFIX);
     let (file, _lock) = storage::create_unfinished(directory, name, Flat::mode_for(mode, 0, capacity))?;
-    let mut making = Making { disk: name, done: 0, total: capacity, watch };
+    let mut making = Making { disk: name, done: 0, total: capacity, moved: 0, watch };
     let made = making
         .fill(&*file, &temporary, capacity, provisioning)
         .and_then(|()| directory.rename(&temporary, name).during(|| format!("renaming '{temporary}' to '{name}'")));
@@ -160,7 +160,7 @@ pub(crate) fn fill_extent(
     provisioning: Provisioning,
     watch: Watch<'_>,
 ) -> Result<()> {
-    Making { disk: name, done: 0, total: length, watch }.fill(file, name, length, provisioning)
+    Making { disk: name, done: 0, total: length, moved: 0, watch }.fill(file, name, length, provisioning)
 }
 
 /// A disk being made.
@@ -168,6 +168,8 @@ struct Making<'a> {
     disk: &'a str,
     done: u64,
     total: u64,
+    /// Bytes written since the last step.
+    moved: u64,
     watch: Watch<'a>,
 }
 
@@ -187,6 +189,7 @@ impl Making<'_> {
                 let part = (length - at).min(FILE_BLOCK);
                 file.write_at(&[&zeros()[..part as usize]], at, false).during(during)?;
                 at += part;
+                self.moved += part;
             }
         }
         file.sync().during(during)?;
@@ -195,7 +198,8 @@ impl Making<'_> {
     }
 
     fn tell(&mut self, within: u64) -> Result<()> {
-        match (self.watch)(self.done + within, self.total).is_break() {
+        let moved = std::mem::take(&mut self.moved);
+        match (self.watch)(Step { done: self.done + within, total: self.total, moved }).is_break() {
             true => {
                 let text = format!("making '{}' was stopped; nothing of it is left", self.disk);
                 Err(Error::new(ErrorKind::Interrupted, text))

@@ -18,8 +18,8 @@
 //! 4. Stopped, it leaves an extent of its old type with more space than before. Run again it goes on.
 
 use super::blocks::State;
-use super::{FILE_BLOCK, Flat, Provisioning, Watch, interrupted};
-use crate::{IoContext, Layer, Result};
+use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
+use crate::{IoContext, Layer, Result, Step, Watch};
 use backend::{BLOCK_SIZE, Buffer, Placement};
 use std::ops::Range;
 
@@ -68,10 +68,11 @@ impl Flat {
         let total = self.bytes.end - self.bytes.start;
         let mut account = Account { flat: self, from: 0, known_to: 0, whole: Vec::new() };
         let mut memory = Buffer::default();
-        let mut unflushed = 0;
+        let (mut unflushed, mut moved) = (0, 0);
         for block in 0..self.blocks.count() {
             let bytes = self.blocks.bytes_of(block..block + 1);
-            if watch(bytes.start - self.bytes.start, total).is_break() {
+            let done = bytes.start - self.bytes.start;
+            if watch(Step { done, total, moved: std::mem::take(&mut moved) }).is_break() {
                 self.flush()?;
                 return Err(interrupted("filling", &self.name));
             }
@@ -87,6 +88,7 @@ impl Flat {
                 }
             }
             drop(alone);
+            moved += bytes.end - bytes.start;
             unflushed += bytes.end - bytes.start;
             if unflushed >= FLUSH_EVERY {
                 self.flush()?;
@@ -94,7 +96,7 @@ impl Flat {
             }
         }
         // What the watcher says to the last call changes nothing any more.
-        let _ = watch(total, total);
+        let _ = watch(Step { done: total, total, moved });
         Ok(())
     }
 

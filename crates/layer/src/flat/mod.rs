@@ -40,12 +40,9 @@ use backend::{BLOCK_SIZE, Buffer, File, IoMode};
 use blocks::{Blocks, State};
 use locks::Locks;
 use parking_lot::{Mutex, MutexGuard};
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
-
-/// Told how many of how many bytes are done; answers whether to go on. Called about once a file block.
-pub type Watch<'a> = &'a mut dyn FnMut(u64, u64) -> ControlFlow<()>;
 
 /// How a disk has its space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,8 +6,8 @@
 
 use super::blocks::State;
 use super::locks::ALONE_MAX;
-use super::{Flat, Provisioning, Watch, interrupted};
-use crate::{IoContext, Layer, Result};
+use super::{Flat, Provisioning, interrupted};
+use crate::{IoContext, Layer, Result, Step, Watch};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 
@@ -25,23 +25,27 @@ impl Flat {
         self.set_provisioning(Provisioning::Thin);
         let total = self.bytes.end - self.bytes.start;
         let mut memory = Buffer::recycled(PART as usize / BLOCK_SIZE);
-        let mut given_back = 0;
+        let (mut given_back, mut moved) = (0, 0);
         let mut block = 0;
         while let Some(next) = self.blocks.next_with_space(block, self.blocks.count()) {
-            let start = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
-            if watch(start, total).is_break() {
+            let done = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
+            if watch(Step { done, total, moved: std::mem::take(&mut moved) }).is_break() {
                 self.flush()?;
                 return Err(interrupted("giving back zeros of", &self.name));
             }
             let (end, punched) = match self.blocks.state(next) {
                 State::Unwritten => self.punch_unwritten(next)?,
-                _ => (next + 1, self.punch_if_zero(next, &mut memory)?),
+                _ => {
+                    let (punched, read) = self.punch_if_zero(next, &mut memory)?;
+                    moved += read;
+                    (next + 1, punched)
+                }
             };
             given_back += punched;
             block = end;
         }
         self.flush()?;
-        let _ = watch(total, total);
+        let _ = watch(Step { done: total, total, moved });
         Ok(given_back)
     }
 
@@ -58,33 +62,36 @@ impl Flat {
         Ok((first + run, run))
     }
 
-    fn punch_if_zero(&self, block: u64, memory: &mut Buffer) -> Result<u64> {
+    /// How many blocks it gave back, and how many bytes it read.
+    fn punch_if_zero(&self, block: u64, memory: &mut Buffer) -> Result<(u64, u64)> {
         let bytes = self.blocks.bytes_of(block..block + 1);
-        if !self.is_zero(&bytes, memory)? {
-            return Ok(0);
+        let zeros = self.leading_zeros(&bytes, memory)?;
+        if zeros < bytes.end - bytes.start {
+            return Ok((0, zeros + PART));
         }
         let _alone = self.locks.alone(block..block + 1);
-        if !self.is_zero(&bytes, memory)? {
-            return Ok(0);
+        let again = self.leading_zeros(&bytes, memory)?;
+        if again < bytes.end - bytes.start {
+            return Ok((0, zeros + again + PART));
         }
         self.give_back(block..block + 1, &bytes)?;
         // A page that the extent shares with what comes before or behind it in the file stays.
-        Ok(u64::from(self.blocks.state(block) == State::Hole))
+        Ok((u64::from(self.blocks.state(block) == State::Hole), zeros + again))
     }
 
-    /// Whether bytes of the file read as zeros.
-    fn is_zero(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<bool> {
+    /// How many bytes of the file from the first on read as zeros, in whole parts.
+    fn leading_zeros(&self, bytes: &Range<u64>, memory: &mut Buffer) -> Result<u64> {
         let mut at = bytes.start;
         while at < bytes.end {
             let part = at..bytes.end.min(at + PART);
             let content = &mut memory[..(part.end - part.start) as usize];
             self.file.read_at(content, part.start).during(|| self.while_reading(&part))?;
             if !all_zero(content) {
-                return Ok(false);
+                break;
             }
             at = part.end;
         }
-        Ok(true)
+        Ok(at - bytes.start)
     }
 }
 

@@ -2,10 +2,12 @@
 //! while long work goes on.
 
 use super::*;
+use crate::Step;
 use crate::descriptor::tests::Random;
 use crate::descriptor::{Adapter, Descriptor, storage};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Access, Directory};
+use std::ops::ControlFlow;
 
 mod meddling;
 
@@ -15,7 +17,7 @@ fn disk(seed: u64) -> SimulatedDisk {
     SimulatedDisk::new(seed, SimulatedOptions::default())
 }
 
-fn go_on(_: u64, _: u64) -> ControlFlow<()> {
+fn go_on(_: Step) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 
@@ -307,7 +309,7 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
     assert_eq!(error.unwrap_err().kind(), ErrorKind::NoSpace);
     assert!(directory.list().unwrap().is_empty());
     world.set_capacity(64 * MIB);
-    let mut stop = |done: u64, total: u64| {
+    let mut stop = |Step { done, total, .. }: Step| {
         assert_eq!(total, 8 * MIB);
         if done >= 3 * MIB { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
@@ -444,7 +446,7 @@ fn filling_without_room_changes_nothing() {
     world.set_capacity(16 * MIB);
     // Stopped on the way it stays thin with more space, and goes on where it was.
     let mut calls = 0;
-    let mut stop = |_: u64, _: u64| {
+    let mut stop = |_: Step| {
         calls += 1;
         if calls > 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     };
@@ -457,7 +459,7 @@ fn filling_without_room_changes_nothing() {
     assert_eq!(world.operations() - before, 1 + 3 + 1, "a reservation, three blocks, a flush");
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 8, tbz: 0 });
     assert_eq!(flat.provisioning(), Provisioning::EagerZeroedThick);
-    let mut stop = |done: u64, _: u64| if done >= 4 * MIB { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
+    let mut stop = |step: Step| if step.done >= 4 * MIB { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
     assert_eq!(flat.punch_zeros(&mut stop).unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 5, tbz: 0 });
     assert_eq!(flat.punch_zeros(&mut go_on).unwrap(), 4);
@@ -471,7 +473,7 @@ fn long_work_excludes_other_long_work() {
     made(&*directory, 4 * MIB, Provisioning::Thin);
     let flat = open(&*directory, "disk", IoMode::Buffered, options(true)).unwrap();
     let mut busy = None;
-    let mut watch = |_: u64, _: u64| {
+    let mut watch = |_: Step| {
         busy.get_or_insert_with(|| flat.punch_zeros(&mut go_on).unwrap_err().kind());
         ControlFlow::Continue(())
     };

@@ -10,12 +10,12 @@ use super::maintain::Engine;
 use super::probe::Signature;
 use super::{Image, OpenOptions, Place, access, lock_for, parent_of, resolve_extents};
 use crate::descriptor::{Access, storage};
-use crate::flat::{FlatOptions, Watch};
+use crate::flat::FlatOptions;
 use crate::hosted::{self, Hosted};
-use crate::sesparse::{self, Maintenance, Pace, SeSparse};
+use crate::sesparse::{self, SeSparse};
 use crate::vmfssparse::{self, VmfsSparse};
 use crate::vsansparse::{self, VsanSparse};
-use crate::{Content, Error, ErrorKind, Layer, Result};
+use crate::{Content, Error, ErrorKind, Layer, Result, Step, Watch};
 use backend::{File, IoMode};
 use std::sync::Arc;
 
@@ -191,11 +191,11 @@ impl Work<'_> {
         let layer = SeSparse::open(file, &place.label(), options)?;
         let capacity = layer.capacity();
         let mut stopped = false;
-        let watch = Box::new(|progress: sesparse::Progress| {
-            stopped = watch(progress.done, progress.total.max(1)).is_break();
-            !stopped
+        let found = layer.check(write, &mut |step| {
+            let answer = watch(Step { total: step.total.max(1), ..step });
+            stopped = answer.is_break();
+            answer
         });
-        let found = layer.check(write, Maintenance { pace: Pace::FULL, watch });
         let found = match found {
             _ if stopped => return Err(stopped_check()),
             found => found?,
@@ -267,20 +267,21 @@ fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
         let begun = at;
         for extent in &extents {
             at = extent.start.saturating_add(extent.length);
-            let mut from = extent.start;
+            let (mut from, mut moved) = (extent.start, 0);
             while extent.content == Content::Encoded && from < at {
-                if watch(from, capacity).is_break() {
+                if watch(Step { done: from, total: capacity, moved }).is_break() {
                     return Err(stopped_check());
                 }
                 let part = (at - from).min(READ_PIECE);
                 layer.read_encoded(from, &mut memory[..part as usize])?;
+                moved = part;
                 from += part;
             }
         }
         if at <= begun {
             return Err(Error::new(ErrorKind::Corrupt, format!("nobody knows what is at byte {at}")));
         }
-        if watch(at, capacity).is_break() {
+        if watch(Step { done: at, total: capacity, moved: 0 }).is_break() {
             return Err(stopped_check());
         }
     }

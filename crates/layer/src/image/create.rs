@@ -24,11 +24,12 @@
 use super::{Folder, Image, OpenOptions, Place};
 use crate::descriptor::storage::{self, NEW_SUFFIX, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
-use crate::flat::{self, Flat, Provisioning, Watch};
-use crate::{Error, ErrorKind, IoContext, Layer, Result, SECTOR, hosted, sesparse, vmfssparse, vsansparse};
+use crate::flat::{self, Flat, Provisioning};
+use crate::{
+    Error, ErrorKind, IoContext, Layer, Result, SECTOR, Step, Watch, hosted, sesparse, vmfssparse, vsansparse,
+};
 use backend::{Access, Directory, File, IoMode, Lock};
 use std::fmt;
-use std::ops::ControlFlow;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -465,7 +466,7 @@ fn make_extents(
         if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
             extents.push(name.clone());
         }
-        let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
+        let mut shifted = |step: Step| watch(Step { done: before + step.done, total, ..step });
         make_extent(file?, name, length, image, None, random, &mut shifted)?;
         before += length;
     }
@@ -485,7 +486,7 @@ fn make_extent(
     if let Some(provisioning) = image.kind.provisioning() {
         return flat::fill_extent(&*file, name, length, provisioning, watch);
     }
-    if watch(0, length).is_break() {
+    if watch(Step { total: length, ..Step::default() }).is_break() {
         let text = format!("making '{}' was stopped; nothing of it is left", image.name);
         return Err(Error::new(ErrorKind::Interrupted, text));
     }

@@ -1,13 +1,14 @@
 //! Long work on an open image: wiping, shrinking, checking, extent by extent, whatever it is made of.
 
-use super::{Image, Watch};
+use super::Image;
 use crate::hosted::Hosted;
-use crate::sesparse::{Maintenance, Pace, SeSparse};
+use crate::sesparse::SeSparse;
 use crate::vmfssparse::VmfsSparse;
 use crate::vsansparse::VsanSparse;
-use crate::{Error, ErrorKind, Result};
-use std::cell::RefCell;
+use crate::{Error, ErrorKind, Result, Step, Watch};
+use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// An extent by its format, for what only that format can do.
 #[derive(Clone)]
@@ -61,6 +62,14 @@ impl std::ops::AddAssign for ImageFreed {
     }
 }
 
+/// Share of the time that wiping and shrinking take while guests are active, in percent. A guest that always has a
+/// request under way loses a quarter of its rate to work that only keeps to a latency.
+const SHARE: u32 = 6;
+/// Longest rest after one step: enough for the share to hold after a commit whose flushes took a tenth of a second.
+const REST_MAX: Duration = Duration::from_secs(2);
+/// Rests are cut so, to notice a request to stop.
+const REST_PART: Duration = Duration::from_millis(20);
+
 /// A grain of SEsparse, in bytes.
 const SE_GRAIN: u64 = 4096;
 
@@ -82,7 +91,7 @@ impl Image {
         let mut sum = ImageFreed::default();
         for engine in &self.engines {
             if let Engine::SeSparse(layer) = engine {
-                let report = layer.wipe(zeros, gentle(watch))?;
+                let report = layer.wipe(zeros, &mut resting(layer, watch))?;
                 sum.freed += (report.unnamed + report.zeros) * SE_GRAIN;
             }
         }
@@ -97,13 +106,12 @@ impl Image {
         for engine in &self.engines {
             match engine {
                 Engine::SeSparse(layer) => {
-                    let report = layer.shrink(gentle(watch))?;
+                    let report = layer.shrink(&mut resting(layer, watch))?;
                     sum.cut += report.cut;
                     sum.moved += report.moved * SE_GRAIN;
                 }
                 Engine::VmfsSparse(layer) => {
-                    let asked = RefCell::new(&mut *watch);
-                    let report = layer.shrink(&|moved| asked.borrow_mut()(moved, moved).is_continue())?;
+                    let report = layer.shrink(watch)?;
                     sum.cut += report.before.saturating_sub(report.after);
                     sum.moved += report.moved;
                 }
@@ -122,7 +130,7 @@ impl Image {
         for engine in &self.engines {
             match engine {
                 Engine::SeSparse(layer) => {
-                    let report = layer.check(repair, gentle(watch))?;
+                    let report = layer.check(repair, watch)?;
                     sum.dead += report.unnamed * SE_GRAIN;
                     sum.repaired += report.repaired;
                     let wrong = report.invalid + report.outside + report.overlapping + report.unproven;
@@ -204,10 +212,26 @@ impl Image {
     }
 }
 
-/// Work that guests hardly notice.
-fn gentle<'a>(watch: &'a mut dyn FnMut(u64, u64) -> std::ops::ControlFlow<()>) -> Maintenance<'a> {
-    Maintenance {
-        pace: Pace::GENTLE,
-        watch: Box::new(move |progress| watch(progress.done, progress.total).is_continue()),
+/// Tells `watch` of each step, and rests after it as [`SHARE`] demands.
+fn resting<'a>(layer: &'a SeSparse, watch: Watch<'a>) -> impl FnMut(Step) -> ControlFlow<()> + 'a {
+    let (mut begun, mut requests, mut done) = (Instant::now(), layer.requests(), 0);
+    move |step| {
+        let worked = begun.elapsed();
+        watch(step)?;
+        if step.done == done && step.moved == 0 {
+            return ControlFlow::Continue(());
+        }
+        done = step.done;
+        if layer.requests() != requests {
+            let mut rest = (worked * (100 - SHARE) / SHARE).min(REST_MAX);
+            while !rest.is_zero() {
+                let part = rest.min(REST_PART);
+                std::thread::sleep(part);
+                rest -= part;
+                watch(Step { moved: 0, ..step })?;
+            }
+        }
+        (begun, requests) = (Instant::now(), layer.requests());
+        ControlFlow::Continue(())
     }
 }

@@ -39,16 +39,16 @@ pub use maintain::{ImageCheck, ImageFreed};
 pub use probe::{PROBE_LENGTH, Signature, probe};
 
 use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
-use crate::flat::{Counters, Flat, FlatOptions, Provisioning, Watch};
+use crate::flat::{Counters, Flat, FlatOptions, Provisioning};
 use crate::sesparse::DirtyJournal;
-use crate::{Error, ErrorKind, IoContext, Layer, Result};
+use crate::{Error, ErrorKind, IoContext, Layer, Result, Step, Watch};
 use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
 use home::{Home, Identified};
 use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
-use std::ops::{ControlFlow, Range};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Parents below an image that are followed unless the caller says otherwise: what ESXi allows.
@@ -389,7 +389,7 @@ impl Image {
         let total = self.flats.iter().map(|flat| flat.capacity()).sum();
         let mut before = 0;
         for flat in self.flats.iter().filter(|flat| flat.writable()) {
-            let mut shifted = |done: u64, _: u64| -> ControlFlow<()> { watch(before + done, total) };
+            let mut shifted = |step: Step| watch(Step { done: before + step.done, total, ..step });
             work(flat, &mut shifted)?;
             before += flat.capacity();
         }

@@ -2,6 +2,7 @@
 
 use super::concatenated::{Concatenated, Part};
 use super::*;
+use crate::Step;
 use crate::descriptor::tests::Random;
 use crate::descriptor::{Adapter, CreateType, ExtentKind};
 use crate::flat::{self, FILE_BLOCK, NewDisk, NewKind};
@@ -9,6 +10,7 @@ use crate::{Content, Extent, Usage};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File};
 use parking_lot::Mutex;
+use std::ops::ControlFlow;
 
 const MIB: u64 = FILE_BLOCK;
 
@@ -16,7 +18,7 @@ fn disk(seed: u64) -> SimulatedDisk {
     SimulatedDisk::new(seed, SimulatedOptions::default())
 }
 
-fn go_on(_: u64, _: u64) -> ControlFlow<()> {
+fn go_on(_: Step) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 

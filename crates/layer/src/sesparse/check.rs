@@ -12,12 +12,12 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, Owner, Run, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::maintain::{Maintenance, Work};
+use super::maintain::Work;
 use super::proof::{Evidence, Suspect};
 use super::recover::NamedTables;
 use super::state::{State, Step, backmap_page, bitmap_page};
 use super::wipe::{GrainSet, Holes};
-use crate::{ErrorKind, Result};
+use crate::{ErrorKind, Result, Watch};
 use std::ops::Range;
 
 /// Grains of a window: 1 TiB, 32 MiB of memory.
@@ -107,8 +107,8 @@ struct CheckedTable {
 
 impl SeSparse {
     /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right.
-    pub fn check(&self, repair: bool, plan: Maintenance) -> Result<CheckReport> {
-        let mut work = self.begin_work(plan, "checking")?;
+    pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<CheckReport> {
+        let mut work = self.begin_work(watch, "checking")?;
         if repair {
             self.check_changeable()?;
         }
@@ -144,12 +144,11 @@ impl SeSparse {
     }
 
     /// Goes through everything; with `repair` makes bitmap and backmap say what the tables say.
-    fn look(&self, repair: Option<Doubts>, work: &mut Work) -> Result<(CheckReport, Evidence)> {
+    fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
         let mut evidence = Evidence::default();
         let end = self.state.lock().readable.max(1);
-        work.progress.done = 0;
-        work.progress.total = self.layout.slots() * end.div_ceil(WINDOW);
+        work.expect(self.layout.slots() * end.div_ceil(WINDOW));
         for start in (0..end).step_by(WINDOW as usize) {
             let window = start..(start + WINDOW).min(end.next_multiple_of(64));
             let named = self.check_tables(&window, repair.is_some(), &mut report, &mut evidence, work)?;
@@ -165,7 +164,7 @@ impl SeSparse {
         repair: bool,
         report: &mut CheckReport,
         evidence: &mut Evidence,
-        work: &mut Work,
+        work: &mut Work<'_, '_>,
     ) -> Result<GrainSet> {
         let mut named = GrainSet::new(window.clone());
         let mut tables = NamedTables::default();

@@ -55,7 +55,6 @@ mod write;
 
 pub use check::CheckReport;
 pub use journal::Replayed;
-pub use maintain::{Maintenance, Pace, Progress};
 pub use shrink::ShrinkReport;
 pub use wipe::WipeReport;
 
@@ -190,7 +189,12 @@ impl SeSparse {
         })
     }
 
-    /// Says that somebody is busy. Two at once may count as one: it is a sign, no figure, and every read passes here.
+    /// Changes with every request, approximately.
+    pub(crate) fn requests(&self) -> u64 {
+        self.requests.load(Ordering::Relaxed)
+    }
+
+    /// Two requests at once may count as one: the counter is a sign of activity, and every read passes here.
     fn count_request(&self) {
         self.requests.store(self.requests.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }

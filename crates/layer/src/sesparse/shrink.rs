@@ -6,8 +6,9 @@
 use super::SeSparse;
 use super::entry::{GRAIN, Run};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::maintain::{Maintenance, Work};
-use crate::{Error, ErrorKind, Result};
+use super::maintain::Work;
+use crate::{Error, ErrorKind, Result, Watch};
+use backend::BLOCK_SIZE;
 
 /// Grains looked at for one batch; one page of the backmap.
 const BATCH: u64 = PAGE_ENTRIES / 2;
@@ -31,8 +32,8 @@ impl SeSparse {
     /// Moves live grains from the end of the file into free ones and cuts the file. Grains that nothing names are in
     /// the way of that: wipe first. Goes on beside guests; fails with [`ErrorKind::Interrupted`] when stopped, and
     /// keeps what it did.
-    pub fn shrink(&self, plan: Maintenance) -> Result<ShrinkReport> {
-        let mut work = self.begin_work(plan, "shrinking")?;
+    pub fn shrink(&self, watch: Watch<'_>) -> Result<ShrinkReport> {
+        let mut work = self.begin_work(watch, "shrinking")?;
         self.check_changeable()?;
         let mut report = ShrinkReport::default();
         let mut done = self.shrink_down(&mut work, &mut report);
@@ -63,13 +64,15 @@ impl SeSparse {
         self.state.lock().space.search_again();
         self.search_all(work)?;
         let mut end = self.state.lock().space.fresh;
-        work.progress.total = self.state.lock().space.free().min(end);
+        work.expect(self.state.lock().space.free().min(end));
         let (mut batches, mut searched) = (0, true);
         while end > 0 {
             let start = (end - 1) / BATCH * BATCH;
             let run = Run { start, count: end - start };
             let (held, allocated) = self.held(run)?;
             let moved = self.relocate(&held, work)?;
+            // A page of the backmap, and grains read and written.
+            work.moved(BLOCK_SIZE as u64 + 2 * moved * GRAIN);
             report.moved += moved;
             searched &= moved == 0;
             let (exhausted, more) = {

@@ -15,11 +15,11 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{Entry, GRAIN, Grain, Owner, Run, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES};
-use super::maintain::{Maintenance, Work};
+use super::maintain::Work;
 use super::relocate::{Held, names};
 use super::state::{State, Step, backmap_page, bitmap_page, table_page};
 use super::touched::Touched;
-use crate::{IoContext, Result};
+use crate::{IoContext, Result, Watch};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
 
@@ -117,12 +117,12 @@ impl Holes {
 impl SeSparse {
     /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
     /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
-    pub fn wipe(&self, zeros: bool, plan: Maintenance) -> Result<WipeReport> {
-        let mut work = self.begin_work(plan, "wiping")?;
+    pub fn wipe(&self, zeros: bool, watch: Watch<'_>) -> Result<WipeReport> {
+        let mut work = self.begin_work(watch, "wiping")?;
         self.check_changeable()?;
         let mut report = WipeReport::default();
         let windows = self.state.lock().space.fresh.div_ceil(WINDOW);
-        work.progress.total = self.layout.slots() * (windows + u64::from(zeros));
+        work.expect(self.layout.slots() * (windows + u64::from(zeros)));
         if zeros {
             self.wipe_zeros(&mut work, &mut report)?;
         }
@@ -175,6 +175,7 @@ impl SeSparse {
                     break;
                 }
                 if let Some((table, content)) = self.read_table(slot, &mut holes)? {
+                    work.moved(TABLE_PAGES * BLOCK_SIZE as u64);
                     self.count_named(slot, &content, others_wrote)?;
                     if others_wrote {
                         self.adopt(table, &content)?;
@@ -192,6 +193,7 @@ impl SeSparse {
                 state.census = Some(census);
                 swept
             })?;
+            work.moved(BLOCK_SIZE as u64);
             work.step(0)?;
         }
         Ok(())
@@ -286,6 +288,7 @@ impl SeSparse {
                     continue;
                 }
                 let zeros = self.holding_zeros(&held)?;
+                work.moved(held.len() as u64 * GRAIN);
                 if !zeros.is_empty() {
                     let _announced = self.announce(&zeros, work)?;
                     // Somebody may have written to them before they were announced.

@@ -22,7 +22,7 @@ use super::space::{ALIGNMENT, Place};
 use super::tables::{DATA, PARTS_ALL, parts_of};
 use crate::runs::Run;
 use crate::runs::marks::{Marks, WINDOW};
-use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
 use std::time::Duration;
 
 /// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
@@ -58,9 +58,9 @@ struct Round<'a> {
 }
 
 impl VmfsSparse {
-    /// Gives dead space back to the file system. `go_on` is told from time to time how many bytes were moved, and stops
-    /// the work by saying false ([`ErrorKind::Interrupted`]); what was done until then stays done.
-    pub fn shrink(&self, go_on: &dyn Fn(u64) -> bool) -> Result<Shrunk> {
+    /// Gives dead space back to the file system. `watch` is told of each step, and stops the work by breaking
+    /// ([`ErrorKind::Interrupted`]); what was done until then stays done.
+    pub fn shrink(&self, watch: Watch<'_>) -> Result<Shrunk> {
         let writer = self.writer()?;
         let Some(_shrinking) = writer.shrinking.try_lock() else {
             return Err(Error::new(ErrorKind::Busy, format!("{}: it is being shrunk already", self.image)));
@@ -69,7 +69,7 @@ impl VmfsSparse {
         let mut shrunk = Shrunk { before: length()?, ..Shrunk::default() };
         let mut slack = 0;
         for _ in 0..ROUNDS_MAX {
-            let (more, unmoved) = self.shrink_once(writer, slack, &mut shrunk.moved, go_on)?;
+            let (more, unmoved) = self.shrink_once(writer, slack, &mut shrunk.moved, watch)?;
             if !more && unmoved == 0 {
                 break;
             }
@@ -80,13 +80,7 @@ impl VmfsSparse {
     }
 
     /// One round. Says whether more was put at the end of the file meanwhile, and how many sectors had no room.
-    fn shrink_once(
-        &self,
-        writer: &Writer,
-        slack: u64,
-        moved: &mut u64,
-        go_on: &dyn Fn(u64) -> bool,
-    ) -> Result<(bool, u64)> {
+    fn shrink_once(&self, writer: &Writer, slack: u64, moved: &mut u64, watch: Watch<'_>) -> Result<(bool, u64)> {
         self.settle(writer)?;
         // Alone, so that no place is taken and not entered yet: it would look dead.
         let end = {
@@ -101,7 +95,7 @@ impl VmfsSparse {
             return Ok((self.cut(writer, end, end)?, 0));
         }
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
-        let result = self.move_all(&mut round, *moved, go_on);
+        let result = self.move_all(&mut round, *moved, watch);
         *moved += round.moved * SECTOR;
         // Also when it was stopped: what was moved stays so.
         self.settle(writer)?;
@@ -135,7 +129,7 @@ impl VmfsSparse {
         }
     }
 
-    fn move_all(&self, round: &mut Round<'_>, moved: u64, go_on: &dyn Fn(u64) -> bool) -> Result<()> {
+    fn move_all(&self, round: &mut Round<'_>, before: u64, watch: Watch<'_>) -> Result<()> {
         let mut start = self.tables.data_start();
         while start < round.target {
             let mut marks = Marks::new(start..round.target.min(start + WINDOW));
@@ -154,8 +148,12 @@ impl VmfsSparse {
             round.left = round.target;
             round.unmoved = 0;
             for index in 0..self.tables.count() {
+                let mut told = round.moved;
                 while self.move_step(round, index)? {
-                    if !go_on(moved + round.moved * SECTOR) {
+                    // What is moved is read and written.
+                    let moved = 2 * (round.moved - std::mem::replace(&mut told, round.moved)) * SECTOR;
+                    let done = before + round.moved * SECTOR;
+                    if watch(Step { done, total: done, moved }).is_break() {
                         let what = format!("{}: shrinking was stopped", self.image);
                         return Err(Error::new(ErrorKind::Interrupted, what));
                     }

@@ -1,7 +1,8 @@
 //! SEsparse: what a table names stands in the backmap and the bitmap too.
 
 use super::super::*;
-use layer::sesparse::{CheckReport, Maintenance, Options, Pace, SeSparse};
+use layer::sesparse::{CheckReport, Options, SeSparse};
+use std::ops::ControlFlow;
 
 const MIB: u64 = 1 << 20;
 const GRAIN: u64 = 4096;
@@ -16,7 +17,7 @@ fn open(file: Arc<dyn File>, options: Options) -> Result<SeSparse> {
 }
 
 fn check(layer: &SeSparse, repair: bool) -> CheckReport {
-    layer.check(repair, Maintenance::at(Pace::FULL)).unwrap()
+    layer.check(repair, &mut |_| ControlFlow::Continue(())).unwrap()
 }
 
 /// An image with a history, its tables in another order than what they map. Some were not closed.

@@ -37,7 +37,7 @@ impl Random {
 }
 
 /// Watches long work without a word.
-pub fn go_on(_: u64, _: u64) -> ControlFlow<()> {
+pub fn go_on(_: layer::Step) -> ControlFlow<()> {
     ControlFlow::Continue(())
 }
 

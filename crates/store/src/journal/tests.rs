@@ -316,7 +316,64 @@ fn operation(random: &mut Random, code: u64) -> Operation {
         13 => Operation::Clone { snapshot: random.next(), record: random.bytes(length) },
         14 => Operation::Revert { disk, snapshot: random.next(), trash: random.next() },
         15 => Operation::Trash { object: random.next() },
-        _ => Operation::Drop { object: random.next(), steps: random.next() as u32 },
+        16 => Operation::Drop { object: random.next(), steps: random.next() as u32 },
+        17 => Operation::Announce { run },
+        _ => Operation::Checksums { run, checksums },
+    }
+}
+
+/// Codes of operations are 1 to this.
+const CODES: u64 = 18;
+
+/// An operation as the format page has it, by its name there. An operation that is new needs a name here, and a row.
+fn example(operation: &Operation) -> (&'static str, Operation) {
+    let run = Run { start: 0x0102_0304, blocks: 2 };
+    let checksums = || vec![0xaaaa_aaaa, 0xbbbb_bbbb];
+    let (disk, logical, snapshot, record) = (0x11, 0x22, 0x44, vec![0xee; 3]);
+    match operation {
+        Operation::Map { .. } => ("map", Operation::Map { disk, logical, run, checksums: checksums() }),
+        Operation::MapData { data, .. } => ("map data", Operation::MapData { disk, logical, run, data: data.clone() }),
+        Operation::Overwrite { .. } => ("overwrite", Operation::Overwrite { run, checksums: checksums() }),
+        Operation::OverwriteData { data, .. } => {
+            ("overwrite data", Operation::OverwriteData { run, data: data.clone() })
+        }
+        Operation::Synced { .. } => ("synced", Operation::Synced { position: 0x5000 }),
+        Operation::Unmap { .. } => ("unmap", Operation::Unmap { disk, logical, blocks: 3 }),
+        Operation::Unwritten { .. } => ("unwritten", Operation::Unwritten { disk, logical, run, fresh: true }),
+        Operation::Written { .. } => ("written", Operation::Written { disk, logical, run, checksums: checksums() }),
+        Operation::Resolve { .. } => ("resolve", Operation::Resolve { block: 0x33, checksum: 0xcccc_cccc }),
+        Operation::Backed { .. } => ("backed", Operation::Backed { run, backed: true }),
+        Operation::Put { .. } => ("put", Operation::Put { record }),
+        Operation::Seal { .. } => ("seal", Operation::Seal { snapshot }),
+        Operation::Clone { .. } => ("clone", Operation::Clone { snapshot, record }),
+        Operation::Revert { .. } => ("revert", Operation::Revert { disk, snapshot, trash: 0x55 }),
+        Operation::Trash { .. } => ("trash", Operation::Trash { object: 0x66 }),
+        Operation::Drop { .. } => ("drop", Operation::Drop { object: 0x66, steps: 4 }),
+        Operation::Announce { .. } => ("announce", Operation::Announce { run }),
+        Operation::Checksums { .. } => ("checksums", Operation::Checksums { run, checksums: checksums() }),
+    }
+}
+
+#[test]
+fn the_format_page_has_every_operation() {
+    let page = include_str!("../../../../docs/format/native.md");
+    let mut random = Random(1);
+    let mut names = std::collections::BTreeSet::new();
+    for code in 1..=CODES {
+        let (name, example) = example(&operation(&mut random, code));
+        names.insert(name);
+        let body = encode(std::slice::from_ref(&example));
+        // Payload is left out there.
+        let payload = body.len() / BLOCK_SIZE * BLOCK_SIZE;
+        let bytes: Vec<String> = body[..body.len() - payload].iter().map(|byte| format!("{byte:02x}")).collect();
+        let row = format!("| {code} | {name} | `{}` |\n", bytes.join(" "));
+        assert!(page.contains(&row), "the page lacks {row}");
+        assert!(page.contains(&format!("\n| {code} {name} | ")), "the page does not say what {name} means");
+    }
+    assert_eq!(names.len() as u64, CODES);
+    // What has no row is not an operation.
+    for code in (0..=u8::MAX).filter(|code| !(1..=CODES).contains(&u64::from(*code))) {
+        assert!(decode(&[&[code][..], &[1; 64]].concat()).is_err(), "code {code}");
     }
 }
 
@@ -344,7 +401,7 @@ fn operations_survive_their_encoding() {
     for seed in 0..200 {
         let mut random = Random(seed);
         let operations: Vec<Operation> =
-            (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % 16)).collect();
+            (0..random.below(20)).map(|i| operation(&mut random, 1 + (i + seed) % CODES)).collect();
         let body = encode(&operations);
         let again = decode(&body).unwrap();
         assert_eq!(again.len(), operations.len());
@@ -358,7 +415,7 @@ fn operations_survive_their_encoding() {
 #[test]
 fn an_operation_cut_anywhere_is_an_error_and_nothing_else() {
     let mut random = Random(6);
-    for code in 1..=16 {
+    for code in 1..=CODES {
         let whole = operation(&mut random, code);
         let body = encode(&[whole.clone(), whole]);
         assert_eq!(decode(&body).unwrap().len(), 2);
@@ -405,7 +462,7 @@ fn damage_to_a_body_never_panics() {
         let mut random = Random(seed);
         let operations: Vec<Operation> = (0..3)
             .map(|_| {
-                let code = 1 + random.below(16);
+                let code = 1 + random.below(CODES);
                 operation(&mut random, code)
             })
             .collect();

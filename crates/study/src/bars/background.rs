@@ -2,10 +2,11 @@
 //! and beside each kind of work. The client's latency is what the pace of the work goes by.
 
 use super::load::{Load, Window, worst};
+use super::remote::Receiver;
 use super::{BLOCK, Setting, fill, no_cell, say};
-use crate::datastore::{Datastore, Serving};
+use crate::datastore::{Datastore, Keys, Serving};
 use crate::error::Result;
-use crate::nbd::Timing;
+use crate::nbd::{Client, Request, Timing};
 use crate::process;
 use crate::random::Random;
 use crate::report::{Bar, Finding, Outcome};
@@ -23,24 +24,30 @@ const LONGEST_MAX_MS: f64 = 50.0;
 /// How long the client is watched alone.
 const CALM: Duration = Duration::from_secs(5);
 /// Snapshots, and the time from one to the next.
-const SNAPSHOTS: u32 = 40;
+const SNAPSHOTS_TAKEN: u32 = 40;
 const SNAPSHOT_EVERY: Duration = Duration::from_millis(250);
 const LEVELS: u32 = 3;
 const RUN: u64 = 64 << 10;
 
-/// The client's disk, the one that is worked on, and one with images.
+/// The client's disk, the one that is worked on, one with images, and one with images half of which are discarded.
 const BUSY: &str = "busy";
 const DISK: &str = "disk";
 const IMAGES: &str = "images";
+const SPARSE: &str = "sparse";
 
-/// A kind of work: how it is called, and the verb that does it; no verb for snapshots.
-const WORK: [(&str, &[&str]); 5] = [
-    ("snapshots", &[]),
-    ("full-clone", &["clone", DISK, "copy", "--full"]),
-    ("check", &["check", "--data"]),
-    ("consolidate", &["disk", "consolidate", IMAGES]),
-    ("migrate", &["disk", "migrate", IMAGES, "--format", "native"]),
+/// A kind of work: how it is called, and the verbs that do it; none for snapshots and for what is sent.
+const WORK: [(&str, &[&[&str]]); 8] = [
+    (SNAPSHOTS, &[]),
+    ("full-clone", &[&["clone", DISK, "copy", "--full"]]),
+    ("check", &[&["check", "--data"]]),
+    (SEND, &[]),
+    ("reclaim", &[&["disk", "wipe", SPARSE], &["disk", "shrink", SPARSE]]),
+    ("consolidate", &[&["disk", "consolidate", IMAGES]]),
+    ("migrate", &[&["disk", "migrate", IMAGES, "--format", "native"]]),
+    ("detach", &[&["clone", DISK, "linked"], &["disk", "detach", "linked"]]),
 ];
+const SNAPSHOTS: &str = "snapshots";
+const SEND: &str = "send";
 
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
@@ -52,10 +59,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let datastore = Datastore::init(&setting.lamina, &setting.scratch, "background")?;
     datastore.create(BUSY, plan.disk_size)?;
     datastore.create(DISK, plan.disk_size)?;
-    datastore.create_vmdk(IMAGES, plan.disk_size, "thin", Some("sesparse"))?;
+    for disk in [IMAGES, SPARSE] {
+        datastore.create_vmdk(disk, plan.disk_size, "thin", Some("sesparse"))?;
+    }
+    datastore.snapshot(SPARSE, "below")?;
     let (server, _) = datastore.serve(&Serving::plain(plan.mode()), BUSY)?;
-    say("filling three disks");
-    for disk in [BUSY, DISK, IMAGES] {
+    say("filling four disks");
+    for disk in [BUSY, DISK, IMAGES, SPARSE] {
         fill(&datastore.endpoint(disk), plan.disk_size)?;
     }
     let mut random = Random::new(plan.seed);
@@ -65,19 +75,37 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         let part = order[..order.len() / 8].iter().map(|run| u64::from(*run));
         super::write_blocks(&datastore.endpoint(IMAGES), part, RUN)?;
     }
+    discard_half(&datastore, plan.disk_size, &mut random)?;
+    let there = Datastore::init(&setting.lamina, &setting.scratch, "there")?;
+    there.create("some", BLOCK)?;
+    let receiver = Receiver::start(&there, Keys::make(&setting.scratch)?, "some")?;
+    datastore.snapshot(DISK, "golden")?;
+    let send = receiver.verb(&format!("{DISK}@golden"), "copy");
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
-    for (name, verb) in work {
+    for (name, verbs) in work {
         setting.scratch.rest(datastore.path())?;
-        raw.push(beside(setting, &datastore, name, verb, &mut outcome)?);
+        let mut doing = || match name {
+            SNAPSHOTS => take_snapshots(&datastore),
+            SEND => datastore.verb(&send).map(|_| ()),
+            _ => verbs.iter().try_for_each(|verb| datastore.verb(verb).map(|_| ())),
+        };
+        raw.push(beside(setting, &datastore, name, &mut doing, &mut outcome)?);
     }
+    receiver.serving.service.stop()?;
     server.service.stop()?;
     outcome.raw = Value::Array(raw);
     Ok(outcome)
 }
 
 /// One kind of work.
-fn beside(setting: &Setting, datastore: &Datastore, name: &str, verb: &[&str], outcome: &mut Outcome) -> Result<Value> {
+fn beside(
+    setting: &Setting,
+    datastore: &Datastore,
+    name: &str,
+    work: &mut dyn FnMut() -> Result<()>,
+    outcome: &mut Outcome,
+) -> Result<Value> {
     say(&format!("{RATE} writes a second beside: {name}"));
     let plan = &setting.plan;
     let load = Load::steady(&datastore.endpoint(BUSY), plan.disk_size / BLOCK, RATE, plan.seed)?;
@@ -85,11 +113,7 @@ fn beside(setting: &Setting, datastore: &Datastore, name: &str, verb: &[&str], o
     let from = Instant::now();
     process::pause(CALM)?;
     let calm = (from, Instant::now());
-    if verb.is_empty() {
-        take_snapshots(datastore)?;
-    } else {
-        datastore.verb(verb)?;
-    }
+    work()?;
     let busy = (calm.1, Instant::now());
     let timings = load.finish()?;
     let seconds = busy.1.duration_since(busy.0).as_secs_f64();
@@ -110,13 +134,25 @@ fn beside(setting: &Setting, datastore: &Datastore, name: &str, verb: &[&str], o
     }))
 }
 
+/// Discards random runs that make half of the disk: what wiping and shrinking return.
+fn discard_half(datastore: &Datastore, disk_size: u64, random: &mut Random) -> Result<()> {
+    let runs = u32::try_from(disk_size / RUN).unwrap_or(u32::MAX);
+    let order = random.order(runs);
+    let endpoint = datastore.endpoint(SPARSE);
+    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+    let chosen = order[..order.len() / 2].iter();
+    let trims = chosen.map(|run| Request::Trim { offset: u64::from(*run) * RUN, length: RUN as u32 });
+    client.run(16, trims, |_| ())?;
+    client.flush()
+}
+
 /// Takes snapshots at a steady rate, and deletes each some time later.
 fn take_snapshots(datastore: &Datastore) -> Result<()> {
     const KEPT: u32 = 4;
     let name = |number: u32| format!("taken-{number:03}");
     let begun = Instant::now();
-    for number in 0..SNAPSHOTS + KEPT {
-        if number < SNAPSHOTS {
+    for number in 0..SNAPSHOTS_TAKEN + KEPT {
+        if number < SNAPSHOTS_TAKEN {
             datastore.snapshot(BUSY, &name(number))?;
         }
         if let Some(old) = number.checked_sub(KEPT) {

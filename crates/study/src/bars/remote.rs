@@ -7,6 +7,7 @@
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Keys, Serving};
 use crate::error::{Error, Result};
+use crate::peers::Server;
 use crate::plan::Mode;
 use crate::random::Random;
 use crate::report::{Finding, Outcome};
@@ -26,6 +27,35 @@ const CHANGE: u64 = 64 << 10;
 
 const DISK: &str = "disk";
 
+/// A server that takes what others send.
+pub(super) struct Receiver {
+    pub serving: Server,
+    address: String,
+    keys: Keys,
+}
+
+impl Receiver {
+    /// Serves a datastore, of which `disk` is a disk.
+    pub fn start(datastore: &Datastore, keys: Keys, disk: &str) -> Result<Receiver> {
+        let receiving = Serving { receive: Some(keys.clone()), ..Serving::plain(Mode::Buffered) };
+        let (serving, _) = datastore.serve(&receiving, disk)?;
+        let status = datastore.ask(&["status"])?;
+        let address = status["serving"]["receive"].as_str().map(str::to_owned);
+        let address = address.ok_or_else(|| Error::Answer("the server does not say where it receives".into()))?;
+        Ok(Receiver { serving, address, keys })
+    }
+
+    /// The words of the command that sends `source` to it.
+    pub fn verb(&self, source: &str, name: &str) -> Vec<String> {
+        let target = format!("lamina://{}/{name}", self.address);
+        let certificate = self.keys.certificate.display().to_string();
+        let key = self.keys.key.display().to_string();
+        let words = ["disk", "send", source, &target, "--incremental", "--tls-ca", &certificate];
+        let tls = ["--tls-cert", &certificate, "--tls-key", &key];
+        words.into_iter().chain(tls).map(str::to_owned).collect()
+    }
+}
+
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
@@ -35,31 +65,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     here.create(DISK, plan.disk_size)?;
     there.create("some", BLOCK)?;
     let (server, _) = here.serve(&Serving::plain(Mode::Buffered), DISK)?;
-    let receiving = Serving { receive: Some(keys.clone()), ..Serving::plain(Mode::Buffered) };
-    let (receiver, _) = there.serve(&receiving, "some")?;
-    let status = there.ask(&["status"])?;
-    let address = status["serving"]["receive"].as_str();
-    let address = address.ok_or_else(|| Error::Answer("the server does not say where it receives".into()))?;
+    let receiver = Receiver::start(&there, keys, "some")?;
     fill(&server.endpoint, plan.disk_size)?;
     here.snapshot(DISK, "golden")?;
 
-    let (certificate, key) = (keys.certificate.display().to_string(), keys.key.display().to_string());
     let send = |snapshot: &str, name: &str| -> Result<(Duration, Value)> {
-        let (source, target) = (format!("{DISK}@{snapshot}"), format!("lamina://{address}/{name}"));
         let began = std::time::Instant::now();
-        let sent = here.ask(&[
-            "disk",
-            "send",
-            &source,
-            &target,
-            "--incremental",
-            "--tls-ca",
-            &certificate,
-            "--tls-cert",
-            &certificate,
-            "--tls-key",
-            &key,
-        ])?;
+        let sent = here.ask(&receiver.verb(&format!("{DISK}@{snapshot}"), name))?;
         Ok((began.elapsed(), sent))
     };
     say("clones at another server against clones on the spot");
@@ -114,7 +126,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         Finding::note(5, "second clone", time.as_secs_f64(), "s"),
     ]);
     outcome.raw = json!({ "runs": raw, "changed": bytes, "second": sent });
-    receiver.service.stop()?;
+    receiver.serving.service.stop()?;
     server.service.stop()?;
     Ok(outcome)
 }

@@ -143,7 +143,7 @@ fn lists_that_lie_are_passed_over() {
             number += 1;
             number
         },
-        &mut |_, _| ControlFlow::Continue(()),
+        &mut |_| ControlFlow::Continue(()),
     )
     .unwrap();
     std::fs::write(folder.path().join("notes.vmdk"), b"nothing").unwrap();
@@ -207,7 +207,7 @@ fn an_overlay_takes_all_writes() {
             number += 1;
             number
         },
-        &mut |_, _| ControlFlow::Continue(()),
+        &mut |_| ControlFlow::Continue(()),
     )
     .unwrap();
     let place = Place::local(&above.path().join("top.vmdk"), &[]).unwrap();

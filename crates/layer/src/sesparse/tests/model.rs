@@ -24,18 +24,18 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
             84..90 => epochs.clear(),
             90..92 => {
                 epochs.clear();
-                layer.wipe(random.one_in(2), full_pace()).unwrap();
+                layer.wipe(random.one_in(2), &mut unwatched).unwrap();
             }
             92..94 => {
                 epochs.clear();
-                layer.shrink(full_pace()).unwrap();
+                layer.shrink(&mut unwatched).unwrap();
             }
             94..96 => model.compare(&layer),
             96..98 => {
                 layer.close().unwrap();
                 let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
                 model.compare(&reader);
-                let report = reader.check(false, full_pace()).unwrap();
+                let report = reader.check(false, &mut unwatched).unwrap();
                 // What readers held on to could not be freed, and is when the image is opened again.
                 assert!(report.is_clean() || !epochs.is_empty() && !report.is_damaged(), "{report:?}");
                 epochs.clear();
@@ -47,8 +47,8 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
     }
     model.compare(&layer);
     drop(epochs);
-    layer.wipe(true, full_pace()).unwrap();
-    layer.shrink(full_pace()).unwrap();
+    layer.wipe(true, &mut unwatched).unwrap();
+    layer.shrink(&mut unwatched).unwrap();
     model.compare(&layer);
     assert_clean(&layer);
     let live = model.grains.values().filter(|sectors| !matches!(sectors[0].last(), Some(0 | &ABSENT))).count() as u64;

@@ -24,7 +24,7 @@ fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
         assert!(reader.replayed().is_none());
         let mut seen = model.clone();
         seen.settle(&reader);
-        let report = reader.check(false, full_pace()).unwrap();
+        let report = reader.check(false, &mut unwatched).unwrap();
         let wrong = report.unallocated + report.misowned + report.uncounted_tables;
         assert!(!report.is_damaged() && wrong == 0, "seed {seed}: {report:?}");
         drop(reader);
@@ -45,13 +45,13 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
         }
         28..35 if layer.flush().is_ok() => model.flushed(),
         35 => {
-            let _ = layer.wipe(true, full_pace());
+            let _ = layer.wipe(true, &mut unwatched);
         }
         36 => {
-            let _ = layer.wipe(false, full_pace());
+            let _ = layer.wipe(false, &mut unwatched);
         }
         37..39 => {
-            let _ = layer.shrink(full_pace());
+            let _ = layer.shrink(&mut unwatched);
         }
         _ if random.one_in(8) => {
             if layer.close().is_ok() {
@@ -103,14 +103,14 @@ fn shrink_and_wipe_survive_a_cut_anywhere() {
     for cut in 0.. {
         let (disk, layer, mut model) = build(cut % 3);
         disk.cut_after(disk.operations() + cut);
-        let done = layer.wipe(true, full_pace()).is_ok() && layer.shrink(full_pace()).is_ok();
+        let done = layer.wipe(true, &mut unwatched).is_ok() && layer.shrink(&mut unwatched).is_ok();
         drop(layer);
         let disk = disk.crash();
         let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
         model.settle(&layer);
         assert_clean(&layer);
-        layer.wipe(false, full_pace()).unwrap();
-        layer.shrink(full_pace()).unwrap();
+        layer.wipe(false, &mut unwatched).unwrap();
+        layer.shrink(&mut unwatched).unwrap();
         model.settle(&layer);
         assert_clean(&layer);
         assert_eq!(layer.usage().unwrap().dead, 0);

@@ -2,6 +2,7 @@
 
 use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::ops::ControlFlow;
 
 fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap())
@@ -54,6 +55,35 @@ fn the_example_of_the_page() {
     entries(88, &[(2, 42)]);
     assert_eq!([40, 41, 42, 80, 120, 127].map(|at| sector(&bytes, at)[511]), [1, 6, 3, 1, 0x77, 0x77]);
     assert_eq!(bytes.len(), 128 * 512);
+}
+
+/// Other programs put new grains where a closed image says that it ends.
+#[test]
+fn an_image_that_is_marked_as_closed_names_its_end() {
+    let mut closed = 0;
+    for seed in 0..400 {
+        let disk = SimulatedDisk::new(seed, SimulatedOptions::default());
+        let file = disk.directory().create("image", IoMode::Buffered).unwrap();
+        create(Arc::clone(&file), "image", &CreateOptions::new(8195 * SECTOR)).unwrap();
+        disk.directory().sync().unwrap();
+        let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
+        for lba in 0..1 + seed % 40 {
+            layer.write(lba * 200 * SECTOR, &[&[1; 512]]).unwrap();
+        }
+        layer.flush().unwrap();
+        disk.cut_after(disk.operations() + 1 + seed % 8);
+        let _ = layer.close();
+        drop((layer, file));
+        let disk = disk.crash();
+        let file = disk.directory().open("image", IoMode::Buffered).unwrap();
+        let mut header = vec![0; 2048];
+        file.read_at(&mut header, 0).unwrap();
+        if u32_at(&header, 1648) == 0 {
+            assert_eq!(u64::from(u32_at(&header, 28)) * SECTOR, file.len().unwrap(), "seed {seed}");
+            closed += 1;
+        }
+    }
+    assert!(closed > 0);
 }
 
 #[test]
@@ -153,7 +183,7 @@ fn a_failed_flush_stops_everything() {
     assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.write(0, &[&[1; 4096]]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::Stopped);
-    assert_eq!(layer.shrink(&|_| true).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap_err().kind(), ErrorKind::Stopped);
 }
 
 /// Tables that wait to be written are bounded: a random write over a large disk commits by itself.

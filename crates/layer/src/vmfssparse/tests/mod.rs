@@ -4,6 +4,7 @@ use super::*;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use std::ops::ControlFlow;
 
 mod bytes;
 mod damage;
@@ -41,7 +42,7 @@ impl Subject for Cowd {
             layer.tables.raise_limit(space.free());
         }
         if number.is_multiple_of(4) {
-            layer.shrink(&|_| true)?;
+            layer.shrink(&mut |_| ControlFlow::Continue(()))?;
         }
         Ok(())
     }

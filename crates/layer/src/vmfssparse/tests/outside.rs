@@ -4,6 +4,7 @@ use super::*;
 use crate::model::Random;
 use backend::Directory;
 use backend::local::{LocalDirectory, LocalQueues};
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::process::Command;
 
@@ -68,7 +69,7 @@ fn chains_read_the_same_in_qemu() {
                 layer.zero(tail.start * SECTOR..tail.end * SECTOR, false).unwrap();
                 disk[(tail.start * SECTOR) as usize..].fill(0);
             }
-            layer.shrink(&|_| true).unwrap();
+            layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
             layer.close().unwrap();
             let name = format!("vm-{level:06}.vmdk");
             let text = delta_descriptor(sectors, level, level + 1, &parent, level);

@@ -247,3 +247,39 @@ impl Superblock {
             .during(|| "writing the superblock".into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use super::*;
+
+    #[test]
+    fn no_copy_with_a_wrong_byte_is_taken() {
+        let superblock = Superblock {
+            version: FORMAT_VERSION,
+            uuid: [7; 16],
+            sequence: 9,
+            journal_size: crate::engine::JOURNAL_SIZE_MIN,
+            tail: Place { position: 8 << 12, sequence: 3 },
+            ordered: Place { position: 9 << 12, sequence: 4 },
+            data_regions: 2,
+            map_regions: 1,
+            map_length: 5 << 12,
+            catalog_slots: 6,
+            next_id: 11,
+            created: 12,
+            clean: true,
+            incarnation: 13,
+            checkpoint: 14,
+            images: Some(NamedImages { count: 3, checksum: 15 }),
+        };
+        let mut bytes = superblock.encode();
+        assert_eq!(Superblock::decode(&bytes).unwrap().unwrap().encode()[..], bytes[..]);
+        for at in 0..bytes.len() {
+            bytes[at] ^= 0x10;
+            assert!(matches!(Superblock::decode(&bytes), Ok(None)), "byte {at}");
+            bytes[at] ^= 0x10;
+        }
+    }
+}
