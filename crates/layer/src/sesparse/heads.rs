@@ -14,9 +14,10 @@ const WORDS: usize = SECTOR as usize / 8;
 const VOLATILE: usize = SECTOR as usize;
 const JOURNAL: usize = 2 * SECTOR as usize;
 
-/// Whether the constant header can be one of ours, where the mark says that it is.
+/// Whether the constant header can be one of ours, where the mark says that nobody else has changed the image since.
 pub(super) fn is_believable(layout: &Layout, block: &[u8]) -> bool {
-    !touched::is_marked(block) || *layout == Layout::for_capacity(layout.capacity)
+    let ours = touched::is_marked(block) && journal_sequence(&block[JOURNAL..]) == Some(touched::sequence(block));
+    !ours || *layout == Layout::for_capacity(layout.capacity)
 }
 
 /// Puts one wrong word of the constant header right, and one of the volatile header; what was wrong, in words.

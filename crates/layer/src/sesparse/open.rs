@@ -11,6 +11,7 @@ use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
 use super::heads;
 use super::journal::{self, Overlay, Replayed};
 use super::read::read_sectors;
+use super::recover::NamedTables;
 use super::space::Space;
 use super::state::State;
 use super::touched::Touched;
@@ -111,7 +112,7 @@ impl SeSparse {
         match options.write {
             true => layer.recover()?,
             // Who reads must not be given what another part of the disk holds.
-            false => layer.find_shared_tables()?,
+            false => layer.find_shared_tables(),
         }
         Ok(layer)
     }
@@ -151,7 +152,7 @@ impl SeSparse {
         let grains = layout.grains_max();
         let mark = Touched::decode(&block, grains, header.next_sequence);
         let ours = mark.is_some();
-        let touched = mark.filter(|_| options.write);
+        let touched = mark.clone().filter(|_| options.write);
         let held = layout.grains_in(length);
         let state = State {
             name: Arc::clone(&name),
@@ -162,7 +163,7 @@ impl SeSparse {
             header_dirty: false,
             spare_tables: Vec::new(),
             table_room: 0..0,
-            suspect: touched.clone(),
+            suspect: mark,
             touched,
             mark_dirty: false,
             retirement: Retirement::default(),
@@ -173,6 +174,7 @@ impl SeSparse {
             holes: [const { 0..0 }; Kind::ALL],
             settled: 0,
             shared_tables: FxHashSet::default(),
+            named_tables: NamedTables::default(),
             uncounted_tables: FxHashSet::default(),
         };
         Self {

@@ -8,8 +8,8 @@
 //! * An entry that says what we write where nothing is, and an allocated grain that the backmap gives to it: that is
 //!   what a write or a deletion leaves behind that was cut, and free.
 //! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
-//!   own entries and the backmap, and no slot names it, it belongs there. Of two slots with one table nobody knows which is
-//!   right.
+//!   own entries and the backmap, and no slot names it, it belongs there. An image that was not closed may have such
+//!   tables from the crash: there it is told only. Of two slots with one table nobody knows which is right.
 //!
 //! Entries without a grain (absent, zeros) stand nowhere else, so that nothing can prove them.
 
@@ -137,7 +137,9 @@ impl SeSparse {
             [] => &evidence.beyond_slots,
             _ => &evidence.bad_slots,
         };
-        if let ([slot], 1, Some((table, grains))) = (&candidates[..], lost.len(), lost.iter().next()) {
+        if let ([slot], 1, Some((table, grains))) = (&candidates[..], lost.len(), lost.iter().next())
+            && self.is_recounted()
+        {
             proofs.slots.push((*slot, *table));
             proofs.kept += grains;
             tell(&mut proofs.sentences, || {
@@ -242,6 +244,12 @@ impl SeSparse {
     /// Whether a slot named a table when the image was opened that was not handed out then.
     pub(super) fn is_uncounted(&self, table: Table) -> bool {
         self.state.lock().uncounted_tables.contains(&table)
+    }
+
+    /// Whether nothing that a crash has left is allocated any more. Else the only table that no slot names may be one
+    /// that was never flushed.
+    fn is_recounted(&self) -> bool {
+        self.state.lock().suspect.as_ref().is_none_or(|left| left.regions().next().is_none())
     }
 
     /// Whether bitmap and backmap mean what we write there.

@@ -25,7 +25,7 @@ const SPARE_MAX: usize = 4096;
 const RECOUNT_PAGES: u64 = 64;
 
 /// Tables that slots name: as many bits as the highest of them, which the area of tables bounds.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct NamedTables {
     words: Vec<u64>,
     /// One more than the highest.
@@ -59,6 +59,7 @@ impl SeSparse {
     /// Looks through the directory, and recounts marked regions.
     pub(super) fn recover(&self) -> Result<()> {
         let (named, damaged) = self.read_directory(self.options.repair)?;
+        self.state.lock().named_tables = named.clone();
         if damaged {
             // What the lost tables own is not free, though nothing seems to name it.
             return Ok(());
@@ -85,9 +86,11 @@ impl SeSparse {
         }
     }
 
-    /// Makes the tables known that two slots name.
-    pub(super) fn find_shared_tables(&self) -> Result<()> {
-        self.read_directory(true).map(|_| ())
+    /// Makes the tables known that two slots name, as far as the directory can be read.
+    pub(super) fn find_shared_tables(&self) {
+        if let Err(error) = self.read_directory(true) {
+            tracing::warn!(image = %self.name, %error, "the grain directory cannot be read as a whole");
+        }
     }
 
     /// Which tables the directory names, and whether it is damaged, where that is no error. Two slots with one table

@@ -5,9 +5,10 @@
 //! again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
-use super::entry::{Entry, Grain, Owner, Run, TABLE_ENTRIES, Table, decode_slot, encode_slot};
+use super::entry::{Entry, Grain, Owner, Run, Table, decode_slot, encode_slot};
 use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
+use super::recover::NamedTables;
 use super::space::{Choice, Space};
 use super::touched::Touched;
 use super::wipe::Census;
@@ -19,8 +20,8 @@ use std::sync::Arc;
 /// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
 const FREED_MAX: usize = WAITING_MAX / 16;
 
-/// Entries of a table that are looked at before it is handed out again.
-const SPARE_ENTRIES: u64 = 64;
+/// Owners of grains that are free by the bitmap looked at in one step: each may need a page of a table.
+const OWNERS_MAX: usize = 64;
 
 /// What work on the state lacks.
 pub(super) enum Need {
@@ -81,6 +82,8 @@ pub(super) struct State {
     pub settled: u64,
     /// Tables that two slots of the directory name: one of them is wrong, and nobody knows which.
     pub shared_tables: FxHashSet<Table>,
+    /// Tables that slots name; kept while it is open for writing. What other tables say is of an earlier crash.
+    pub named_tables: NamedTables,
     /// Tables that slots named when the image was opened, and that were not handed out.
     pub uncounted_tables: FxHashSet<Table>,
 }
@@ -139,13 +142,6 @@ impl State {
         }
         let directory = PageKey::new(Kind::Directory, slot / PAGE_ENTRIES);
         self.need_backed(directory)?;
-        while let Some(spare) = self.spare_tables.last().copied() {
-            if !self.is_in_use(spare)? {
-                break;
-            }
-            tracing::warn!(image = %self.name, table = spare.0, "no slot names a table that is in use; check the image");
-            self.spare_tables.pop();
-        }
         let next = u32::try_from(self.header.free_table).ok().map(Table);
         let table = match self.spare_tables.last().copied().or(next) {
             Some(table) if u64::from(table.0) < self.layout.tables_max() => table,
@@ -154,6 +150,7 @@ impl State {
         if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));
         }
+        self.named_tables.insert(table);
         // In this order: a page that is dirty is not put out by those that come in.
         self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
         for page in 0..TABLE_PAGES {
@@ -164,24 +161,6 @@ impl State {
             self.header_dirty = true;
         }
         Ok(table)
-    }
-
-    /// Whether a table that no slot names has grains of its own by the backmap, so that it is a slot that is wrong.
-    fn is_in_use(&mut self, table: Table) -> Step<bool> {
-        let mut looked = 0;
-        for entry in 0..TABLE_ENTRIES {
-            let raw = self.word(table_page(table, entry), page_index(entry))?;
-            let Some(Entry::Data(Grain(grain))) = Entry::decode(raw) else { continue };
-            let owner = Owner { table, entry: entry as u16 };
-            if grain < self.layout.grains_max() && self.owner(grain)? == Some(owner) {
-                return Ok(true);
-            }
-            looked += 1;
-            if looked == SPARE_ENTRIES {
-                break;
-            }
-        }
-        Ok(false)
     }
 
     /// Decodes an entry of a table.
@@ -299,22 +278,27 @@ impl State {
         }
     }
 
-    /// The part of a run that the bitmap calls free before a grain that backmap and table say is somebody's. Taking that
-    /// would give it two owners.
+    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use say is somebody's.
+    /// Taking that would give it two owners.
     fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
         let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {
             return Ok(run);
         }
         self.need_backed(bitmap_page(run.start))?;
+        let mut looked = 0;
         for grain in run.start..run.end() {
             let raw = self.word(backmap_page(grain), page_index(grain))?;
-            let Some(owner) = Owner::decode(raw).filter(|owner| u64::from(owner.table.0) < self.layout.tables_max())
+            let Some(owner) = Owner::decode(raw).filter(|owner| self.named_tables.contains(u64::from(owner.table.0)))
             else {
                 continue;
             };
-            let entry =
-                self.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
+            if looked == OWNERS_MAX {
+                return Ok(Run { count: grain - run.start, ..run });
+            }
+            looked += 1;
+            let entry = u64::from(owner.entry);
+            let entry = self.word(table_page(owner.table, entry), page_index(entry))?;
             if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
                 tracing::warn!(image = %self.name, grain, "the bitmap calls a grain free that is in use; check the image");
                 return Ok(Run { count: grain - run.start, ..run });
