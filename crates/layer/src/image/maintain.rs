@@ -174,7 +174,9 @@ impl Image {
                     sum.add(report.overlaps, format!("{} tables overlap others", report.overlaps));
                     sum.add(report.differing, format!("{} tables differ from their copies", report.differing));
                     sum.add(report.lost, format!("{} tables cannot be read", report.lost));
-                    sum.problems.extend(report.doubts.into_iter().chain(report.proven));
+                    sum.problems.extend(report.doubts);
+                    // Where a crash may have left one copy of before and one of after, no grain of them is wrong.
+                    sum.problems.extend(report.proven.into_iter().filter(|_| !report.unclean));
                 }
             }
         }
