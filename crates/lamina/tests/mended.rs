@@ -1,5 +1,5 @@
-//! Wrong bytes in the metadata of images in VMware's formats: `image check` and `check` find them, `--repair` mends what
-//! the format keeps twice, and what nothing proves is told.
+//! Wrong bytes in the metadata of images in VMware's formats: `image check` and `check` find them, `--repair` mends
+//! what the format keeps twice, and what nothing proves is told.
 
 #![allow(clippy::unwrap_used)]
 

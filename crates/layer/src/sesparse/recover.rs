@@ -79,8 +79,8 @@ impl SeSparse {
             miscounted
         };
         match miscounted {
-            // A slot is durable only after the count is: one of the two is damaged. If that is the slot, the table that it
-            // named has grains that nothing seems to name. They stay marked.
+            // A slot is durable only after the count is: one of the two is damaged. If that is the slot, the table that
+            // it named has grains that nothing seems to name. They stay marked.
             true => Ok(()),
             false => self.recount(&named),
         }

@@ -278,8 +278,8 @@ impl State {
         }
     }
 
-    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use say is somebody's.
-    /// Taking that would give it two owners.
+    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use say is
+    /// somebody's. Taking that would give it two owners.
     fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
         let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {
@@ -300,7 +300,8 @@ impl State {
             let entry = u64::from(owner.entry);
             let entry = self.word(table_page(owner.table, entry), page_index(entry))?;
             if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
-                tracing::warn!(image = %self.name, grain, "the bitmap calls a grain free that is in use; check the image");
+                let image = &*self.name;
+                tracing::warn!(image, grain, "the bitmap calls a grain free that is in use; check the image");
                 return Ok(Run { count: grain - run.start, ..run });
             }
         }

@@ -76,8 +76,8 @@ fn place(file: &dyn File, random: &mut Random) -> u64 {
     }
 }
 
-/// Entries and slots that stand nowhere else: those that name no grain, before and after; and what a write or a deletion
-/// that was cut looks like too.
+/// Entries and slots that stand nowhere else: those that name no grain, before and after; and what a write or a
+/// deletion that was cut looks like too.
 fn is_unprovable(at: u64, before: u64, after: u64) -> bool {
     let kind = |word: u64| word >> 60;
     let says_nothing = |word: u64| word == 0 || kind(word) == 1 || kind(word) == 2;
