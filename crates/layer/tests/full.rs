@@ -90,7 +90,7 @@ impl Format {
                 Arc::new(VsanSparse::open(file, &options)?)
             }
             Self::Hosted(_) => {
-                let options = hosted::OpenOptions { image: "image".to_owned(), writable: true, parent };
+                let options = hosted::OpenOptions { image: "image".to_owned(), writable: true, parent, force: false };
                 Arc::new(Hosted::open(file, &options)?)
             }
         })

@@ -395,6 +395,11 @@ impl Disk {
         Ok(line)
     }
 
+    /// Whether the images of the head are open.
+    pub fn is_head_open(&self) -> bool {
+        self.head.lock().is_some()
+    }
+
     /// The head's line if it is open.
     pub(crate) fn open_head(&self) -> Option<Arc<Line>> {
         self.head.lock().clone()

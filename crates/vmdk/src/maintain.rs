@@ -15,10 +15,12 @@ use layer::image::Image;
 pub struct Checked {
     /// Images looked at.
     pub images: usize,
-    /// The first problems, in words.
+    /// The first problems that are left, in words.
     pub problems: Vec<String>,
     /// How many there are.
     pub problem_count: u64,
+    /// The first problems that were put right, in words.
+    pub mended: Vec<String>,
     /// Bytes that nothing names: what wiping and shrinking return.
     pub dead: u64,
     /// Problems that were put right.
@@ -92,6 +94,7 @@ impl Disk {
                 sum.images += 1;
                 sum.problems.extend(found.problems);
                 sum.problem_count += found.problem_count;
+                sum.mended.extend(found.mended);
                 sum.dead += found.dead;
                 sum.repaired += found.repaired;
                 Ok(())

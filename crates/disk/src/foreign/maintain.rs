@@ -3,7 +3,10 @@
 use super::{Entry, Foreign};
 use crate::info::{CheckReport, Finding, Reclaimed};
 use crate::progress::{Progress, Watched};
-use store::{ErrorKind, Result};
+use layer::Step;
+use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
+use std::ops::ControlFlow;
+use store::{Error, ErrorKind, Result};
 
 impl From<vmdk::Freed> for Reclaimed {
     fn from(freed: vmdk::Freed) -> Self {
@@ -43,8 +46,13 @@ impl Foreign {
     /// Adds what is wrong with any disk to a report.
     pub fn check(&self, repair: bool, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         for (folder, why) in self.broken() {
+            let mended = match repair {
+                true => self.mend_folder(&folder, progress, report)?,
+                false => false,
+            };
             let problem = format!("the disk in folder images/{folder} cannot be opened: {why}");
-            report.findings.push(Finding { problem, repaired: None });
+            let repaired = mended.then(|| "its images were mended, and it was opened".to_owned());
+            report.findings.push(Finding { problem, repaired });
         }
         for entry in self.entries() {
             let name = entry.disk.name();
@@ -53,7 +61,16 @@ impl Foreign {
                     format!("disk '{name}' takes no writes ({why}); 'lamina disk reopen {name}' opens it again");
                 report.findings.push(Finding { problem, repaired: None });
             }
-            let found = match entry.disk.check(repair, &Watched(progress)) {
+            let mut found = entry.disk.check(repair, &Watched(progress));
+            if repair
+                && !entry.disk.is_head_open()
+                && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
+            {
+                // An image that does not open for writing: nobody has it open.
+                self.mend_images(&entry.folder, progress, report)?;
+                found = entry.disk.check(repair, &Watched(progress));
+            }
+            let found = match found {
                 Ok(found) => found,
                 Err(error) if error.kind() == ErrorKind::Interrupted || error.kind() == ErrorKind::Busy => {
                     return Err(error.context(format!("checking disk '{name}'")));
@@ -66,16 +83,66 @@ impl Foreign {
             };
             report.images += found.images as u64;
             report.dead += found.dead;
-            let listed = found.problems.len() as u64;
-            // What was put right comes first in an image's list as well as in the sum.
-            for (index, problem) in found.problems.into_iter().enumerate() {
-                let repaired = (found.repaired >= found.problem_count || (index as u64) < found.repaired)
-                    .then(|| "put right in the image".to_owned());
+            for problem in found.mended {
+                let repaired = Some("put right in the image".to_owned());
                 report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired });
+            }
+            let listed = found.problems.len() as u64;
+            for problem in found.problems {
+                report.findings.push(Finding { problem: format!("disk '{name}': {problem}"), repaired: None });
             }
             if found.problem_count > listed {
                 let problem = format!("disk '{name}': {} more problems of these kinds", found.problem_count - listed);
                 report.findings.push(Finding { problem, repaired: None });
+            }
+        }
+        Ok(())
+    }
+
+    /// Mends the images of a disk that could not be opened, as far as they prove themselves, and opens it then. Whether
+    /// it is open.
+    fn mend_folder(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<bool> {
+        self.mend_images(folder, progress, report)?;
+        match self.open_folder(folder) {
+            Ok(()) => {
+                self.broken.lock().remove(folder);
+                Ok(true)
+            }
+            Err(error) => {
+                tracing::warn!(folder, %error, "a disk cannot be opened after its images were mended either");
+                Ok(false)
+            }
+        }
+    }
+
+    /// Mends the images in the folder of a disk that nobody has open.
+    fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
+        let path = self.images()?.join(folder);
+        let home = Folder::local(&path, &[])?;
+        let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
+        // A disk that is open holds the lock, and one that is not is nobody else's while the datastore is ours.
+        let options = OpenOptions { held: true, ..OpenOptions::default() };
+        for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
+            let place = Place { folder: home.clone(), name };
+            // Extents have no descriptor: they are mended with what names them.
+            if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
+                continue;
+            }
+            let mut watch = |step: Step| {
+                progress.update(step.done, step.total);
+                if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+            };
+            let label = place.label();
+            // One that cannot be checked keeps the disk shut, which says why.
+            for checked in image::check::check(&place, &options, true, &mut watch).unwrap_or_default() {
+                if checked.repaired > 0 {
+                    for note in checked.notes {
+                        let repaired = Some("put right in the image".to_owned());
+                        report.findings.push(Finding { problem: format!("'{label}': {note}"), repaired });
+                    }
+                }
+                let open = checked.problems.into_iter().map(|problem| format!("'{label}': {problem}"));
+                report.findings.extend(open.map(|problem| Finding { problem, repaired: None }));
             }
         }
         Ok(())

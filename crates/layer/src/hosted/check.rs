@@ -2,10 +2,15 @@
 //! that no place is given out that an entry names.
 
 use super::Hosted;
-use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
+use super::copies::Doubt;
+use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, ReadTable};
 use super::header::FLAG_ZERO_GRAINS;
-use super::space::{Run, Space};
+use super::space::Run;
 use crate::{IoContext, Result, SECTOR};
+use std::collections::BTreeMap;
+
+/// Findings told in words; all are counted.
+const FINDINGS_MAX: usize = 64;
 
 /// What a look at every table found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -16,18 +21,28 @@ pub struct Check {
     pub zero_grains: u64,
     /// Bytes of the file that nothing names, free places of an open image not counted.
     pub dead: u64,
-    /// Entries that name places outside the file.
+    /// Grains for which no copy of their table names a place that can be.
     pub bad: u64,
+    /// Grains of which the two copies of their table say different things, and neither is provably wrong.
+    pub unproven: u64,
     /// Grains whose place is named by another entry too, or overlaps tables.
     pub shared: u64,
     /// Directories, tables, header and descriptor that overlap each other.
     pub overlaps: u64,
-    /// Tables whose two copies are not the same; the primary counts.
+    /// Tables whose two copies are not the same.
     pub differing: u64,
     /// Tables that cannot be read in either copy.
     pub lost: u64,
     /// The image was not closed properly.
     pub unclean: bool,
+    /// What cannot be proven, grain by grain: the first of them.
+    pub doubts: Vec<String>,
+    /// What one copy has wrong and the other proves: the first of them.
+    pub proven: Vec<String>,
+    /// Tables whose copies were made the same since the image was opened or last checked, and what was wrong with them.
+    pub repaired: u64,
+    /// The first of those, in words.
+    pub mended: Vec<String>,
     /// What had to be read around.
     pub warnings: Vec<String>,
 }
@@ -35,7 +50,7 @@ pub struct Check {
 impl Check {
     /// True when nothing is wrong; dead space and a missing close are not.
     pub fn is_sound(&self) -> bool {
-        self.bad + self.shared + self.overlaps + self.differing + self.lost == 0
+        self.bad + self.unproven + self.shared + self.overlaps + self.differing + self.lost == 0
     }
 
     /// Why the image must not be written, if so.
@@ -43,25 +58,32 @@ impl Check {
         match self {
             Check { shared, .. } if *shared > 0 => Some(format!("{shared} grains share their place with others")),
             Check { overlaps, .. } if *overlaps > 0 => Some(format!("{overlaps} of its tables overlap")),
-            Check { lost, .. } if *lost > 0 => Some(format!("{lost} grain tables cannot be read")),
             _ => None,
         }
     }
 }
 
+/// Adds a sentence, if there is room for it.
+pub(super) fn tell(sentences: &mut Vec<String>, sentence: impl FnOnce() -> String) {
+    if sentences.len() < FINDINGS_MAX {
+        sentences.push(sentence());
+    }
+}
+
 /// A bit for every place of a grain in the file.
-struct Places {
-    bits: Vec<u64>,
+#[derive(Clone)]
+pub(super) struct Places {
+    pub(super) bits: Vec<u64>,
     grain: u64,
 }
 
 impl Places {
-    fn new(sectors: u64, grain: u64) -> Self {
+    pub(super) fn new(sectors: u64, grain: u64) -> Self {
         Self { bits: vec![0; (sectors / grain + 2).div_ceil(64) as usize], grain }
     }
 
     /// Marks the places that a range of sectors touches; true when one was marked before.
-    fn mark(&mut self, start: u64, sectors: u64) -> bool {
+    pub(super) fn mark(&mut self, start: u64, sectors: u64) -> bool {
         let mut before = false;
         for place in start / self.grain..start.saturating_add(sectors).div_ceil(self.grain) {
             let Some(word) = self.bits.get_mut((place / 64) as usize) else { break };
@@ -71,7 +93,7 @@ impl Places {
         before
     }
 
-    fn is_marked(&self, place: u64) -> bool {
+    pub(super) fn is_marked(&self, place: u64) -> bool {
         self.bits.get((place / 64) as usize).is_some_and(|word| word >> (place % 64) & 1 == 1)
     }
 
@@ -87,23 +109,39 @@ pub(super) struct Scan {
     pub(super) check: Check,
     /// Tables whose copies differ.
     pub(super) differing: Vec<usize>,
-    tables: Places,
-    grains: Places,
+    /// Entries that only a look at the whole file settles, by table.
+    pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
+    /// Nobody knows what some grains are: no place may be given out that nothing seems to name.
+    pub(super) in_doubt: bool,
+    /// What header, descriptor, directories and tables take, sorted.
+    pub(super) areas: Vec<(u64, u64)>,
+    /// Entries that a table alone does not settle.
+    pub(super) doubts: Vec<(usize, Doubt)>,
+    pub(super) tables: Places,
+    pub(super) grains: Places,
     /// Grains that touch two places each, so that neighbours seem to share one.
-    unaligned: u64,
+    pub(super) unaligned: u64,
+    pub(super) sectors: u64,
     overhead: u64,
     grain: u64,
 }
 
 impl Scan {
-    /// First sector behind everything that something names.
+    /// First sector behind everything that something names, or may name.
     pub(super) fn used(&self) -> u64 {
+        match self.in_doubt {
+            true => self.sectors.max(self.overhead),
+            false => self.named_end(),
+        }
+    }
+
+    pub(super) fn named_end(&self) -> u64 {
         (self.tables.end().max(self.grains.end()) * self.grain).max(self.overhead)
     }
 
     /// Runs of places before [`Scan::used`] that nothing names.
     pub(super) fn dead_runs(&self) -> impl Iterator<Item = Run> + '_ {
-        let (mut place, end) = (self.overhead.div_ceil(self.grain), self.used() / self.grain);
+        let (mut place, end) = (self.overhead.div_ceil(self.grain), self.named_end() / self.grain);
         std::iter::from_fn(move || {
             let marked = |place| self.tables.is_marked(place) || self.grains.is_marked(place);
             while place < end && marked(place) {
@@ -121,19 +159,20 @@ impl Scan {
 impl Hosted {
     /// Looks at every table, and at both copies of each.
     pub fn check(&self) -> Result<Check> {
-        let scan = self.scan(true)?;
+        let scan = self.scan()?;
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))? / SECTOR;
         let (end, free) = match &self.writer {
             Some(writer) => (writer.space.used(), writer.space.free()),
             None => (length, 0),
         };
         let inside: u64 = scan.dead_runs().map(|run| run.sectors).sum();
-        let dead = (inside + end.saturating_sub(scan.used())).saturating_sub(free) * SECTOR;
-        Ok(Check { dead, warnings: self.warnings(), ..scan.check })
+        let dead = (inside + end.saturating_sub(scan.named_end())).saturating_sub(free) * SECTOR;
+        let (repaired, mended) = self.take_mended();
+        Ok(Check { dead, repaired, mended, warnings: self.warnings(), ..scan.check })
     }
 
-    /// Goes through all tables; `compare` also reads both copies of each.
-    pub(super) fn scan(&self, compare: bool) -> Result<Scan> {
+    /// Goes through all tables, both copies of each.
+    pub(super) fn scan(&self) -> Result<Scan> {
         let header = &self.header;
         let length = self.file.len().during(|| format!("{}: cannot find out the length", self.image))?;
         // However long a file claims to be, entries name nothing behind this.
@@ -141,63 +180,89 @@ impl Hosted {
         let mut scan = Scan {
             check: Check { unclean: header.unclean, ..Check::default() },
             differing: Vec::new(),
+            settled: BTreeMap::new(),
+            in_doubt: false,
+            areas: vec![(0, 1)],
+            doubts: Vec::new(),
             tables: Places::new(sectors, header.grain),
             grains: Places::new(sectors, header.grain),
             unaligned: 0,
+            sectors,
             overhead: header.overhead.min(sectors),
             grain: header.grain,
         };
-        let directories = self.tables.directories();
-        let mut areas = vec![(0, 1)];
+        let directories = self.tables.directories().strict();
         if header.descriptor_offset != 0 {
-            areas.push((header.descriptor_offset, header.descriptor_size));
+            scan.areas.push((header.descriptor_offset, header.descriptor_size));
         }
         for (copy, offset) in [header.directory_offset, header.redundant_offset].into_iter().enumerate() {
             if directories.has(copy) {
-                areas.push((offset, header.directory_sectors()));
+                scan.areas.push((offset, header.directory_sectors()));
             }
         }
         for index in 0..directories.len() {
-            self.scan_table(&directories, index, compare, &mut areas, &mut scan)?;
+            self.scan_table(&directories, index, &mut scan)?;
         }
-        areas.sort_unstable();
+        scan.areas.sort_unstable();
         let overlap = |pair: &&[(u64, u64)]| pair[0].0.saturating_add(pair[0].1) > pair[1].0;
-        scan.check.overlaps = areas.windows(2).filter(overlap).count() as u64;
-        for &(start, sectors) in &areas {
+        scan.check.overlaps = scan.areas.windows(2).filter(overlap).count() as u64;
+        for &(start, sectors) in &scan.areas {
             scan.tables.mark(start, sectors);
         }
-        self.scan_shared(&directories, &areas, &mut scan);
+        self.scan_shared(&directories, &mut scan);
+        self.settle_doubts(&directories, &mut scan)?;
         scan.check.differing = scan.differing.len() as u64;
         Ok(scan)
     }
 
-    fn scan_table(
-        &self,
-        directories: &Directories,
-        index: usize,
-        compare: bool,
-        areas: &mut Vec<(u64, u64)>,
-        scan: &mut Scan,
-    ) -> Result<()> {
-        let table = match self.tables.peek(self.file.as_ref(), directories, index, &self.warnings) {
+    /// Table `index` as its copies have it in the file, or as it is in memory where the file may be behind that.
+    pub(super) fn look_at(&self, directories: &Directories, index: usize) -> Result<Option<ReadTable>> {
+        if let Some(table) = self.tables.unwritten(index) {
+            let entries = (0..table.len()).map(|at| table.entry(at)).collect();
+            return Ok(Some(ReadTable::whole(entries, table.places())));
+        }
+        directories.read_table(self.file.as_ref(), index, &self.image, &self.warnings)
+    }
+
+    fn scan_table(&self, directories: &Directories, index: usize, scan: &mut Scan) -> Result<()> {
+        let mut table = self.look_at(directories, index);
+        if let Some(writer) = self.writer.as_ref().filter(|_| table.as_ref().is_ok_and(ReadTable::is_doubtful)) {
+            // A commit may have written one copy and not the other yet.
+            let _between = writer.between_commits();
+            table = self.look_at(directories, index);
+        }
+        let table = match table {
             Ok(Some(table)) => table,
             Ok(None) => return Ok(()),
             Err(_) => {
                 scan.check.lost += 1;
+                scan.in_doubt = true;
+                tell(&mut scan.check.doubts, || {
+                    let grains = index as u64 * self.grains_of_table()..(index as u64 + 1) * self.grains_of_table();
+                    format!("grain table {index} cannot be read in either copy: {}", self.bytes_of(grains))
+                });
                 return Ok(());
             }
         };
-        let places = table.places();
-        areas.extend(places.iter().filter(|place| **place != 0).map(|p| (u64::from(*p), self.header.table_sectors())));
-        let halved = directories.has(0) && directories.has(1) && (places[0] == 0 || places[1] == 0);
-        let agree = || directories.copies_agree(self.file.as_ref(), places, &self.image).unwrap_or(false);
-        if halved || (compare && !agree()) {
+        let places = table.places.iter().filter(|place| **place != 0);
+        scan.areas.extend(places.map(|p| (u64::from(*p), self.header.table_sectors())));
+        if table.differ {
             scan.differing.push(index);
+            for (copy, name) in ["primary", "redundant"].into_iter().enumerate() {
+                let wrong = table.wrong[copy];
+                if table.places[copy] == 0 && directories.has(copy) {
+                    tell(&mut scan.check.proven, || format!("the {name} directory leads to no grain table {index}"));
+                } else if wrong > 0 {
+                    tell(&mut scan.check.proven, || {
+                        format!("{wrong} entries of the {name} copy of grain table {index} are provably wrong")
+                    });
+                }
+            }
         }
-        for at in 0..table.len() {
-            match table.entry(at) {
-                ENTRY_ABSENT => {}
-                ENTRY_BAD => scan.check.bad += 1,
+        scan.doubts.extend(table.doubts.iter().map(|doubt| (index, *doubt)));
+        for entry in table.entries {
+            match entry {
+                ENTRY_ABSENT | ENTRY_BAD => {}
                 ENTRY_ZERO if self.header.has(FLAG_ZERO_GRAINS) => scan.check.zero_grains += 1,
                 place => {
                     scan.check.grains += 1;
@@ -210,19 +275,16 @@ impl Hosted {
     }
 
     /// Where places do not tell (grains off the beat, or tables among grains): looks at the sectors themselves.
-    fn scan_shared(&self, directories: &Directories, areas: &[(u64, u64)], scan: &mut Scan) {
+    fn scan_shared(&self, directories: &Directories, scan: &mut Scan) {
         let pairs = scan.tables.bits.iter().zip(&scan.grains.bits);
         let mixed: u64 = pairs.map(|(tables, grains)| u64::from((tables & grains).count_ones())).sum();
         if mixed == 0 && scan.unaligned == 0 {
             return;
         }
-        let mut taken: Vec<(u64, u64)> = areas.to_vec();
+        let mut taken: Vec<(u64, u64)> = scan.areas.clone();
         for index in 0..directories.len() {
-            let Ok(Some(table)) = self.tables.peek(self.file.as_ref(), directories, index, &self.warnings) else {
-                continue;
-            };
-            let entries = (0..table.len()).map(|at| table.entry(at));
-            let places = entries.filter(|entry| ![ENTRY_ABSENT, ENTRY_ZERO, ENTRY_BAD].contains(entry));
+            let Ok(Some(table)) = self.look_at(directories, index) else { continue };
+            let places = table.entries.into_iter().filter(|entry| directories.rules().is_place(*entry));
             taken.extend(places.map(|place| (u64::from(place), self.header.grain)));
         }
         taken.sort_unstable();
@@ -230,34 +292,13 @@ impl Hosted {
         scan.check.shared = (taken.windows(2).filter(overlap).count() as u64).saturating_sub(scan.check.overlaps);
     }
 
-    /// Makes both copies of the tables given the one that counts, durably; a copy that is nowhere gets a new place.
-    pub(super) fn mend_copies(&self, differing: &[usize], space: &Space) -> Result<()> {
-        let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
-        let directories = self.tables.directories();
-        let mut moved: Vec<(usize, super::directory::Places)> = Vec::new();
-        for &index in differing {
-            let table = self.tables.peek(self.file.as_ref(), &directories, index, &self.warnings)?;
-            let Some(table) = table.filter(|table| (0..table.len()).all(|at| table.entry(at) != ENTRY_BAD)) else {
-                continue;
-            };
-            let mut places = table.places();
-            for (copy, place) in places.iter_mut().enumerate() {
-                if *place == 0 && directories.has(copy) {
-                    *place = space.allocate_table(self.file.as_ref(), self.header.table_sectors())?;
-                }
-            }
-            let bytes: Vec<u8> = (0..table.len()).flat_map(|at| table.entry(at).to_le_bytes()).collect();
-            for place in places.into_iter().filter(|place| *place != 0) {
-                self.file
-                    .write_at(&[&bytes], u64::from(place) * SECTOR, false)
-                    .during(|| format!("{}: cannot mend grain table {index}", self.image))?;
-            }
-            if places != table.places() {
-                moved.push((index, places));
-            }
-        }
-        flush()?;
-        self.write_directories(moved.into_iter())?;
-        flush()
+    pub(super) fn grains_of_table(&self) -> u64 {
+        u64::from(self.header.table_entries)
+    }
+
+    /// The bytes of some grains, as messages have them.
+    pub(super) fn bytes_of(&self, grains: std::ops::Range<u64>) -> String {
+        let end = (grains.end * self.grain_bytes()).min(self.header.capacity * SECTOR);
+        format!("bytes {} to {end} of its disk", grains.start * self.grain_bytes())
     }
 }

@@ -4,6 +4,7 @@
 //! cannot be (a place outside the file, an entry that names one, a failed read) and the redundant copy can, that one is
 //! used and it is said, in the log and in [`Warnings`].
 
+use super::copies::{Doubt, Merged, Rules, alone, merge};
 use super::header::{FLAG_COMPRESSED, FLAG_REDUNDANT, FLAG_ZERO_GRAINS, Header};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
@@ -46,42 +47,42 @@ pub(crate) type Places = [u32; 2];
 /// A grain table as read.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header says; those that name no place in the file are [`ENTRY_BAD`].
+    /// Its entries, always as many as the header says; those that name no place, or of which nobody knows which copy is
+    /// right, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// Where it lies.
     pub(crate) places: Places,
-    /// Entries that name places outside the file.
-    pub(crate) bad: usize,
-    /// The copies could both be read and are not the same.
+    /// Entries that are [`ENTRY_BAD`].
+    pub(super) doubts: Vec<Doubt>,
+    /// The copies are not the same.
     pub(crate) differ: bool,
+    /// Entries that the primary and the redundant copy have wrong, as the other one proves.
+    pub(super) wrong: [usize; 2],
+}
+
+impl ReadTable {
+    /// One of which nothing is wrong.
+    pub(super) fn whole(entries: Vec<u32>, places: Places) -> Self {
+        Self { entries, places, doubts: Vec::new(), differ: false, wrong: [0, 0] }
+    }
+
+    /// Whether its copies are not the same, or not what can be.
+    pub(super) fn is_doubtful(read: &Option<Self>) -> bool {
+        read.as_ref().is_some_and(|table| table.differ || !table.doubts.is_empty())
+    }
 }
 
 /// The grain directories of a file.
 #[derive(Clone)]
 pub(crate) struct Directories {
     copies: [Vec<u32>; 2],
+    /// First sector behind each directory, where its tables are laid out.
+    laid: [u64; 2],
+    /// Most tables lie there.
+    regular: bool,
     table_entries: usize,
     table_sectors: u64,
-    rules: EntryRules,
-}
-
-/// Which entries of a grain table can be.
-#[derive(Clone, Copy)]
-struct EntryRules {
-    first: u64,
-    zero_grains: bool,
-}
-
-impl EntryRules {
-    fn allow(&self, entry: u32, file_sectors: u64) -> bool {
-        match entry {
-            ENTRY_ABSENT => true,
-            ENTRY_ZERO if self.zero_grains => true,
-            ENTRY_BAD => false,
-            // The last grain may be cut short at the end of the file: what is missing reads as zeros.
-            place => u64::from(place) >= self.first && u64::from(place) < file_sectors,
-        }
-    }
+    rules: Rules,
 }
 
 impl Directories {
@@ -105,16 +106,56 @@ impl Directories {
             }
             (Err(error), _) => return Err(error),
         };
-        Ok(Self {
+        let compressed = header.has(FLAG_COMPRESSED);
+        let behind = |offset: u64| offset.saturating_add(header.directory_sectors());
+        let mut directories = Self {
             copies,
+            regular: false,
+            laid: [behind(header.directory_offset), behind(header.redundant_offset)],
             table_entries: header.table_entries as usize,
             table_sectors: header.table_sectors(),
-            rules: EntryRules {
+            rules: Rules {
                 // The grains of a stream begin behind its first marker, wherever its header says.
-                first: if header.has(FLAG_COMPRESSED) { 1 } else { header.overhead.max(1) },
+                first: if compressed { 1 } else { header.overhead.max(1) },
                 zero_grains: header.has(FLAG_ZERO_GRAINS),
+                beat: if !compressed && header.overhead.is_multiple_of(header.grain) { header.grain } else { 1 },
+                compare: !compressed,
+                parent: true,
+                lenient: header.unclean,
             },
-        })
+        };
+        let tables = || (0..2).flat_map(|copy| (0..directories.copies[copy].len()).map(move |index| (copy, index)));
+        let named = tables().filter(|(copy, index)| directories.copies[*copy][*index] != 0).count();
+        let laid =
+            |(copy, index): &(usize, usize)| directories.copies[*copy][*index] == directories.laid_out(*copy, *index);
+        directories.regular = tables().filter(laid).count() * 2 >= named.max(1);
+        Ok(directories)
+    }
+
+    /// Says whether a parent shows through, and whether the primary is taken where nobody knows.
+    pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
+        self.rules.parent = parent;
+        self.rules.lenient |= force;
+    }
+
+    /// From now on copies that differ are damage.
+    pub(super) fn judge_strictly(&mut self, force: bool) {
+        self.rules.lenient = force;
+    }
+
+    /// The same directories, by which no possible entry is preferred to another.
+    pub(super) fn strict(&self) -> Self {
+        Self { rules: Rules { lenient: false, ..self.rules }, ..self.clone() }
+    }
+
+    pub(super) fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
+    /// Where table `index` of a copy lies in a file that has all tables behind their directory, as everybody makes it.
+    pub(super) fn laid_out(&self, copy: usize, index: usize) -> u32 {
+        let place = (index as u64).checked_mul(self.table_sectors).and_then(|by| self.laid[copy].checked_add(by));
+        place.and_then(|place| u32::try_from(place).ok()).unwrap_or(0)
     }
 
     /// Number of tables.
@@ -167,7 +208,7 @@ impl Directories {
         }
         let length = file.len().during(|| format!("{image}: cannot find out the length"))?;
         let file_sectors = length / SECTOR;
-        let places = named.map(|place| match u64::from(place) + self.table_sectors <= file_sectors {
+        let mut places = named.map(|place| match u64::from(place) + self.table_sectors <= file_sectors {
             true if place > 1 => place,
             _ => 0,
         });
@@ -179,46 +220,50 @@ impl Directories {
                 None
             }
         };
+        let allowed = |entries: &[u32]| entries.iter().all(|entry| self.rules.allow(*entry, file_sectors));
         let primary = (places[0] != 0).then(|| read(places[0])).flatten();
-        let bad = |entries: &[u32]| entries.iter().filter(|entry| !self.rules.allow(**entry, file_sectors)).count();
-        let primary_bad = primary.as_deref().map(bad);
-        let primary = match (primary, primary_bad) {
-            (Some(entries), Some(0)) => return Ok(Some(ReadTable { entries, places, bad: 0, differ: false })),
-            (primary, _) => primary,
-        };
+        if let Some(entries) = primary.as_deref().filter(|entries| !self.rules.compare && allowed(entries)) {
+            let entries = entries.to_vec();
+            return Ok(Some(ReadTable::whole(entries, places)));
+        }
         let redundant = (places[1] != 0).then(|| read(places[1])).flatten();
-        let redundant_bad = redundant.as_deref().map(bad);
-        let mut table = match (primary, primary_bad, redundant, redundant_bad) {
-            (Some(entries), Some(bad), None, _) => ReadTable { entries, places, bad, differ: false },
-            (Some(entries), Some(bad), Some(_), Some(other)) if bad <= other => {
-                ReadTable { entries, places, bad, differ: true }
+        let both = self.has(0) && self.has(1);
+        let mut copies = [primary, redundant];
+        // New tables lie behind overHead, where nothing was laid out.
+        let before_grains = places.iter().all(|place| u64::from(*place) < self.rules.first);
+        if (self.regular && before_grains || copies[0] != copies[1]) && copies.iter().all(Option::is_some) {
+            // A directory whose entry leads elsewhere leads to something that is no table; where the other directory's
+            // leads to where tables are laid out, that one holds. Nothing is to be written where the first one leads.
+            let laid = [0, 1].map(|copy| places[copy] == self.laid_out(copy, index));
+            if laid[0] != laid[1] {
+                let astray = usize::from(laid[0]);
+                (copies[astray], places[astray]) = (None, 0);
             }
-            (_, _, Some(entries), Some(bad)) => {
-                let sentence = format!("grain table {index} is damaged, its redundant copy is used");
-                warnings.add(image, sentence);
-                ReadTable { entries, places, bad, differ: true }
-            }
-            _ => {
+        }
+        let (missing, one_copy) = (copies.each_ref().map(Option::is_none), copies.iter().flatten().count() == 1);
+        let merged = match copies {
+            [Some(one), Some(other)] => merge(&self.rules, &one, &other, file_sectors),
+            [Some(entries), None] | [None, Some(entries)] => alone(&self.rules, entries, file_sectors),
+            [None, None] => {
                 return Err(failure.unwrap_or_else(|| {
                     let sentence = format!("{image}: grain table {index} lies outside the file, in both directories");
                     Error::new(ErrorKind::Corrupt, sentence)
                 }));
             }
         };
-        if table.bad > 0 {
-            for entry in table.entries.iter_mut().filter(|entry| !self.rules.allow(**entry, file_sectors)) {
-                *entry = ENTRY_BAD;
-            }
+        let Merged { entries, doubts, wrong, taken } = merged;
+        if both && (missing[0] || wrong[0] > 0) {
+            warnings.add(image, format!("grain table {index} is damaged, its redundant copy is used"));
         }
-        Ok(Some(table))
-    }
-
-    /// Whether the two copies of a table hold the same.
-    pub(crate) fn copies_agree(&self, file: &dyn File, places: Places, image: &str) -> Result<bool> {
-        if places[0] == 0 || places[1] == 0 {
-            return Ok(self.has(0) != self.has(1));
+        if both && (missing[1] || wrong[1] > 0) {
+            warnings.add(image, format!("the redundant copy of grain table {index} is damaged, the primary is used"));
         }
-        Ok(self.read_copy(file, places[0], image)? == self.read_copy(file, places[1], image)?)
+        if taken > 0 || doubts.iter().any(|doubt| doubt.possible == [true; 2]) {
+            let sentence = format!("the two copies of grain table {index} differ, and neither is provably wrong");
+            warnings.add(image, sentence);
+        }
+        let differ = wrong != [0, 0] || taken > 0 || doubts.iter().any(|doubt| doubt.entries[0] != doubt.entries[1]);
+        Ok(Some(ReadTable { entries, places, doubts, differ: differ || (both && one_copy), wrong }))
     }
 
     fn read_copy(&self, file: &dyn File, place: u32, image: &str) -> Result<Vec<u32>> {

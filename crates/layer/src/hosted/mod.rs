@@ -11,7 +11,8 @@
 //! 1. Payload is durable before an entry that names it is written; a new table is durable before a directory names it.
 //!    So a crash leaves at worst grains without a name.
 //! 2. Between two commits both copies of a table are the same on the medium. A crash within a commit may leave them
-//!    different, each entry old or new; opening for writing makes them the same before anything else is changed.
+//!    different, each entry old or new; opening for writing makes them the same before anything else is changed. In a
+//!    file that was closed, copies that differ are damage: what one of them proves is mended, the rest is left alone.
 //! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
 //!    used.
 //! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
@@ -23,10 +24,12 @@
 //! directories, the space. None but the gate is held while payload is read or written.
 
 mod check;
+mod copies;
 mod create;
 pub(crate) mod descriptor;
 pub(crate) mod directory;
 pub mod header;
+mod mend;
 mod space;
 pub(crate) mod tables;
 #[cfg(test)]
@@ -41,6 +44,8 @@ use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR,
 use backend::File;
 use directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Warnings};
 use header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, HEADER_SIZE, Header};
+use mend::Mended;
+use parking_lot::Mutex;
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -56,6 +61,8 @@ pub struct OpenOptions {
     pub writable: bool,
     /// A parent shows through where the extent has nothing. Without one, zeros need no entry.
     pub parent: bool,
+    /// Read a grain by the primary copy of its table where the copies differ and neither is provably wrong.
+    pub force: bool,
 }
 
 /// An open sparse extent.
@@ -66,6 +73,7 @@ pub struct Hosted {
     tables: Tables,
     warnings: Warnings,
     writer: Option<Writer>,
+    mended: Mutex<Mended>,
 }
 
 impl Hosted {
@@ -88,11 +96,13 @@ impl Hosted {
             return Err(Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut")));
         }
         let warnings = Warnings::default();
-        let directories = Directories::read(file.as_ref(), &header, &image, &warnings).map_err(context)?;
+        let mut directories = Directories::read(file.as_ref(), &header, &image, &warnings).map_err(context)?;
+        directories.set_rules(options.parent, options.force);
         let tables = Tables::new(&image, directories, header.table_entries);
-        let mut layer = Self { image: options.image.clone(), file, header, tables, warnings, writer: None };
+        let mended = Mutex::default();
+        let mut layer = Self { image: options.image.clone(), file, header, tables, warnings, writer: None, mended };
         match options.writable {
-            true => layer.begin_writing(options.parent)?,
+            true => layer.begin_writing(options.parent, options.force)?,
             false if layer.header.unclean => {
                 let sentence = "it was not closed properly; what was flushed is there".to_owned();
                 layer.warnings.add(&layer.image, sentence);
@@ -133,8 +143,9 @@ impl Hosted {
     }
 
     fn damaged_entry(&self, grain: u64) -> Error {
-        let what = format!("{}: the place of grain {grain} lies outside the file", self.image);
-        Error::new(ErrorKind::Corrupt, format!("{what}: the file was cut, or its tables are damaged"))
+        let what =
+            format!("{}: nobody knows where grain {grain} is, its tables are damaged or the file was cut", self.image);
+        Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to mend what can be proven"))
     }
 }
 

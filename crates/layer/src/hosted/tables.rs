@@ -5,7 +5,7 @@
 //!    be forgotten. So what is read from the medium is never older than what was committed.
 //! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion nobody
 //!    else can have loaded, changed, committed and forgotten it.
-//! 4. A table whose two copies are both damaged is read as far as it goes and never changed.
+//! 4. A table with entries that neither copy proves is read as far as it goes and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
 use crate::cache::ClockCache;
@@ -133,7 +133,7 @@ impl Tables {
         }
         let read = self.directories.read().read_table(file, index, &self.image, warnings)?;
         let Some(read) = read else { return Ok(None) };
-        let table = Arc::new(Table::new(read.entries, read.places, read.bad > 0));
+        let table = Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()));
         if read.differ {
             // One copy is damaged; the next change of the table mends it.
             table.changed.store(u32::MAX, Ordering::Relaxed);
@@ -154,7 +154,7 @@ impl Tables {
             return Ok(Some(Arc::clone(table)));
         }
         let read = directories.read_table(file, index, &self.image, warnings)?;
-        Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, read.bad > 0))))
+        Ok(read.map(|read| Arc::new(Table::new(read.entries, read.places, !read.doubts.is_empty()))))
     }
 
     /// Enters a new, empty table that lies at `places`, unless there is one by now.
@@ -170,13 +170,31 @@ impl Tables {
         true
     }
 
-    /// Refuses to change a table that is damaged in both copies.
+    /// Table `index` if it is in memory and the file may be behind it.
+    pub(super) fn unwritten(&self, index: usize) -> Option<Arc<Table>> {
+        let state = self.state.read();
+        state.changed.get(&index).or_else(|| state.writing.get(&index)).map(Arc::clone)
+    }
+
+    /// What a crash has left is mended: from now on copies that differ are damage.
+    pub(super) fn judge_strictly(&self, force: bool) {
+        self.directories.write().judge_strictly(force);
+    }
+
+    /// Takes what is in memory of a table that was written past it. Nothing of it was changed, and nobody changes it.
+    pub(super) fn replace(&self, index: usize, entries: Vec<u32>, places: Places, damaged: bool) {
+        self.state.write().cache.insert(index, Arc::new(Table::new(entries, places, damaged)));
+    }
+
+    /// Refuses to change a table that has entries in doubt.
     pub(super) fn check_changeable(&self, index: usize, table: &Table) -> Result<()> {
         if !table.damaged {
             return Ok(());
         }
-        let what = format!("{}: grain table {index} is damaged in both copies and cannot be changed", self.image);
-        Err(Error::new(ErrorKind::Corrupt, format!("{what}; copy what can be read to a new image")))
+        let what = format!("{}: grain table {index} is damaged in ways that its two copies do not settle", self.image);
+        let advice =
+            "check the image with --repair; what stays in doubt cannot be changed, copy the rest to a new image";
+        Err(Error::new(ErrorKind::Corrupt, format!("{what}; {advice}")))
     }
 
     /// Whether copy `copy` of the directory is there.

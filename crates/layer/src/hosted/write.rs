@@ -17,7 +17,7 @@ use super::tables::Table;
 use super::{Hosted, check_range};
 use crate::backing::Backing;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockWriteGuard};
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,6 +43,11 @@ pub(super) struct Writer {
 }
 
 impl Writer {
+    /// Keeps commits from beginning.
+    pub(super) fn between_commits(&self) -> MutexGuard<'_, ()> {
+        self.commit.lock()
+    }
+
     pub(super) fn epoch(&self) -> Arc<Epoch> {
         self.space.epoch()
     }
@@ -60,9 +65,8 @@ struct Piece {
 
 impl Hosted {
     /// Makes an extent just opened ready for changes; see the invariants of the module.
-    pub(super) fn begin_writing(&mut self, parent: bool) -> Result<()> {
-        let was_unclean = self.header.unclean;
-        let scan = self.scan(was_unclean)?;
+    pub(super) fn begin_writing(&mut self, parent: bool, force: bool) -> Result<()> {
+        let scan = self.scan()?;
         if let Some(problem) = scan.check.unwritable() {
             let what = format!("{}: {problem}; it can be read, and converted to a new image", self.image);
             return Err(Error::new(ErrorKind::Corrupt, what));
@@ -70,11 +74,18 @@ impl Hosted {
         let space = Space::new(&self.image, self.header.grain, scan.used());
         self.mark(true)?;
         if !scan.differing.is_empty() {
-            self.mend_copies(&scan.differing, &space)?;
+            self.mend(&scan, &space)?;
         }
-        space.cut(self.file.as_ref())?;
-        for run in scan.dead_runs().take(RECLAIMED_RUNS_MAX) {
-            space.free_run(run, self.file.as_ref());
+        self.tables.judge_strictly(force);
+        if scan.in_doubt {
+            let sentence =
+                "nothing that seems to be free is used again, as not all its tables can be believed".to_owned();
+            self.warnings.add(&self.image, sentence);
+        } else {
+            space.cut(self.file.as_ref())?;
+            for run in scan.dead_runs().take(RECLAIMED_RUNS_MAX) {
+                space.free_run(run, self.file.as_ref());
+            }
         }
         let stopped = AtomicBool::new(false);
         let (gate, commit, backing) = (RwLock::new(true), Mutex::new(()), Backing::default());
@@ -104,6 +115,14 @@ impl Hosted {
         };
         *open = false;
         closed().inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+    }
+
+    /// Makes all changes durable, and keeps others from beginning.
+    pub(super) fn hold_changes<'a>(&self, writer: &'a Writer) -> Result<RwLockWriteGuard<'a, bool>> {
+        let open = writer.gate.write();
+        self.check_open(writer, *open)?;
+        self.commit(writer)?;
+        Ok(open)
     }
 
     /// Refuses changes of an image that was closed, or stopped by a failure.

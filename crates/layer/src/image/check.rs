@@ -1,10 +1,12 @@
 //! Checking an image: every table of every extent, and every compressed grain.
 //!
 //! What the formats' own checks find comes out as sentences. With `repair` the image is opened for writing first, which
-//! alone puts right what a crash leaves, and SEsparse's bitmap and backmap are made to say what its tables say. Tables
-//! are never repaired: what they name wrongly, nobody knows.
+//! alone puts right what a crash leaves. Tables are mended as far as what the format keeps twice proves them: by the
+//! second directory of a hosted sparse extent, by bitmap and backmap of SEsparse, which are made to say what the tables
+//! say after that. What nothing proves is told by grain.
 
 use super::extent::{ExtentOptions, Format, is_compressed, open_extent};
+use super::maintain::Engine;
 use super::probe::Signature;
 use super::{Image, OpenOptions, Place, access, lock_for, parent_of, resolve_extents};
 use crate::descriptor::{Access, storage};
@@ -117,15 +119,21 @@ impl Work<'_> {
         if self.repair && repairable && flat.writable {
             let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
             let before = self.look(format, place, file(false)?, flat, parent, watch)?;
-            open_extent(format, place, file(true)?, how)?.layer.close()?;
+            let opened = open_extent(format, place, file(true)?, how)?;
+            if let Some(Engine::Hosted(layer)) = &opened.engine {
+                layer.repair()?;
+                checked.notes.extend(layer.check()?.mended.into_iter().map(|what| format!("{what}: mended")));
+            }
+            opened.layer.close()?;
             checked.repaired = before.problems.len() as u64;
         }
-        let after = match format {
+        let mut after = match format {
             Format::SeSparse => self.check_sesparse(place, file(flat.writable)?, flat.writable, watch)?,
             _ => self.look(format, place, file(false)?, FlatOptions { writable: false, ..flat }, parent, watch)?,
         };
         checked.repaired = checked.repaired.saturating_sub(after.problems.len() as u64) + after.repaired;
-        Ok(Checked { repaired: checked.repaired, file: checked.file, ..after })
+        checked.notes.append(&mut after.notes);
+        Ok(Checked { repaired: checked.repaired, file: checked.file, notes: checked.notes, ..after })
     }
 
     /// Looks without changing anything.
@@ -143,8 +151,8 @@ impl Work<'_> {
         let compressed = format == Format::HostedSparse && is_compressed(&*file, &image)?;
         match format {
             Format::HostedSparse if !compressed => {
-                let layer = Hosted::open(file, &hosted::OpenOptions { image, writable: false, parent })?;
-                Ok(of_hosted(&layer.check()?))
+                let options = hosted::OpenOptions { image, writable: false, parent, force: false };
+                Ok(of_hosted(&Hosted::open(file, &options)?.check()?))
             }
             Format::VmfsSparse => {
                 let options = vmfssparse::OpenOptions { parent, ..vmfssparse::OpenOptions::reading(image) };
@@ -179,7 +187,7 @@ impl Work<'_> {
     }
 
     fn check_sesparse(&self, place: &Place, file: Arc<dyn File>, write: bool, watch: Watch<'_>) -> Result<Checked> {
-        let options = sesparse::Options { write, journal: self.options.journal, ..Default::default() };
+        let options = sesparse::Options { write, repair: write, journal: self.options.journal, ..Default::default() };
         let layer = SeSparse::open(file, &place.label(), options)?;
         let capacity = layer.capacity();
         let mut stopped = false;
@@ -200,6 +208,8 @@ impl Work<'_> {
             (found.invalid, "slots or entries that cannot be", true),
             (found.outside, "grains that the file does not have", true),
             (found.overlapping, "grains named by more than one entry", true),
+            (found.lost_tables, "tables in use that no slot of the directory names", true),
+            (found.provable, "entries, slots or headers that are wrong and can be mended: --repair does", true),
             (found.unallocated, "grains in use that the bitmap calls free", false),
             (found.misowned, "grains whose owner the backmap has wrong", false),
         ];
@@ -209,6 +219,9 @@ impl Work<'_> {
                 false => checked.notes.push(format!("{count} {what}: put right")),
             }
         }
+        let mended = if write { ": mended" } else { "" };
+        checked.notes.extend(found.proven.into_iter().map(|what| format!("{what}{mended}")));
+        checked.problems.extend(first_of(found.doubts, found.unproven));
         Ok(checked)
     }
 }
@@ -216,14 +229,17 @@ impl Work<'_> {
 fn of_hosted(found: &hosted::Check) -> Checked {
     let wrong = [
         (found.bad, "entries name places outside the file"),
+        (found.unproven, "grains are at different places by the two copies of their table"),
         (found.shared, "grains share their place with others or with tables"),
         (found.overlaps, "tables overlap"),
         (found.differing, "tables differ from their second copy"),
         (found.lost, "tables cannot be read in either copy"),
     ];
     let wrong = wrong.into_iter().filter(|(count, _)| *count > 0);
-    let problems = wrong.map(|(count, what)| format!("{count} {what}")).collect();
+    let mut problems: Vec<String> = wrong.map(|(count, what)| format!("{count} {what}")).collect();
+    problems.extend(found.doubts.iter().cloned());
     let mut notes = found.warnings.clone();
+    notes.extend(found.proven.iter().cloned());
     if found.unclean {
         notes.push("it was not closed properly; what was flushed is there".to_owned());
     }

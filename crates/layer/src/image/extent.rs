@@ -119,7 +119,8 @@ pub(super) fn open_extent(
             return Ok(OpenExtent { layer, flat: None, engine: None, parent: None });
         }
         Format::HostedSparse => {
-            Engine::Hosted(Arc::new(Hosted::open(file, &hosted::OpenOptions { image, writable, parent })?))
+            let options = hosted::OpenOptions { image, writable, parent, force: options.force };
+            Engine::Hosted(Arc::new(Hosted::open(file, &options)?))
         }
         Format::VmfsSparse => {
             let usual = vmfssparse::OpenOptions::reading(image);

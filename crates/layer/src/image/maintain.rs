@@ -22,10 +22,12 @@ pub(super) enum Engine {
 /// What a check of an image found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ImageCheck {
-    /// The first problems, in words.
+    /// The first problems that are left, in words.
     pub problems: Vec<String>,
     /// How many there are.
     pub problem_count: u64,
+    /// The first problems that were put right, in words.
+    pub mended: Vec<String>,
     /// Bytes of its files that nothing names: what wiping and shrinking return.
     pub dead: u64,
     /// Problems that were put right.
@@ -131,10 +133,19 @@ impl Image {
                     let report = layer.check(repair, watch)?;
                     sum.dead += report.unnamed * SE_GRAIN;
                     sum.repaired += report.repaired;
-                    let wrong = report.invalid + report.outside + report.overlapping;
+                    let wrong = report.invalid + report.outside + report.overlapping + report.unproven;
                     let bookkeeping = report.unallocated + report.misowned + report.uncounted_tables;
-                    sum.problem_count += wrong + bookkeeping;
-                    sum.problems.extend(report.findings);
+                    sum.problem_count += wrong + report.lost_tables + report.provable;
+                    let put_right = repair && !report.is_damaged();
+                    sum.problems.extend(report.doubts);
+                    if put_right {
+                        sum.mended.extend(report.findings);
+                    } else {
+                        sum.problem_count += if repair { 0 } else { bookkeeping };
+                        sum.problems.extend(report.findings);
+                    }
+                    let proven = if repair { &mut sum.mended } else { &mut sum.problems };
+                    proven.extend(report.proven);
                 }
                 Engine::VmfsSparse(layer) => {
                     let report = layer.check()?;
@@ -149,18 +160,29 @@ impl Image {
                     sum.problems.extend(report.problems);
                 }
                 Engine::Hosted(layer) => {
+                    if repair {
+                        layer.repair()?;
+                    }
                     let report = layer.check()?;
                     sum.dead += report.dead;
+                    sum.repaired += report.repaired;
+                    sum.mended.extend(report.mended);
                     sum.add(report.bad, format!("{} entries name places outside the file", report.bad));
+                    let what = "grains are at different places by the two copies of their table";
+                    sum.add(report.unproven, format!("{} {what}", report.unproven));
                     sum.add(report.shared, format!("{} grains share their place with others", report.shared));
                     sum.add(report.overlaps, format!("{} tables overlap others", report.overlaps));
                     sum.add(report.differing, format!("{} tables differ from their copies", report.differing));
                     sum.add(report.lost, format!("{} tables cannot be read", report.lost));
+                    sum.problems.extend(report.doubts);
+                    // Where a crash may have left one copy of before and one of after, no grain of them is wrong.
+                    sum.problems.extend(report.proven.into_iter().filter(|_| !report.unclean));
                 }
             }
         }
         let label = self.place.label();
-        sum.problems.iter_mut().for_each(|problem| *problem = format!("'{label}': {problem}"));
+        let sentences = sum.problems.iter_mut().chain(&mut sum.mended);
+        sentences.for_each(|sentence| *sentence = format!("'{label}': {sentence}"));
         Ok(sum)
     }
 

@@ -173,7 +173,8 @@ impl Image {
         }
     }
 
-    fn probe(place: &Place) -> Result<Signature> {
+    /// What the file at `place` is by its first bytes.
+    pub fn probe(place: &Place) -> Result<Signature> {
         let file = place.open(IoMode::Buffered, backend::Access::Read)?;
         let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
         let mut bytes = [0; PROBE_LENGTH];

@@ -1,18 +1,19 @@
 //! Checking an image: what the tables say against bitmap, backmap and the file itself.
 //!
-//! The tables are the truth: they alone decide what a guest reads. Damage in them (places beyond the file, two entries
-//! with one grain, entries that cannot be) is told and left alone. Bitmap and backmap follow from the tables, so what
-//! is wrong with them can be repaired: a named grain is marked as allocated and owned at any time, an allocated one
-//! that nothing names is freed only where the tables are without damage.
+//! The tables decide what a guest reads. Damage in them (places beyond the file, two entries with one grain, entries
+//! that cannot be) is mended first, as far as bitmap and backmap prove what was there ([`super::proof`]). Then both
+//! follow from the tables: a named grain is marked as allocated and owned at any time, an allocated one that nothing
+//! names is freed only where the tables are without damage.
 //!
 //! Changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the tables that
 //! the file really holds.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
-use super::entry::{Entry, Owner, Run, Table};
+use super::entry::{Entry, Grain, Owner, Run, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
+use super::proof::{Evidence, Suspect};
 use super::recover::NamedTables;
 use super::state::{State, Step, backmap_page, bitmap_page};
 use super::wipe::{GrainSet, Holes};
@@ -45,16 +46,26 @@ pub struct CheckReport {
     pub unnamed: u64,
     /// Tables in use that are counted as free. Opening for writing counts them.
     pub uncounted_tables: u64,
-    /// Bits and owners that were put right.
+    /// Tables in use that no slot of the directory names: damage.
+    pub lost_tables: u64,
+    /// Entries and slots that are wrong, and nothing proves what is right.
+    pub unproven: u64,
+    /// Entries and slots of which the rest proves what they have to be: not repaired yet.
+    pub provable: u64,
+    /// Entries, slots, bits and owners that were put right.
     pub repaired: u64,
-    /// The first of them in words.
+    /// The first findings in words.
     pub findings: Vec<String>,
+    /// The first of what is unproven, by grain of the disk.
+    pub doubts: Vec<String>,
+    /// The first of what is provable, or was put right by it.
+    pub proven: Vec<String>,
 }
 
 impl CheckReport {
     /// Whether the tables themselves are damaged: guests may read wrong data or none.
     pub fn is_damaged(&self) -> bool {
-        self.invalid + self.outside + self.overlapping > 0
+        self.invalid + self.outside + self.overlapping + self.lost_tables + self.unproven + self.provable > 0
     }
 
     /// Whether nothing at all was found.
@@ -63,11 +74,35 @@ impl CheckReport {
         !self.is_damaged() && repairable == 0
     }
 
-    fn tell(&mut self, what: impl FnOnce() -> String) {
-        if self.findings.len() < FINDINGS_MAX {
-            self.findings.push(what());
-        }
+    /// Whether all that was found is grains that nothing names, as a crash leaves them.
+    pub fn is_lost_space_only(&self) -> bool {
+        !self.is_damaged() && self.unallocated + self.misowned + self.uncounted_tables == 0
     }
+
+    fn tell(&mut self, what: impl FnOnce() -> String) {
+        tell(&mut self.findings, what);
+    }
+}
+
+/// Adds a sentence, if there is room for it.
+pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
+    if sentences.len() < FINDINGS_MAX {
+        sentences.push(what());
+    }
+}
+
+/// What a repair leaves alone.
+#[derive(Clone, Copy)]
+struct Doubts {
+    /// Grains that nothing names may be somebody's.
+    kept: bool,
+}
+
+/// A table that is being looked at.
+struct CheckedTable {
+    slot: u64,
+    table: Table,
+    ours: bool,
 }
 
 impl SeSparse {
@@ -82,18 +117,44 @@ impl SeSparse {
             // What waits to be free is free then, or held by a reader.
             self.commit_at_once()?;
         }
+        let (mut report, evidence) = self.look(None, &mut work)?;
+        let proofs = self.prove(&evidence, &mut report)?;
+        if !repair {
+            report.provable = proofs.proven();
+            report.unnamed = report.unnamed.saturating_sub(proofs.kept);
+            report.proven = proofs.sentences;
+            return Ok(report);
+        }
+        self.apply(&proofs)?;
+        self.commit_at_once()?;
+        let doubts = Doubts { kept: report.lost_tables + report.unproven > 0 };
+        let CheckReport { lost_tables, unproven, doubts: told, .. } = report;
+        let (mut report, _) = self.look(Some(doubts), &mut work)?;
+        report.repaired += proofs.proven();
+        (report.lost_tables, report.unproven, report.doubts, report.proven) =
+            (lost_tables, unproven, told, proofs.sentences);
+        let headers = std::mem::take(&mut *self.mended.lock());
+        report.repaired += headers.len() as u64;
+        report.proven.extend(headers);
+        if lost_tables > 0 {
+            report.unnamed = report.unnamed.saturating_sub(proofs.kept);
+        }
+        self.commit_at_once()?;
+        Ok(report)
+    }
+
+    /// Goes through everything; with `repair` makes bitmap and backmap say what the tables say.
+    fn look(&self, repair: Option<Doubts>, work: &mut Work<'_, '_>) -> Result<(CheckReport, Evidence)> {
         let mut report = CheckReport::default();
+        let mut evidence = Evidence::default();
         let end = self.state.lock().readable.max(1);
         work.expect(self.layout.slots() * end.div_ceil(WINDOW));
         for start in (0..end).step_by(WINDOW as usize) {
             let window = start..(start + WINDOW).min(end.next_multiple_of(64));
-            let named = self.check_tables(&window, repair, &mut report, &mut work)?;
-            self.check_bitmap(&named, &window, repair, &mut report)?;
+            let named = self.check_tables(&window, repair.is_some(), &mut report, &mut evidence, work)?;
+            self.check_bitmap(&named, &window, repair, &mut report, &mut evidence)?;
         }
-        if repair {
-            self.commit_at_once()?;
-        }
-        Ok(report)
+        Ok((report, evidence))
     }
 
     /// Goes through all tables, for the grains of a window; what concerns tables alone is told in the first.
@@ -102,12 +163,14 @@ impl SeSparse {
         window: &Range<u64>,
         repair: bool,
         report: &mut CheckReport,
-        work: &mut Work,
+        evidence: &mut Evidence,
+        work: &mut Work<'_, '_>,
     ) -> Result<GrainSet> {
         let mut named = GrainSet::new(window.clone());
         let mut tables = NamedTables::default();
         let mut holes = Holes::default();
         let first = window.start == 0;
+        let ours = self.is_ours();
         let (slots, mut slot) = (self.layout.slots(), 0);
         while slot < slots {
             let begun = slot;
@@ -117,8 +180,17 @@ impl SeSparse {
                 continue;
             }
             match self.read_table(slot, &mut holes) {
+                Ok(None) if first => {
+                    if let Some(table) = self.settle(|state| state.table_of(slot))? {
+                        tables.insert(table);
+                        evidence.name(slot, self.is_uncounted(table));
+                    }
+                }
                 Ok(None) => {}
                 Ok(Some((table, content))) => {
+                    if first {
+                        evidence.name(slot, self.is_uncounted(table));
+                    }
                     let shared = tables.insert(table);
                     if first {
                         report.tables += 1;
@@ -128,12 +200,14 @@ impl SeSparse {
                         report.tell(|| format!("table {} is named by slot {slot} and another one", table.0));
                     }
                     if !shared {
-                        let owners = self.check_table(table, &content, &mut named, report);
-                        self.check_owners(&owners, repair, report)?;
+                        let checked = CheckedTable { slot, table, ours };
+                        let owners = self.check_table(&checked, &content, &mut named, report, evidence);
+                        self.check_owners(slot, &owners, repair, report, evidence)?;
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Corrupt => {
                     if first {
+                        evidence.bad_slots.push(slot);
                         report.invalid += 1;
                         report.tell(|| error.to_string());
                     }
@@ -149,36 +223,49 @@ impl SeSparse {
             report.uncounted_tables = tables.end() - counted;
             report.tell(|| format!("{counted} tables are counted, number {} is in use", tables.end() - 1));
         }
+        if first {
+            evidence.named = tables;
+        }
         Ok(named)
     }
 
     /// Looks at the entries of a table; returns the grains of the window with their owners, by grain.
     fn check_table(
         &self,
-        table: Table,
+        checked: &CheckedTable,
         content: &[PageBytes],
         named: &mut GrainSet,
         report: &mut CheckReport,
+        evidence: &mut Evidence,
     ) -> Vec<(u64, Owner)> {
+        let CheckedTable { slot, table, ours } = *checked;
         let (readable, window) = (self.state.lock().readable, named.window());
         let first = window.start == 0;
         let mut owners = Vec::new();
         for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
+            let suspect = Suspect { slot, owner: Owner { table, entry }, raw };
             match Entry::decode(raw) {
                 Some(Entry::Data(grain)) if grain.0 >= readable && first => {
+                    evidence.suspect(suspect);
                     report.outside += 1;
                     report.tell(|| format!("entry {entry} of table {} names grain {}", table.0, grain.0));
                 }
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
                     if named.insert(grain.0) {
+                        evidence.suspect(suspect);
                         report.overlapping += 1;
                         report.tell(|| format!("entry {entry} of table {} names a grain of another", table.0));
                     } else {
                         owners.push((grain.0, Owner { table, entry }));
                     }
                 }
+                // Nobody writes zeros so but ESXi, who may have before the image was ours.
+                Some(entry @ (Entry::Unmapped | Entry::Zero)) if first && ours && entry.encode() != raw => {
+                    evidence.suspect(suspect);
+                }
                 None if first => {
+                    evidence.suspect(suspect);
                     report.invalid += 1;
                     report.tell(|| format!("entry {entry} of table {} is {raw:#018x}", table.0));
                 }
@@ -190,14 +277,24 @@ impl SeSparse {
     }
 
     /// Compares the backmap with the owners of grains, which are sorted.
-    fn check_owners(&self, owners: &[(u64, Owner)], repair: bool, report: &mut CheckReport) -> Result<()> {
+    fn check_owners(
+        &self,
+        slot: u64,
+        owners: &[(u64, Owner)],
+        repair: bool,
+        report: &mut CheckReport,
+        evidence: &mut Evidence,
+    ) -> Result<()> {
         let limit = self.layout.grains_max();
         let mut rest = owners.iter().filter(|(grain, _)| *grain < limit).peekable();
         while rest.peek().is_some() {
             self.settle(|state| {
                 // One that lacks its page stays at the front.
                 while let Some((grain, owner)) = rest.peek() {
-                    check_owner(state, *grain, *owner, repair, report)?;
+                    if !check_owner(state, *grain, *owner, repair, report)? {
+                        let raw = Entry::Data(Grain(*grain)).encode();
+                        evidence.suspect(Suspect { slot, owner: *owner, raw });
+                    }
                     rest.next();
                 }
                 Ok(())
@@ -210,8 +307,9 @@ impl SeSparse {
         &self,
         named: &GrainSet,
         window: &Range<u64>,
-        repair: bool,
+        repair: Option<Doubts>,
         report: &mut CheckReport,
+        evidence: &mut Evidence,
     ) -> Result<()> {
         let mut waiting = GrainSet::new(window.clone());
         let limit = {
@@ -223,7 +321,7 @@ impl SeSparse {
             }
             window.end.min(state.readable).min(self.layout.grains_max())
         };
-        let free_lost = repair && !report.is_damaged();
+        let free_lost = repair.is_some_and(|doubts| !doubts.kept) && !report.is_damaged();
         for page in window.start / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
             let differences = self.settle(|state| {
                 let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
@@ -241,11 +339,16 @@ impl SeSparse {
             for (grain, allocated) in differences.into_iter().filter(|(grain, _)| *grain < limit) {
                 if allocated {
                     report.unnamed += 1;
+                    if let Some(owner) = self.settle(|state| state.owner(grain))?
+                        && u64::from(owner.table.0) < self.layout.tables_max()
+                    {
+                        evidence.claim(grain, owner);
+                    }
                 } else {
                     report.unallocated += 1;
                     report.tell(|| format!("grain {grain} is in use and free in the bitmap"));
                 }
-                if allocated && free_lost || !allocated && repair {
+                if allocated && free_lost || !allocated && repair.is_some() {
                     self.settle(|state| repair_bit(state, grain, !allocated))?;
                     report.repaired += 1;
                 }
@@ -255,10 +358,11 @@ impl SeSparse {
     }
 }
 
-fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<()> {
+/// Whether the backmap has a grain with its owner.
+fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
     state.need_no_commit()?;
     if state.owner(grain)? == Some(owner) {
-        return Ok(());
+        return Ok(true);
     }
     if repair {
         state.need_backed(backmap_page(grain))?;
@@ -267,7 +371,7 @@ fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report
     }
     report.misowned += 1;
     report.tell(|| format!("the backmap does not have grain {grain} with entry {} of its table", owner.entry));
-    Ok(())
+    Ok(false)
 }
 
 fn repair_bit(state: &mut State, grain: u64, allocated: bool) -> Step<()> {

@@ -90,7 +90,7 @@ pub(super) fn encode_slot(table: Table) -> u64 {
 }
 
 /// The table entry that names a grain, as the backmap has it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Owner {
     pub table: Table,
     /// Below 4,096.

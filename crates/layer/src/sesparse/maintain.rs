@@ -32,9 +32,9 @@ impl SeSparse {
 }
 
 impl Work<'_, '_> {
-    /// Sets how many steps there are.
+    /// Sets how many steps there are, none of them done yet.
     pub(super) fn expect(&mut self, total: u64) {
-        self.total = total;
+        (self.done, self.total) = (0, total);
     }
 
     /// So many bytes were read and written; told with the next step.

@@ -35,9 +35,11 @@ mod commit;
 mod entry;
 mod epoch;
 mod header;
+mod heads;
 mod journal;
 mod maintain;
 mod open;
+mod proof;
 mod read;
 mod recover;
 mod relocate;
@@ -91,11 +93,13 @@ pub struct Options {
     pub cache: usize,
     /// Freed runs of at least this many bytes are punched into the file at once; `None` keeps them for new grains.
     pub punch: Option<u64>,
+    /// Open it for writing though its directory is damaged: to be checked and repaired. What is damaged stays an error.
+    pub repair: bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Self { write: false, journal: DirtyJournal::Refuse, cache: 64 << 20, punch: None }
+        Self { write: false, journal: DirtyJournal::Refuse, cache: 64 << 20, punch: None, repair: false }
     }
 }
 
@@ -130,6 +134,10 @@ pub struct SeSparse {
     /// Sectors that replaying the journal in memory put over those of the file.
     overlay: Overlay,
     replayed: Option<Replayed>,
+    /// Our mark was there when the image was opened: bitmap and backmap mean what we write.
+    ours: bool,
+    /// What was wrong with its headers and was mended when it was opened, and not told yet.
+    mended: Mutex<Vec<String>>,
 }
 
 impl SeSparse {

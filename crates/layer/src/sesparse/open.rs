@@ -8,8 +8,10 @@ use super::cache::{Cache, Kind};
 use super::commit::Committed;
 use super::epoch::{Retirement, Token};
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
+use super::heads;
 use super::journal::{self, Overlay, Replayed};
 use super::read::read_sectors;
+use super::recover::NamedTables;
 use super::space::Space;
 use super::state::State;
 use super::touched::Touched;
@@ -24,6 +26,18 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 /// Least memory for tables, in pages: one step of the largest operation needs some two hundred.
 const CACHE_PAGES_MIN: usize = 512;
 
+/// Mends the headers in the file, as far as they prove themselves; what was wrong.
+fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<Vec<String>> {
+    let failed = || format!("opening {name}");
+    let journal = Layout::for_capacity(1).journal;
+    let beginning = read_sectors(file, journal.offset, BLOCK_SIZE / SECTOR as usize).during(failed)?;
+    let mended = heads::mend(block, &beginning);
+    if !mended.is_empty() {
+        file.write_at(&[&block[..]], 0, true).during(|| format!("mending the headers of {name}"))?;
+    }
+    Ok(mended)
+}
+
 impl SeSparse {
     /// Opens an image. `name` is for messages. Whoever opens for writing sees to it that nobody else has it open.
     pub fn open(file: Arc<dyn File>, name: &str, options: Options) -> Result<Self> {
@@ -35,7 +49,15 @@ impl SeSparse {
         }
         let mut block = Buffer::zeroed(1);
         file.read_at(&mut block, 0).during(failed)?;
+        let mended = match options.write && options.repair {
+            true => mend_headers(&file, name, &mut block)?,
+            false => Vec::new(),
+        };
         let layout = Layout::decode(&block[..SECTOR as usize]).map_err(corrupt)?;
+        if !heads::is_believable(&layout, &block) {
+            let text = "its constant header is damaged: the places in it do not follow from the capacity";
+            return Err(corrupt(format!("{text}; check the image with --repair")));
+        }
         if length < layout.grains.start() {
             let needed = layout.grains.start();
             return Err(corrupt(format!(
@@ -75,6 +97,10 @@ impl SeSparse {
                 overlay = sectors;
             }
         }
+        if header.free_table > layout.tables_max() && options.write && options.repair {
+            heads::recount_tables(&mut block);
+            header.free_table = 0;
+        }
         if header.free_table > layout.tables_max() {
             return Err(corrupt(format!("it says that {} tables are handed out", header.free_table)));
         }
@@ -82,8 +108,11 @@ impl SeSparse {
             journal::clear(&file, name, &layout)?;
         }
         let layer = Self::assemble(file, name, options, layout, header, block, (overlay, replayed), length);
-        if options.write {
-            layer.recover()?;
+        *layer.mended.lock() = mended;
+        match options.write {
+            true => layer.recover()?,
+            // Who reads must not be given what another part of the disk holds.
+            false => layer.find_shared_tables(),
         }
         Ok(layer)
     }
@@ -121,7 +150,9 @@ impl SeSparse {
     ) -> Self {
         let name: Arc<str> = name.into();
         let grains = layout.grains_max();
-        let touched = options.write.then(|| Touched::decode(&block, grains, header.next_sequence)).flatten();
+        let mark = Touched::decode(&block, grains, header.next_sequence);
+        let ours = mark.is_some();
+        let touched = mark.clone().filter(|_| options.write);
         let held = layout.grains_in(length);
         let state = State {
             name: Arc::clone(&name),
@@ -132,7 +163,7 @@ impl SeSparse {
             header_dirty: false,
             spare_tables: Vec::new(),
             table_room: 0..0,
-            suspect: touched.clone(),
+            suspect: mark,
             touched,
             mark_dirty: false,
             retirement: Retirement::default(),
@@ -142,6 +173,9 @@ impl SeSparse {
             loading: FxHashSet::default(),
             holes: [const { 0..0 }; Kind::ALL],
             settled: 0,
+            shared_tables: FxHashSet::default(),
+            named_tables: NamedTables::default(),
+            uncounted_tables: FxHashSet::default(),
         };
         Self {
             name,
@@ -163,6 +197,8 @@ impl SeSparse {
             requests: AtomicU64::new(0),
             overlay,
             replayed,
+            ours,
+            mended: Mutex::default(),
         }
     }
 }

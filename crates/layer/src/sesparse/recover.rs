@@ -11,7 +11,7 @@ use super::SeSparse;
 use super::cache::{Kind, PageKey};
 use super::entry::{Run, Table, decode_slot};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::relocate::names;
+use super::proof::gave_up;
 use super::state::by_bitmap_page;
 use super::wipe::Holes;
 use crate::{Error, ErrorKind, IoContext, Result};
@@ -25,7 +25,7 @@ const SPARE_MAX: usize = 4096;
 const RECOUNT_PAGES: u64 = 64;
 
 /// Tables that slots name: as many bits as the highest of them, which the area of tables bounds.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct NamedTables {
     words: Vec<u64>,
     /// One more than the highest.
@@ -50,7 +50,7 @@ impl NamedTables {
         self.end
     }
 
-    fn contains(&self, table: u64) -> bool {
+    pub(super) fn contains(&self, table: u64) -> bool {
         self.words.get((table / 64) as usize).is_some_and(|word| word >> (table % 64) & 1 == 1)
     }
 }
@@ -58,25 +58,50 @@ impl NamedTables {
 impl SeSparse {
     /// Looks through the directory, and recounts marked regions.
     pub(super) fn recover(&self) -> Result<()> {
-        let named = self.read_directory()?;
-        {
+        let (named, damaged) = self.read_directory(self.options.repair)?;
+        self.state.lock().named_tables = named.clone();
+        if damaged {
+            // What the lost tables own is not free, though nothing seems to name it.
+            return Ok(());
+        }
+        let miscounted = {
             let mut state = self.state.lock();
+            let miscounted = state.header.free_table < named.end;
             if state.header.free_table < named.end {
                 state.header.free_table = named.end;
                 state.header_dirty = true;
             }
-            if state.touched.is_some() {
+            if state.touched.is_some() && !miscounted {
                 let handed_out = 0..state.header.free_table;
                 let spare = handed_out.filter(|table| !named.contains(*table)).take(SPARE_MAX);
                 state.spare_tables = spare.map(|table| Table(table as u32)).collect();
             }
+            miscounted
+        };
+        match miscounted {
+            // A slot is durable only after the count is: one of the two is damaged. If that is the slot, the table that
+            // it named has grains that nothing seems to name. They stay marked.
+            true => Ok(()),
+            false => self.recount(&named),
         }
-        self.recount(&named)
     }
 
-    /// Which tables the directory names. Two slots with one table would each change what the other has.
-    fn read_directory(&self) -> Result<NamedTables> {
-        let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{}: {what}; check the image", self.name));
+    /// Makes the tables known that two slots name, as far as the directory can be read.
+    pub(super) fn find_shared_tables(&self) {
+        if let Err(error) = self.read_directory(true) {
+            tracing::warn!(image = %self.name, %error, "the grain directory cannot be read as a whole");
+        }
+    }
+
+    /// Which tables the directory names, and whether it is damaged, where that is no error. Two slots with one table
+    /// would each change what the other has.
+    fn read_directory(&self, tolerant: bool) -> Result<(NamedTables, bool)> {
+        let corrupt = |what: String| {
+            let text = format!("{}: {what}; check the image, with --repair to mend what can be proven", self.name);
+            Error::new(ErrorKind::Corrupt, text)
+        };
+        let counted = self.state.lock().header.free_table;
+        let mut damaged = false;
         let mut named = NamedTables::default();
         let mut holes = Holes::default();
         let pages = self.layout.slots().div_ceil(PAGE_ENTRIES);
@@ -95,15 +120,23 @@ impl SeSparse {
                 match decode_slot(raw) {
                     Some(None) => {}
                     Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => {
+                        if u64::from(table.0) >= counted {
+                            self.state.lock().uncounted_tables.insert(table);
+                        }
                         if named.insert(table) {
-                            return Err(corrupt(format!("two slots of its directory name table {}", table.0)));
+                            if !tolerant {
+                                return Err(corrupt(format!("two slots of its directory name table {}", table.0)));
+                            }
+                            damaged = true;
+                            self.state.lock().shared_tables.insert(table);
                         }
                     }
+                    _ if tolerant => damaged = true,
                     _ => return Err(corrupt(format!("slot {slot} of its directory is {raw:#018x}"))),
                 }
             }
         }
-        Ok(named)
+        Ok((named, damaged))
     }
 
     fn recount(&self, named: &NamedTables) -> Result<()> {
@@ -143,7 +176,7 @@ impl SeSparse {
         for (grain, owner) in owners {
             let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
             let live = match known {
-                Some(owner) => self.settle(|state| names(state, owner, grain))?,
+                Some(owner) => !self.settle(|state| gave_up(state, owner, grain))?,
                 None => false,
             };
             if !live {

@@ -171,6 +171,14 @@ impl Space {
         }
     }
 
+    /// Forgets the first grain that was set aside for `guest`: it turned out to be in use.
+    pub(super) fn skip_aside(&mut self, guest: u64) {
+        if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
+            let count = 1.min(stream.aside.count);
+            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+        }
+    }
+
     /// Gives back what is set aside: nothing is from here on.
     pub(super) fn end_streams(&mut self) {
         // From the last on: what came from the end goes back to it.

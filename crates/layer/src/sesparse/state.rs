@@ -8,6 +8,7 @@ use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, Owner, Run, Table, decode_slot, encode_slot};
 use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
+use super::recover::NamedTables;
 use super::space::{Choice, Space};
 use super::touched::Touched;
 use super::wipe::Census;
@@ -18,6 +19,9 @@ use std::sync::Arc;
 
 /// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
 const FREED_MAX: usize = WAITING_MAX / 16;
+
+/// Owners of grains that are free by the bitmap looked at in one step: each may need a page of a table.
+const OWNERS_MAX: usize = 64;
 
 /// What work on the state lacks.
 pub(super) enum Need {
@@ -76,6 +80,12 @@ pub(super) struct State {
     pub holes: [Range<u64>; Kind::ALL],
     /// Commits that have written pages: what was found out before one may not be true behind it.
     pub settled: u64,
+    /// Tables that two slots of the directory name: one of them is wrong, and nobody knows which.
+    pub shared_tables: FxHashSet<Table>,
+    /// Tables that slots name; kept while it is open for writing. What other tables say is of an earlier crash.
+    pub named_tables: NamedTables,
+    /// Tables that slots named when the image was opened, and that were not handed out.
+    pub uncounted_tables: FxHashSet<Table>,
 }
 
 impl State {
@@ -116,6 +126,10 @@ impl State {
         let raw = self.word(PageKey::new(Kind::Directory, slot / PAGE_ENTRIES), (slot % PAGE_ENTRIES) as usize)?;
         match decode_slot(raw) {
             Some(None) => Ok(None),
+            Some(Some(table)) if self.shared_tables.contains(&table) => {
+                Err(self
+                    .corrupt(&format!("slot {slot} of the grain directory names table {}, as another one", table.0)))
+            }
             Some(Some(table)) if u64::from(table.0) < self.layout.tables_max() => Ok(Some(table)),
             _ => Err(self.corrupt(&format!("slot {slot} of the grain directory is {raw:#018x}"))),
         }
@@ -136,6 +150,7 @@ impl State {
         if !self.table_room.contains(&table.0) {
             return Err(Need::TableRoom(table));
         }
+        self.named_tables.insert(table);
         // In this order: a page that is dirty is not put out by those that come in.
         self.cache.set(directory, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
         for page in 0..TABLE_PAGES {
@@ -244,18 +259,61 @@ impl State {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
         }
-        let run = match self.space.set_aside(guest, want) {
-            Choice::Run(run) => run,
-            Choice::Growth => return Err(Need::Growth),
-            Choice::Full => return Err(Need::Full),
-        };
-        let run = self.allocate(run)?;
-        self.space.use_aside(guest, run.count);
+        loop {
+            let run = match self.space.set_aside(guest, want) {
+                Choice::Run(run) => run,
+                Choice::Growth => return Err(Need::Growth),
+                Choice::Full => return Err(Need::Full),
+            };
+            let run = self.before_one_in_use(run)?;
+            if run.count == 0 {
+                // The bitmap is wrong, and right from here on.
+                self.set_bits(Run { count: 1, ..run }, true)?;
+                self.space.skip_aside(guest);
+                continue;
+            }
+            let run = self.allocate(run)?;
+            self.space.use_aside(guest, run.count);
+            return Ok(run);
+        }
+    }
+
+    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use say is
+    /// somebody's. Taking that would give it two owners.
+    fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
+        let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
+        if self.touched.is_none() {
+            return Ok(run);
+        }
+        self.need_backed(bitmap_page(run.start))?;
+        let mut looked = 0;
+        for grain in run.start..run.end() {
+            let raw = self.word(backmap_page(grain), page_index(grain))?;
+            let Some(owner) = Owner::decode(raw).filter(|owner| self.named_tables.contains(u64::from(owner.table.0)))
+            else {
+                continue;
+            };
+            if looked == OWNERS_MAX {
+                return Ok(Run { count: grain - run.start, ..run });
+            }
+            looked += 1;
+            let entry = u64::from(owner.entry);
+            let entry = self.word(table_page(owner.table, entry), page_index(entry))?;
+            if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
+                let image = &*self.name;
+                tracing::warn!(image, grain, "the bitmap calls a grain free that is in use; check the image");
+                return Ok(Run { count: grain - run.start, ..run });
+            }
+        }
         Ok(run)
     }
 
     /// Hands out a free run, or as much of it as lies in one page of the bitmap.
     pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+        let run = self.before_one_in_use(run)?;
+        if run.count == 0 {
+            return Err(self.corrupt(&format!("grain {} is in use and free in the bitmap", run.start)));
+        }
         let run = self.allocate(run)?;
         self.space.take(run);
         Ok(run)

@@ -27,6 +27,16 @@ const BITS_AT: usize = 1536;
 /// Regions of an image.
 const REGIONS: u64 = SECTOR * 8;
 
+/// Whether the first block carries a mark, whatever it goes with.
+pub(super) fn is_marked(block: &[u8]) -> bool {
+    Words(block).get(AT) == MAGIC
+}
+
+/// The sequence number that a mark goes with.
+pub(super) fn sequence(block: &[u8]) -> u64 {
+    Words(block).get(AT + 8)
+}
+
 /// Marked regions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Touched {

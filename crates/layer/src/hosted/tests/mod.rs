@@ -19,7 +19,7 @@ const GRAIN: u64 = 8 * SECTOR;
 const TABLE_ENTRIES: u32 = 16;
 
 fn options(writable: bool, parent: bool) -> OpenOptions {
-    OpenOptions { image: "disk.vmdk".to_owned(), writable, parent }
+    OpenOptions { image: "disk.vmdk".to_owned(), writable, parent, force: false }
 }
 
 fn open(file: &Arc<dyn File>, writable: bool, parent: bool) -> Result<Hosted> {

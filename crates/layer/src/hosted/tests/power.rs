@@ -113,6 +113,8 @@ fn scenario(seed: u64) {
         let writer = open(&file, true, run.parent.is_some()).unwrap();
         let check = writer.check().unwrap();
         assert!(check.is_sound() && check.dead == 0, "{context}: {check:?}");
+        writer.repair().unwrap();
+        assert_eq!(writer.check().unwrap().repaired, 0, "{context}: nothing is left to be repaired");
         assert_eq!(read_all(&writer, run.parent.as_deref()), found, "{context}: opening for writing changed it");
         writer.close().unwrap();
     }

@@ -1,0 +1,135 @@
+//! One grain table from its two copies: which entries agree, which copy proves itself wrong, and what stays in doubt.
+//!
+//! An entry is provably wrong when it names no place that a grain can have: outside the file, among the metadata, off
+//! the beat of all others of its table, or where another grain of its table lies by both copies. Then the other copy's
+//! entry holds. Where neither is wrong, nothing is chosen: reading such a grain is an error, as silence would be wrong
+//! data one time in two. Two cases need no choice: zeros by either entry where no parent shows through, and an image
+//! that was not closed, in which a crash may have left each entry old or new.
+
+use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO};
+use rustc_hash::FxHashSet;
+
+/// Which entries of a grain table can be, and what is done where its copies differ.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rules {
+    /// First sector that a grain can have.
+    pub(super) first: u64,
+    pub(super) zero_grains: bool,
+    /// Sectors that the places of grains are multiples of, as far as is known.
+    pub(super) beat: u64,
+    /// Both copies are read and compared; in a stream the primary counts until it is damaged.
+    pub(super) compare: bool,
+    /// A parent shows through absent grains.
+    pub(super) parent: bool,
+    /// Where two possible entries differ, one is taken: a crash leaves such, or the caller wants the primary.
+    pub(super) lenient: bool,
+}
+
+impl Rules {
+    pub(super) fn allow(&self, entry: u32, file_sectors: u64) -> bool {
+        match entry {
+            ENTRY_ABSENT => true,
+            ENTRY_ZERO if self.zero_grains => true,
+            ENTRY_BAD => false,
+            // The last grain may be cut short at the end of the file: what is missing reads as zeros.
+            place => u64::from(place) >= self.first && u64::from(place) < file_sectors,
+        }
+    }
+
+    /// Whether an entry names a place in the file.
+    pub(super) fn is_place(&self, entry: u32) -> bool {
+        entry != ENTRY_ABSENT && entry != ENTRY_BAD && !(entry == ENTRY_ZERO && self.zero_grains)
+    }
+}
+
+/// An entry of which neither copy can be proven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Doubt {
+    pub(super) at: usize,
+    /// What each copy says, primary first.
+    pub(super) entries: [u32; 2],
+    /// Whether what it says can be.
+    pub(super) possible: [bool; 2],
+}
+
+/// The copies of a table put together.
+#[derive(Debug, Default)]
+pub(crate) struct Merged {
+    /// The entries that hold; [`ENTRY_BAD`] in doubt.
+    pub(super) entries: Vec<u32>,
+    pub(super) doubts: Vec<Doubt>,
+    /// Entries that only this copy has wrong, provably.
+    pub(super) wrong: [usize; 2],
+    /// Entries of which one was taken though both can be.
+    pub(super) taken: usize,
+}
+
+/// What holds of an entry that the copies have differently and both can have: `None` when that is in doubt.
+pub(super) fn same_or_lenient(rules: &Rules, [primary, redundant]: [u32; 2]) -> Option<u32> {
+    let (placed, other) = (rules.is_place(primary), rules.is_place(redundant));
+    match (placed, other) {
+        (false, false) if !rules.parent => Some(primary),
+        // What a crash leaves is old or new, and both are right; but if it was no crash, a place that is forgotten is
+        // data lost, and one too many is not.
+        (false, true) if rules.lenient => Some(redundant),
+        _ if rules.lenient => Some(primary),
+        _ => None,
+    }
+}
+
+/// Puts two copies together that were both read.
+pub(super) fn merge(rules: &Rules, primary: &[u32], redundant: &[u32], file_sectors: u64) -> Merged {
+    let allow = |entry| rules.allow(entry, file_sectors);
+    if primary == redundant && primary.iter().all(|entry| allow(*entry)) {
+        return Merged { entries: primary.to_vec(), ..Merged::default() };
+    }
+    let pairs = || primary.iter().copied().zip(redundant.iter().copied());
+    let agreed = || pairs().filter(|(one, other)| one == other && rules.is_place(*one) && allow(*one));
+    let aligned = |entry: u32| u64::from(entry).is_multiple_of(rules.beat);
+    let on_beat = agreed().all(|(place, _)| aligned(place));
+    let taken: FxHashSet<u32> = agreed().map(|(place, _)| place).collect();
+    let possible = |entry: u32| {
+        allow(entry) && (!rules.is_place(entry) || ((!on_beat || aligned(entry)) && !taken.contains(&entry)))
+    };
+    let mut merged = Merged::default();
+    for (at, (one, other)) in pairs().enumerate() {
+        let can = match one == other {
+            true => [allow(one); 2],
+            false => [possible(one), possible(other)],
+        };
+        let entry = match can {
+            [true, true] if one == other => Some(one),
+            [true, true] => {
+                let entry = same_or_lenient(rules, [one, other]);
+                merged.taken += usize::from(entry.is_some());
+                entry
+            }
+            [true, false] => {
+                merged.wrong[1] += 1;
+                Some(one)
+            }
+            [false, true] => {
+                merged.wrong[0] += 1;
+                Some(other)
+            }
+            [false, false] => None,
+        };
+        if entry.is_none() {
+            merged.doubts.push(Doubt { at, entries: [one, other], possible: can });
+        }
+        merged.entries.push(entry.unwrap_or(ENTRY_BAD));
+    }
+    merged
+}
+
+/// A table of which only one copy is there.
+pub(super) fn alone(rules: &Rules, entries: Vec<u32>, file_sectors: u64) -> Merged {
+    let mut merged = Merged { entries, ..Merged::default() };
+    for (at, entry) in merged.entries.iter_mut().enumerate() {
+        if !rules.allow(*entry, file_sectors) {
+            merged.doubts.push(Doubt { at, entries: [*entry; 2], possible: [false; 2] });
+            *entry = ENTRY_BAD;
+        }
+    }
+    merged
+}

@@ -1,0 +1,210 @@
+//! Mending the tables of an image by their second copies: what a look at the whole file settles beyond one table, and
+//! writing both copies alike.
+//!
+//! Beyond its table an entry is provably wrong when it names a place that another grain has by both copies, or where a
+//! table lies. And where all else that nothing names is a hole, as it is in files that we have closed, a place that
+//! holds data is somebody's: of two possible entries the one that names data holds. What is still in doubt stays as it
+//! is in both copies, is told, and reads as an error.
+
+use super::Hosted;
+use super::check::{Scan, tell};
+use super::copies::{Doubt, Rules, same_or_lenient};
+use super::directory::{Directories, ENTRY_ABSENT, Places};
+use super::space::Space;
+use crate::{IoContext, Result, SECTOR};
+
+/// What was mended and nobody was told yet.
+#[derive(Default)]
+pub(super) struct Mended {
+    pub(super) tables: u64,
+    pub(super) sentences: Vec<String>,
+}
+
+impl Hosted {
+    /// Makes the two copies of every table the same that can be proven, in an image open for writing. What was done is
+    /// in the next [`Hosted::check`].
+    pub fn repair(&self) -> Result<()> {
+        let writer = self.writer()?;
+        let _no_changes = self.hold_changes(writer)?;
+        let scan = self.scan()?;
+        if !scan.differing.is_empty() && scan.check.unwritable().is_none() {
+            self.mend(&scan, &writer.space)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn take_mended(&self) -> (u64, Vec<String>) {
+        let mended = std::mem::take(&mut *self.mended.lock());
+        (mended.tables, mended.sentences)
+    }
+
+    /// Settles what a table alone does not, and counts and tells the rest.
+    pub(super) fn settle_doubts(&self, directories: &Directories, scan: &mut Scan) -> Result<()> {
+        let rules = directories.rules();
+        let grain = self.header.grain;
+        let mut doubts = std::mem::take(&mut scan.doubts);
+        for (_, doubt) in &mut doubts {
+            for (entry, possible) in doubt.entries.into_iter().zip(&mut doubt.possible) {
+                let place = u64::from(entry) / grain;
+                let taken = scan.grains.is_marked(place) || scan.tables.is_marked(place);
+                *possible &= !(rules.is_place(entry) && scan.unaligned == 0 && taken);
+            }
+        }
+        let agreed = scan.grains.clone();
+        for (_, doubt) in &doubts {
+            for (entry, _) in doubt.entries.iter().zip(doubt.possible).filter(|(_, possible)| *possible) {
+                if rules.is_place(*entry) {
+                    scan.grains.mark(u64::from(*entry), grain);
+                }
+            }
+        }
+        let open = doubts.iter().any(|(_, doubt)| doubt.possible == [true; 2]);
+        let tidy = open && !self.has_crashed() && scan.unaligned == 0 && self.is_tidy(scan);
+        scan.grains = agreed;
+        for (index, doubt) in doubts {
+            let number = index as u64 * self.grains_of_table() + doubt.at as u64;
+            let [one, other] = doubt.entries;
+            match self.settle(rules, &doubt, tidy)? {
+                Some(entry) => {
+                    scan.settled.entry(index).or_default().push((doubt.at, entry));
+                    let place = rules.is_place(entry);
+                    let shared = place && scan.grains.mark(u64::from(entry), grain) && scan.unaligned == 0;
+                    scan.check.shared += u64::from(shared);
+                    scan.check.grains += u64::from(place);
+                    scan.check.zero_grains += u64::from(!place && entry != ENTRY_ABSENT);
+                    tell(&mut scan.check.proven, || {
+                        format!(
+                            "the copies of the table have grain {number} at sectors {one} and {other}: {entry} holds"
+                        )
+                    });
+                }
+                None => {
+                    scan.in_doubt = true;
+                    for entry in doubt.entries.into_iter().filter(|entry| rules.is_place(*entry)) {
+                        scan.grains.mark(u64::from(entry), grain);
+                    }
+                    let bytes = self.bytes_of(number..number + 1);
+                    let impossible = doubt.possible == [false; 2];
+                    *(if impossible { &mut scan.check.bad } else { &mut scan.check.unproven }) += 1;
+                    tell(&mut scan.check.doubts, || match impossible {
+                        true => format!("grain {number} ({bytes}): no copy of its table names a place that can be"),
+                        false => format!(
+                            "grain {number} ({bytes}): the copies of its table name sectors {one} and {other}, and \
+                             neither is provably wrong; reading it fails until one is"
+                        ),
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the file is as a writer left it who did not close it: then its copies may differ without damage.
+    fn has_crashed(&self) -> bool {
+        self.header.unclean && self.writer.is_none()
+    }
+
+    /// The entry that holds, if that can be proven or makes no difference.
+    fn settle(&self, rules: &Rules, doubt: &Doubt, tidy: bool) -> Result<Option<u32>> {
+        let [primary, redundant] = doubt.entries;
+        match doubt.possible {
+            [true, false] => return Ok(Some(primary)),
+            [false, true] => return Ok(Some(redundant)),
+            [false, false] => return Ok(None),
+            [true, true] => {}
+        }
+        let rules = Rules { lenient: self.has_crashed(), ..*rules };
+        if let Some(entry) = same_or_lenient(&rules, doubt.entries) {
+            return Ok(Some(entry));
+        }
+        let places = doubt.entries.map(|entry| rules.is_place(entry));
+        let mut data = [false; 2];
+        for (data, (entry, place)) in data.iter_mut().zip(doubt.entries.into_iter().zip(places)) {
+            *data = place && self.holds_data(entry)?;
+        }
+        Ok(match data {
+            [true, false] if tidy => Some(primary),
+            [false, true] if tidy => Some(redundant),
+            // Zeros by either entry, which both hide the parent.
+            [false, false] if !doubt.entries.contains(&ENTRY_ABSENT) || !rules.parent => Some(primary),
+            _ => None,
+        })
+    }
+
+    /// Whether everything that nothing names is a hole of the file.
+    fn is_tidy(&self, scan: &Scan) -> bool {
+        let end = scan.dead_runs().map(|run| run.start..run.start + run.sectors);
+        for dead in end.chain(std::iter::once(scan.named_end()..u64::MAX / SECTOR)) {
+            match self.file.next_allocated(dead.start * SECTOR) {
+                Ok(found) if found.as_ref().is_none_or(|found| found.start >= dead.end * SECTOR) => {}
+                // Where holes cannot be told, nothing is.
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    fn holds_data(&self, place: u32) -> Result<bool> {
+        let mut bytes = vec![0; self.grain_bytes() as usize];
+        let read = self.file.read_at(&mut bytes, u64::from(place) * SECTOR);
+        read.during(|| format!("{}: cannot read the grain at sector {place}", self.image))?;
+        Ok(bytes.iter().any(|byte| *byte != 0))
+    }
+
+    /// Makes both copies of the tables that differ the same, durably, but for entries in doubt; a copy that is nowhere
+    /// gets a place.
+    pub(super) fn mend(&self, scan: &Scan, space: &Space) -> Result<()> {
+        let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
+        let directories = self.tables.directories().strict();
+        let mut moved: Vec<(usize, Places)> = Vec::new();
+        let mut written = 0;
+        for &index in &scan.differing {
+            let Some(mut table) = self.look_at(&directories, index)? else { continue };
+            for &(at, entry) in scan.settled.get(&index).into_iter().flatten() {
+                table.entries[at] = entry;
+                table.doubts.retain(|doubt| doubt.at != at);
+            }
+            let mut places = table.places;
+            for (copy, place) in places.iter_mut().enumerate() {
+                if *place == 0 && directories.has(copy) {
+                    let laid = directories.laid_out(copy, index);
+                    *place = match self.is_free_for_table(scan, laid) {
+                        true => laid,
+                        false => space.allocate_table(self.file.as_ref(), self.header.table_sectors())?,
+                    };
+                }
+            }
+            for (copy, place) in places.into_iter().enumerate().filter(|(_, place)| *place != 0) {
+                let mut entries = table.entries.clone();
+                for doubt in &table.doubts {
+                    entries[doubt.at] = doubt.entries[copy];
+                }
+                let bytes: Vec<u8> = entries.into_iter().flat_map(u32::to_le_bytes).collect();
+                self.file
+                    .write_at(&[&bytes], u64::from(place) * SECTOR, false)
+                    .during(|| format!("{}: cannot mend grain table {index}", self.image))?;
+            }
+            if places != table.places {
+                moved.push((index, places));
+            }
+            self.tables.replace(index, table.entries, places, !table.doubts.is_empty());
+            written += 1;
+        }
+        flush()?;
+        self.write_directories(moved.into_iter())?;
+        flush()?;
+        let mut mended = self.mended.lock();
+        mended.tables += written;
+        for sentence in &scan.check.proven {
+            tell(&mut mended.sentences, || sentence.clone());
+        }
+        Ok(())
+    }
+
+    /// Whether a table can lie at `place`, where it was laid out: before the grains, and not over anything else.
+    fn is_free_for_table(&self, scan: &Scan, place: u32) -> bool {
+        let (start, end) = (u64::from(place), u64::from(place) + self.header.table_sectors());
+        let apart = |area: &(u64, u64)| end <= area.0 || area.0.saturating_add(area.1) <= start;
+        place > 1 && end <= self.header.overhead.min(scan.sectors) && scan.areas.iter().all(apart)
+    }
+}

@@ -1,0 +1,318 @@
+//! What tables, backmap and bitmap prove of each other. A grain that a table names stands in three places: the entry,
+//! the owner in the backmap, the bit of the bitmap. Where one of them is wrong the two others agree, and it is mended:
+//!
+//! * An entry that cannot be, or names a grain that is another's by backmap and table, or that is free by bitmap and
+//!   backmap, is wrong. If the backmap gives exactly one allocated grain that nothing names to this entry, that is what
+//!   it named. If not, nobody knows: it is told by grain of the disk, and made an entry that every reader refuses where
+//!   it would lead into somebody else's data.
+//! * An entry that says what we write where nothing is, and an allocated grain that the backmap gives to it: that is
+//!   what a write or a deletion leaves behind that was cut, and free.
+//! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
+//!   own entries and the backmap, and no slot names it, it belongs there. An image that was not closed may have such
+//!   tables from the crash: there it is told only. Of two slots with one table nobody knows which is right.
+//!
+//! Entries without a grain (absent, zeros) stand nowhere else, so that nothing can prove them.
+
+use super::SeSparse;
+use super::cache::{Kind, PageKey};
+use super::check::{CheckReport, tell};
+use super::entry::{Entry, GRAIN, Grain, Owner, TABLE_ENTRIES, Table, encode_slot};
+use super::header::PAGE_ENTRIES;
+use super::recover::NamedTables;
+use super::relocate::names;
+use super::state::{State, Step, backmap_page, bitmap_page, page_index, table_page};
+use crate::{Result, SECTOR};
+use rustc_hash::{FxHashMap, FxHashSet};
+
+/// Grains that nothing names, and suspect entries, looked at one by one; more are counted only.
+const EVIDENCE_MAX: usize = 1 << 20;
+/// What makes an entry one that no reader takes.
+const REFUSED: u64 = 0xf << 60;
+
+/// An entry that does not agree with the rest.
+#[derive(Clone, Copy)]
+pub(super) struct Suspect {
+    pub slot: u64,
+    pub owner: Owner,
+    pub raw: u64,
+}
+
+/// What a walk through everything found that may prove something.
+#[derive(Default)]
+pub(super) struct Evidence {
+    pub suspects: Vec<Suspect>,
+    /// Allocated grains that nothing names, with who the backmap says owns them.
+    pub claims: Vec<(u64, Owner)>,
+    /// Tables that sound slots name.
+    pub named: NamedTables,
+    /// Slots that cannot be, or whose table another one names too.
+    pub bad_slots: Vec<u64>,
+    /// Slots with a table that was never handed out.
+    pub beyond_slots: Vec<u64>,
+}
+
+impl Evidence {
+    pub(super) fn suspect(&mut self, suspect: Suspect) {
+        if self.suspects.len() < EVIDENCE_MAX {
+            self.suspects.push(suspect);
+        }
+    }
+
+    pub(super) fn claim(&mut self, grain: u64, owner: Owner) {
+        if self.claims.len() < EVIDENCE_MAX {
+            self.claims.push((grain, owner));
+        }
+    }
+
+    pub(super) fn name(&mut self, slot: u64, uncounted: bool) {
+        if uncounted {
+            self.beyond_slots.push(slot);
+        }
+    }
+}
+
+/// What follows from the evidence.
+#[derive(Default)]
+pub(super) struct Proofs {
+    /// Entries and what they have to be.
+    entries: Vec<(Owner, u64)>,
+    slots: Vec<(u64, Table)>,
+    /// What is mended by it, in words.
+    pub sentences: Vec<String>,
+    /// Allocated grains that are not free, though nothing names them yet.
+    pub kept: u64,
+}
+
+impl Proofs {
+    /// How many entries and slots are proven.
+    pub(super) fn proven(&self) -> u64 {
+        let entries = self.entries.iter().filter(|(_, raw)| raw & REFUSED != REFUSED).count();
+        (entries + self.slots.len()) as u64
+    }
+}
+
+impl SeSparse {
+    /// Weighs the evidence. What stays in doubt is counted and told in the report.
+    pub(super) fn prove(&self, evidence: &Evidence, report: &mut CheckReport) -> Result<Proofs> {
+        let mut proofs = Proofs::default();
+        let mut claims: FxHashMap<Owner, Vec<u64>> = FxHashMap::default();
+        let mut lost: FxHashMap<Table, u64> = FxHashMap::default();
+        let ours = self.is_ours();
+        for &(grain, owner) in &evidence.claims {
+            match evidence.named.contains(u64::from(owner.table.0)) {
+                true => claims.entry(owner).or_default().push(grain),
+                false => {
+                    let held = self.settle(|state| names(state, owner, Grain(grain)))?;
+                    *lost.entry(owner.table).or_default() += u64::from(held && ours);
+                }
+            }
+        }
+        let shared = self.state.lock().shared_tables.clone();
+        // A crash leaves tables that no slot names yet.
+        let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
+        lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
+        self.prove_slots(evidence, &lost, report, &mut proofs);
+        // A backmap that disagrees with most entries does not mean what ours does.
+        if !ours && report.misowned * 2 >= report.named {
+            return Ok(proofs);
+        }
+        let mut judged: FxHashSet<Owner> = FxHashSet::default();
+        for suspect in &evidence.suspects {
+            if judged.insert(suspect.owner) {
+                let claimed = claims.get(&suspect.owner).map_or(&[][..], Vec::as_slice);
+                self.prove_entry(suspect, claimed, ours, report, &mut proofs)?;
+            }
+        }
+        Ok(proofs)
+    }
+
+    fn prove_slots(
+        &self,
+        evidence: &Evidence,
+        lost: &FxHashMap<Table, u64>,
+        report: &mut CheckReport,
+        proofs: &mut Proofs,
+    ) {
+        let candidates = match evidence.bad_slots[..] {
+            [] => &evidence.beyond_slots,
+            _ => &evidence.bad_slots,
+        };
+        if let ([slot], 1, Some((table, grains))) = (&candidates[..], lost.len(), lost.iter().next())
+            && self.is_recounted()
+        {
+            proofs.slots.push((*slot, *table));
+            proofs.kept += grains;
+            tell(&mut proofs.sentences, || {
+                let number = table.0;
+                format!("slot {slot} of the directory: {grains} grains prove that it names table {number}")
+            });
+            return;
+        }
+        for slot in candidates.iter().filter(|_| !lost.is_empty() || !evidence.bad_slots.is_empty()) {
+            let span = TABLE_ENTRIES * GRAIN;
+            report.unproven += 1;
+            tell(&mut report.doubts, || {
+                let end = ((slot + 1) * span).min(self.layout.capacity * SECTOR);
+                format!(
+                    "slot {slot} of the directory is wrong, and nothing proves what is right: bytes {} to {end} of the disk",
+                    slot * span
+                )
+            });
+        }
+        for (table, grains) in lost {
+            report.lost_tables += 1;
+            proofs.kept += grains;
+            tell(&mut report.doubts, || {
+                format!(
+                    "table {} with {grains} grains is in use, and no slot of the directory names it: what it maps seems empty",
+                    table.0
+                )
+            });
+        }
+    }
+
+    fn prove_entry(
+        &self,
+        suspect: &Suspect,
+        claimed: &[u64],
+        ours: bool,
+        report: &mut CheckReport,
+        proofs: &mut Proofs,
+    ) -> Result<()> {
+        let Suspect { slot, owner, raw } = *suspect;
+        let verdict = self.settle(|state| judge(state, owner, raw))?;
+        if verdict == Verdict::Right || !ours && verdict == Verdict::NamesFree {
+            return Ok(());
+        }
+        if let [grain] = claimed
+            && is_like(raw, Entry::Data(Grain(*grain)))
+        {
+            proofs.entries.push((owner, Entry::Data(Grain(*grain)).encode()));
+            proofs.kept += 1;
+            tell(&mut proofs.sentences, || {
+                let place = self.place_of(slot, owner);
+                format!("{place}: its entry is {raw:#018x}, bitmap and backmap prove grain {grain} of the file")
+            });
+            return Ok(());
+        }
+        if verdict == Verdict::Odd {
+            // Nothing speaks against the zeros that it says.
+            return Ok(());
+        }
+        proofs.kept += claimed.len() as u64;
+        report.unproven += 1;
+        let refused = verdict != Verdict::Impossible;
+        tell(&mut report.doubts, || {
+            let place = self.place_of(slot, owner);
+            let why = match verdict {
+                Verdict::NamesFree => "names a grain that bitmap and backmap call free",
+                Verdict::NamesOther => "names a grain that another entry and the backmap have",
+                _ => "cannot be",
+            };
+            format!("{place}: its entry {raw:#018x} {why}, and nothing proves what is right")
+        });
+        if refused {
+            proofs.entries.push((owner, raw | REFUSED));
+        }
+        Ok(())
+    }
+
+    /// Writes what is proven into the tables; durable with the next commit.
+    pub(super) fn apply(&self, proofs: &Proofs) -> Result<()> {
+        for &(slot, table) in &proofs.slots {
+            self.settle(|state| {
+                let key = PageKey::new(Kind::Directory, slot / PAGE_ENTRIES);
+                state.need_no_commit()?;
+                state.need_backed(key)?;
+                state.cache.set(key, (slot % PAGE_ENTRIES) as usize, encode_slot(table));
+                Ok(())
+            })?;
+        }
+        for &(owner, raw) in &proofs.entries {
+            self.settle(|state| {
+                let key = table_page(owner.table, u64::from(owner.entry));
+                state.need_no_commit()?;
+                state.need_backed(key)?;
+                // What the wrong entry named is not given up: it is another's, or free.
+                state.cache.set(key, page_index(u64::from(owner.entry)), raw);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Whether a slot named a table when the image was opened that was not handed out then.
+    pub(super) fn is_uncounted(&self, table: Table) -> bool {
+        self.state.lock().uncounted_tables.contains(&table)
+    }
+
+    /// Whether nothing that a crash has left is allocated any more. Else the only table that no slot names may be one
+    /// that was never flushed.
+    fn is_recounted(&self) -> bool {
+        self.state.lock().suspect.as_ref().is_none_or(|left| left.regions().next().is_none())
+    }
+
+    /// Whether bitmap and backmap mean what we write there.
+    pub(super) fn is_ours(&self) -> bool {
+        self.ours || self.state.lock().touched.is_some()
+    }
+
+    fn place_of(&self, slot: u64, owner: Owner) -> String {
+        let grain = slot * TABLE_ENTRIES + u64::from(owner.entry);
+        let end = ((grain + 1) * GRAIN).min(self.layout.capacity * SECTOR);
+        format!("grain {grain} of the disk (bytes {} to {end})", grain * GRAIN)
+    }
+}
+
+/// Whether a damaged entry has more of one that names a grain than of one that names nothing. Where a crash has left
+/// grains of deletions, only that tells the two apart.
+fn is_like(raw: u64, entry: Entry) -> bool {
+    let unlike = |other: Entry| (raw ^ other.encode()).to_le_bytes().into_iter().filter(|byte| *byte != 0).count();
+    let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
+    same_place || unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
+}
+
+/// What the other places say of a suspect entry.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// It is the backmap that is wrong.
+    Right,
+    /// No entry is like this.
+    Impossible,
+    /// It says zeros in a way that we do not write.
+    Odd,
+    /// The grain that it names is another entry's.
+    NamesOther,
+    /// The grain that it names is free.
+    NamesFree,
+}
+
+fn judge(state: &mut State, owner: Owner, raw: u64) -> Step<Verdict> {
+    let grain = match Entry::decode(raw) {
+        Some(Entry::Data(grain)) if grain.0 < state.readable.min(state.layout.grains_max()) => grain,
+        Some(Entry::Unmapped | Entry::Zero) => return Ok(Verdict::Odd),
+        Some(Entry::Absent) => return Ok(Verdict::Right),
+        _ => return Ok(Verdict::Impossible),
+    };
+    let words = state.page(bitmap_page(grain.0))?;
+    let bit = grain.0 % super::header::PAGE_BITS;
+    let allocated = words.word((bit / 64) as usize) >> (bit % 64) & 1 == 1;
+    let owned = state.word(backmap_page(grain.0), page_index(grain.0))?;
+    Ok(match Owner::decode(owned).filter(|other| u64::from(other.table.0) < state.layout.tables_max()) {
+        Some(other) if other == owner => Verdict::Right,
+        Some(other) if names(state, other, grain)? => Verdict::NamesOther,
+        _ if !allocated && owned == 0 => Verdict::NamesFree,
+        _ => Verdict::Right,
+    })
+}
+
+/// Whether an entry that does not name a grain any more has given it up. One that is damaged has not.
+pub(super) fn gave_up(state: &mut State, owner: Owner, grain: Grain) -> Step<bool> {
+    let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
+    Ok(match Entry::decode(raw) {
+        Some(Entry::Data(named)) if named == grain => false,
+        Some(Entry::Data(named)) if named.0 < state.layout.grains_max() => state.owner(named.0)? == Some(owner),
+        Some(Entry::Data(_)) | None => false,
+        Some(entry) => raw == entry.encode(),
+    })
+}

@@ -1,0 +1,174 @@
+//! Wrong bytes in the metadata of images that were closed or left open by a crash: what the format keeps twice is found
+//! and mended, and what cannot be proven is told by grain, read as an error or as it was, and never as something else.
+//!
+//! `LAMINA_FLIPS` sets how many are tried, `LAMINA_SEED` where they begin.
+
+#![allow(clippy::unwrap_used)]
+
+mod flips {
+    mod hosted;
+    mod sesparse;
+}
+
+use backend::simulated::{SimulatedDisk, SimulatedOptions};
+use backend::{Directory, File, IoMode};
+use layer::{Content, ErrorKind, Layer, Result};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+const NAME: &str = "image.vmdk";
+const SECTOR: u64 = 512;
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound.max(1)
+    }
+}
+
+/// An image on a disk of its own, and what each of its grains holds: the number of the write, 0 for zeros.
+struct World {
+    disk: SimulatedDisk,
+    capacity: u64,
+    grain: u64,
+    model: BTreeMap<u64, u32>,
+    /// Something shows through where the image has nothing.
+    parent: bool,
+    /// It was not closed.
+    killed: bool,
+}
+
+/// What the parent has everywhere.
+const PARENT: u32 = u32::MAX;
+
+impl World {
+    fn expected(&self, grain: u64) -> u32 {
+        self.model.get(&grain).copied().unwrap_or(if self.parent { PARENT } else { 0 })
+    }
+
+    fn copy(&self) -> SimulatedDisk {
+        self.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
+    }
+
+    /// A copy with `mask` on one byte.
+    fn damaged(&self, offset: u64, mask: u8) -> SimulatedDisk {
+        let disk = self.copy();
+        (0..8).filter(|bit| mask >> bit & 1 == 1).for_each(|bit| disk.flip_bit(NAME, offset, bit).unwrap());
+        disk
+    }
+
+    /// Grains that cannot be read, and those that are wrong: with what they hold.
+    fn compare(&self, layer: &dyn Layer) -> (Vec<u64>, Vec<(u64, Option<u32>)>) {
+        let (mut lost, mut wrong) = (Vec::new(), Vec::new());
+        let absent = if self.parent { PARENT } else { 0 };
+        for grain in 0..self.capacity.div_ceil(self.grain) {
+            // Most of a disk is not written: one look at each table's worth of it is enough.
+            if !self.is_interesting(grain) {
+                continue;
+            }
+            match read_grain(layer, self.grain, grain, absent) {
+                Ok(found) if found == Some(self.expected(grain)) => {}
+                Ok(found) => wrong.push((grain, found)),
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Corrupt, "{error}");
+                    lost.push(grain);
+                }
+            }
+        }
+        (lost, wrong)
+    }
+
+    fn is_interesting(&self, grain: u64) -> bool {
+        let near = |grain: u64| self.model.contains_key(&grain);
+        (grain.saturating_sub(2)..=grain + 2).any(near) || grain.is_multiple_of(61)
+    }
+}
+
+fn content(number: u32, bytes: u64) -> Vec<u8> {
+    number.to_le_bytes().repeat(bytes as usize / 4)
+}
+
+/// What a grain holds, `None` when that is nothing anybody wrote.
+fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<Option<u32>> {
+    let end = ((grain + 1) * size).min(layer.capacity());
+    let Range { start, end } = grain * size..end;
+    let (mut at, mut found) = (start, Vec::new());
+    while at < end {
+        let mut extents = Vec::new();
+        layer.map(at..end, 8, &mut extents)?;
+        for extent in extents {
+            let length = extent.length as usize;
+            match extent.content {
+                Content::Absent => found.extend(content(absent, extent.length)),
+                Content::Zero => found.resize(found.len() + length, 0),
+                Content::Data { file, offset } => {
+                    let mut bytes = vec![0; length];
+                    layer.file(file)?.read_at(&mut bytes, offset).unwrap();
+                    found.extend(bytes);
+                }
+                Content::Encoded => panic!("nothing is encoded here"),
+            }
+            at = extent.start + extent.length;
+        }
+    }
+    let number = u32::from_le_bytes(found[..4].try_into().unwrap());
+    Ok((found == content(number, end - start)).then_some(number))
+}
+
+fn open_file(disk: &SimulatedDisk) -> Arc<dyn File> {
+    disk.directory().open(NAME, IoMode::Buffered).unwrap()
+}
+
+fn new_disk(seed: u64) -> SimulatedDisk {
+    SimulatedDisk::new(seed, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
+}
+
+fn new_file(disk: &SimulatedDisk) -> Arc<dyn File> {
+    let directory: Arc<dyn Directory> = disk.directory();
+    let file = directory.create(NAME, IoMode::Buffered).unwrap();
+    directory.sync().unwrap();
+    file
+}
+
+fn from_environment(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
+}
+
+/// What became of the flips of one format.
+#[derive(Default, Debug)]
+struct Figures {
+    tried: u64,
+    /// Not opened, by any of the ways.
+    refused: u64,
+    found: u64,
+    harmless: u64,
+    /// Found, and every grain right after a repair.
+    mended: u64,
+    /// Grains that stay unproven after a repair, each of them told.
+    unproven: u64,
+}
+
+/// One flip on something that opens; after it nothing is wrong that the check does not tell.
+fn flips(seed: u64, count: u64, world: impl Fn(u64) -> World, one: impl Fn(&World, &mut Random, &mut Figures)) {
+    let mut random = Random(seed);
+    let mut figures = Figures::default();
+    let mut round = seed;
+    while figures.tried < count {
+        let world = world(round);
+        for _ in 0..20 {
+            one(&world, &mut random, &mut figures);
+        }
+        round += 1;
+    }
+    println!("{figures:?}");
+}
