@@ -112,7 +112,7 @@ impl Run {
         let before = self.model.disks[&name].image.read(offset / BLOCK * BLOCK, padded(offset, length));
         self.image_mut(&name).zero(offset, length);
         self.changed(&name, offset, length);
-        if allocate.is_none() && !whole && result.is_ok() && self.full {
+        if allocate.is_none() && !whole && result.is_ok() && self.full && !self.disk.is_off() {
             // Parts of blocks keep their content where there is no room for zeros.
             return self.after_refusal(&name, offset, length, &before);
         }
