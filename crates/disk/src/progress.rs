@@ -1,5 +1,8 @@
 //! How long work tells how far it is, and learns that nobody wants it any more.
 
+use layer::Step;
+use std::ops::ControlFlow;
+
 /// Watches one piece of long work.
 pub trait Progress: Sync {
     /// `done` of `total` bytes (or objects) are finished. Called often; must be cheap.
@@ -51,6 +54,17 @@ impl Progress for NoProgress {
     fn cancelled(&self) -> bool {
         false
     }
+}
+
+/// Tells of a step of long work on images, and whether to go on.
+pub(crate) fn tell(progress: &dyn Progress, step: Step) -> ControlFlow<()> {
+    progress.update(step.done, step.total);
+    go_on(progress)
+}
+
+/// Whether work goes on.
+pub(crate) fn go_on(progress: &dyn Progress) -> ControlFlow<()> {
+    if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
 }
 
 /// Progress as the crates below know it.

@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use store::IoContext;
-use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece};
+use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece, merge_ranges};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Blocks asked about at a time (64 MiB).
@@ -191,8 +191,8 @@ impl SalvageRequest {
             format: converted.0,
             capacity,
             copied: converted.1,
-            lost: ranges_of(&merged(lost), capacity),
-            unverified: ranges_of(&merged(seen.unverified), capacity),
+            lost: ranges_of(&merge_ranges(lost), capacity),
+            unverified: ranges_of(&merge_ranges(seen.unverified), capacity),
             proven: found.proven,
             behind: salvage.is_behind(),
             notes: salvage.notes().to_vec(),
@@ -262,19 +262,6 @@ fn names(all: &[Salvaged], one: &Salvaged) -> (String, Option<String>) {
 
 fn label((disk, snapshot): &(String, Option<String>)) -> String {
     snapshot.as_ref().map_or_else(|| disk.clone(), |snapshot| format!("{disk}@{snapshot}"))
-}
-
-/// Ranges in order and apart.
-fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
-    ranges.sort_unstable_by_key(|range| range.start);
-    let mut out: Vec<Range<u64>> = Vec::new();
-    for range in ranges {
-        match out.last_mut() {
-            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-            _ => out.push(range),
-        }
-    }
-    out
 }
 
 /// Ranges of blocks as bytes of a disk.

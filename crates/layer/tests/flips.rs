@@ -56,6 +56,22 @@ impl World {
         self.model.get(&grain).copied().unwrap_or(if self.parent { PARENT } else { 0 })
     }
 
+    /// Writes grains as `number`, or zeros them, and flushes now and then.
+    fn change(&mut self, layer: &dyn Layer, random: &mut Random, number: u32, grains: Range<u64>) {
+        let range = grains.start * self.grain..(grains.end * self.grain).min(self.capacity);
+        let number = if random.below(5) == 0 {
+            layer.zero(range, false).unwrap();
+            0
+        } else {
+            layer.write(range.start, &[&content(number, range.end - range.start)]).unwrap();
+            number
+        };
+        grains.for_each(|grain| _ = self.model.insert(grain, number));
+        if random.below(4) == 0 {
+            layer.flush().unwrap();
+        }
+    }
+
     fn copy(&self) -> SimulatedDisk {
         self.disk.copy_of_durable(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() })
     }
@@ -98,7 +114,7 @@ fn content(number: u32, bytes: u64) -> Vec<u8> {
     number.to_le_bytes().repeat(bytes as usize / 4)
 }
 
-/// What a grain holds, `None` when that is nothing anybody wrote.
+/// The number of the write that a grain holds; `None` for content of no write.
 fn read_grain(layer: &dyn Layer, size: u64, grain: u64, absent: u32) -> Result<Option<u32>> {
     let end = ((grain + 1) * size).min(layer.capacity());
     let Range { start, end } = grain * size..end;

@@ -1,12 +1,11 @@
 //! Sinks that are images.
 
 use super::copy::{Pieces, Sink};
-use crate::progress::Progress;
+use crate::progress::{Progress, go_on, tell};
 use backend::IoMode;
 use layer::image::create::{ImageKind, NewImage, Unfinished, begin};
 use layer::image::{Folder, Image, OpenOptions, system_entropy};
 use layer::{Content, Extent, Layer};
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use store::{ErrorKind, Result};
 
@@ -67,17 +66,10 @@ impl ImageSink {
 
     fn close(&self, progress: &dyn Progress) -> Result<()> {
         if self.kind == ImageKind::EagerZeroedThick {
-            self.image.inflate(&mut |step| {
-                progress.update(step.done, step.total);
-                go_on(progress)
-            })?;
+            self.image.inflate(&mut |step| tell(progress, step))?;
         }
         self.layer.close()
     }
-}
-
-fn go_on(progress: &dyn Progress) -> ControlFlow<()> {
-    if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
 }
 
 impl Sink for ImageSink {

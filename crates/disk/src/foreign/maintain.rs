@@ -2,10 +2,9 @@
 
 use super::{Entry, Foreign};
 use crate::info::{CheckReport, Finding, Reclaimed};
-use crate::progress::{Progress, Watched};
+use crate::progress::{Progress, Watched, tell};
 use layer::Step;
 use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
-use std::ops::ControlFlow;
 use store::{Error, ErrorKind, Result};
 
 impl From<vmdk::Freed> for Reclaimed {
@@ -66,7 +65,7 @@ impl Foreign {
                 && !entry.disk.is_head_open()
                 && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
             {
-                // An image that does not open for writing: nobody has it open.
+                // The image does not open for writing, so no client has it open.
                 self.mend_images(&entry.folder, progress, report)?;
                 found = entry.disk.check(repair, &Watched(progress));
             }
@@ -115,12 +114,12 @@ impl Foreign {
         }
     }
 
-    /// Mends the images in the folder of a disk that nobody has open.
+    /// Mends the images in the folder of a disk that is not open.
     fn mend_images(&self, folder: &str, progress: &dyn Progress, report: &mut CheckReport) -> Result<()> {
         let path = self.images()?.join(folder);
         let home = Folder::local(&path, &[])?;
         let names = home.directory().list().map_err(|error| Error::io(format!("listing {}", path.display()), error))?;
-        // A disk that is open holds the lock, and one that is not is nobody else's while the datastore is ours.
+        // Nothing holds the lock of a disk that is closed; the lock of the datastore keeps other processes out.
         let options = OpenOptions { held: true, ..OpenOptions::default() };
         for name in names.into_iter().filter(|name| name.ends_with(".vmdk")) {
             let place = Place { folder: home.clone(), name };
@@ -128,10 +127,7 @@ impl Foreign {
             if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
                 continue;
             }
-            let mut watch = |step: Step| {
-                progress.update(step.done, step.total);
-                if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-            };
+            let mut watch = |step: Step| tell(progress, step);
             let label = place.label();
             // One that cannot be checked keeps the disk shut, which says why.
             for checked in image::check::check(&place, &options, true, &mut watch).unwrap_or_default() {

@@ -1,12 +1,11 @@
 //! Checking an image with its parents.
 
 use crate::convert::ImageOptions;
-use crate::progress::Progress;
+use crate::progress::{Progress, tell};
 use layer::Step;
 use layer::image::check::{Checked, check as check_image};
 use layer::image::{Image, Place, open_chain};
 use serde::{Deserialize, Serialize};
-use std::ops::ControlFlow;
 use std::path::Path;
 use store::{Error, ErrorKind, Result};
 
@@ -89,10 +88,7 @@ fn look(
     repair: bool,
     progress: &dyn Progress,
 ) -> Result<()> {
-    let mut watch = |step: Step| {
-        progress.update(step.done, step.total);
-        if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    };
+    let mut watch = |step: Step| tell(progress, step);
     if watch(Step { total: 1, ..Step::default() }).is_break() {
         return Err(Error::new(ErrorKind::Interrupted, "the check was stopped"));
     }

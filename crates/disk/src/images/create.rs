@@ -2,12 +2,11 @@
 
 use super::show::{ImageLevel, show};
 use crate::convert::{ImageOptions, folder_of};
-use crate::progress::Progress;
+use crate::progress::{Progress, tell};
 use layer::Step;
 use layer::descriptor::{Adapter, storage};
 use layer::image::{self, Image, ImageKind, NewParent, system_entropy};
 use serde::{Deserialize, Serialize};
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use store::{Error, ErrorKind, Result};
 
@@ -53,10 +52,7 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
     }
     storage::sweep_one(&**folder.directory(), &name)?;
     let random = system_entropy();
-    let mut watch = |step: Step| {
-        progress.update(step.done, step.total);
-        if progress.cancelled() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    };
+    let mut watch = |step: Step| tell(progress, step);
     image::create(&folder, &image, &mut || random(), &mut watch)?;
     drop(parent);
     // A raw file is not probed: nothing is in it yet, and its kind is known.

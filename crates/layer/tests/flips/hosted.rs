@@ -29,17 +29,7 @@ fn world(seed: u64) -> World {
         };
         let count = (1 + random.below(3)).min(grains.saturating_sub(first)).max(1);
         let first = first.min(grains - count);
-        let range = first * GRAIN..((first + count) * GRAIN).min(capacity);
-        if random.below(5) == 0 {
-            layer.zero(range, false).unwrap();
-            (first..first + count).for_each(|grain| _ = world.model.insert(grain, 0));
-        } else {
-            layer.write(range.start, &[&content(number, range.end - range.start)]).unwrap();
-            (first..first + count).for_each(|grain| _ = world.model.insert(grain, number));
-        }
-        if random.below(4) == 0 {
-            layer.flush().unwrap();
-        }
+        world.change(&layer, &mut random, number, first..first + count);
     }
     layer.flush().unwrap();
     if closed {

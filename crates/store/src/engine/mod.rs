@@ -92,7 +92,7 @@ pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
-pub use salvage::{Piece as SalvagedPiece, Salvage, Salvaged, Verdict as SalvageVerdict};
+pub use salvage::{Piece as SalvagedPiece, Salvage, Salvaged, Verdict as SalvageVerdict, merge_ranges};
 
 use crate::catalog::State;
 use crate::pages::PageStatistics;

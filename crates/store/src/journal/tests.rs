@@ -46,6 +46,16 @@ fn append(random: &mut Random, journal: &mut Journal, length: usize) -> Option<A
 }
 
 /// Follows the ring as recovery does.
+/// A ring with three batches, anywhere on it and also across its end; and where the first one lies.
+fn three_batches(random: &mut Random) -> (Arc<dyn File>, Place, Journal, Vec<Appended>) {
+    let (file, _) = ring();
+    let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
+    let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
+    journal.resume(start, 1);
+    let batches = (0..3).map(|_| append(random, &mut journal, 5000).unwrap()).collect();
+    (file, start, journal, batches)
+}
+
 fn survey(file: &Arc<dyn File>, tail: Place) -> Vec<Batch> {
     let journal = Journal::new(Arc::clone(file), SIZE, SALT, tail);
     let (mut found, mut at, mut incarnation) = (Vec::new(), tail, 0);
@@ -131,12 +141,7 @@ fn a_full_ring_refuses_what_would_reach_its_tail() {
 fn a_batch_lost_from_the_middle_is_told_from_a_torn_end() {
     for seed in 0..50 {
         let mut random = Random(seed);
-        let (file, _) = ring();
-        // Anywhere on the ring, also across its end.
-        let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
-        let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
-        journal.resume(start, 1);
-        let batches: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+        let (file, start, journal, batches) = three_batches(&mut random);
         let lost = random.below(3) as usize;
         file.write_at(&[&[0x77; 64]], batches[lost].place.position % SIZE, false).unwrap();
         let found = survey(&file, start);
@@ -177,11 +182,7 @@ fn remains_of_a_log_cut_off_are_not_its_continuation() {
 fn behind_a_trailer_damage_is_told_from_a_torn_end() {
     for seed in 0..50 {
         let mut random = Random(seed);
-        let (file, _) = ring();
-        let start = Place { position: random.below(SIZE / 4096) * 4096, sequence: 1 + random.below(1000) };
-        let mut journal = Journal::new(Arc::clone(&file), SIZE, SALT, start);
-        journal.resume(start, 1);
-        let batches: Vec<Appended> = (0..3).map(|_| append(&mut random, &mut journal, 5000).unwrap()).collect();
+        let (file, start, mut journal, batches) = three_batches(&mut random);
         journal.trail().unwrap();
         assert_eq!(journal.head(), batches[2].next, "a trailer moves nothing");
         compare(&survey(&file, start), &batches);

@@ -118,15 +118,7 @@ impl Salvage {
             range.end = range.end.min(end);
             !range.is_empty()
         });
-        ranges.sort_unstable_by_key(|range| range.start);
-        let mut out: Vec<Range<u64>> = Vec::new();
-        for range in ranges {
-            match out.last_mut() {
-                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
-                _ => out.push(range),
-            }
-        }
-        Ok(out)
+        Ok(merge_ranges(ranges))
     }
 
     /// What is in `range` of an object, in order and without gaps; `lost` is what [`Salvage::lost`] said.
@@ -230,4 +222,17 @@ const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
 /// Whether an object is one that is read out.
 fn is_readable(object: &Object) -> bool {
     matches!(object.state, State::Disk | State::Snapshot)
+}
+
+/// Ranges in order and apart.
+pub fn merge_ranges(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
+    ranges.sort_unstable_by_key(|range| range.start);
+    let mut out: Vec<Range<u64>> = Vec::new();
+    for range in ranges {
+        match out.last_mut() {
+            Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+            _ => out.push(range),
+        }
+    }
+    out
 }
