@@ -204,7 +204,7 @@ impl<'a> Case<'a> {
         self.is_full(true);
     }
 
-    /// Disks and their snapshots may fill the file system without anybody's help.
+    /// Disks and their snapshots may fill the file system without another program.
     fn is_full_or_not(&mut self) {
         let full = self.free() < ROOM;
         self.is_full(full);

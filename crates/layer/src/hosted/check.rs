@@ -111,7 +111,7 @@ pub(super) struct Scan {
     pub(super) differing: Vec<usize>,
     /// Entries that only a look at the whole file settles, by table.
     pub(super) settled: BTreeMap<usize, Vec<(usize, u32)>>,
-    /// Nobody knows what some grains are: no place may be given out that nothing seems to name.
+    /// Some entries are in doubt: a place that nothing seems to name may be in use, and is not given out.
     pub(super) in_doubt: bool,
     /// What header, descriptor, directories and tables take, sorted.
     pub(super) areas: Vec<(u64, u64)>,

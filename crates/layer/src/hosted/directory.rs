@@ -47,8 +47,8 @@ pub(crate) type Places = [u32; 2];
 /// A grain table as read.
 #[derive(Debug)]
 pub(crate) struct ReadTable {
-    /// Its entries, always as many as the header says; those that name no place, or of which nobody knows which copy is
-    /// right, are [`ENTRY_BAD`].
+    /// Its entries, always as many as the header says; those that name no place, and those of which neither copy is
+    /// proven, are [`ENTRY_BAD`].
     pub(crate) entries: Vec<u32>,
     /// Where it lies.
     pub(crate) places: Places,
@@ -132,7 +132,7 @@ impl Directories {
         Ok(directories)
     }
 
-    /// Says whether a parent shows through, and whether the primary is taken where nobody knows.
+    /// Says whether a parent shows through, and whether the primary is taken where neither copy is proven.
     pub(super) fn set_rules(&mut self, parent: bool, force: bool) {
         self.rules.parent = parent;
         self.rules.lenient |= force;

@@ -3,7 +3,7 @@
 //!
 //! Beyond its table an entry is provably wrong when it names a place that another grain has by both copies, or where a
 //! table lies. And where all else that nothing names is a hole, as it is in files that we have closed, a place that
-//! holds data is somebody's: of two possible entries the one that names data holds. What is still in doubt stays as it
+//! holds data is in use: of two possible entries the one that names data holds. What is still in doubt stays as it
 //! is in both copies, is told, and reads as an error.
 
 use super::Hosted;
@@ -13,7 +13,7 @@ use super::directory::{Directories, ENTRY_ABSENT, Places};
 use super::space::Space;
 use crate::{IoContext, Result, SECTOR};
 
-/// What was mended and nobody was told yet.
+/// What was mended and no check has reported yet.
 #[derive(Default)]
 pub(super) struct Mended {
     pub(super) tables: u64,

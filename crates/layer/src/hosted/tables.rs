@@ -181,7 +181,7 @@ impl Tables {
         self.directories.write().judge_strictly(force);
     }
 
-    /// Takes what is in memory of a table that was written past it. Nothing of it was changed, and nobody changes it.
+    /// Takes what is in memory of a table that was written past it. Nothing of it is changed before or meanwhile.
     pub(super) fn replace(&self, index: usize, entries: Vec<u32>, places: Places, damaged: bool) {
         self.state.write().cache.insert(index, Arc::new(Table::new(entries, places, damaged)));
     }

@@ -94,7 +94,7 @@ pub(super) fn tell(sentences: &mut Vec<String>, what: impl FnOnce() -> String) {
 /// What a repair leaves alone.
 #[derive(Clone, Copy)]
 struct Doubts {
-    /// Grains that nothing names may be somebody's.
+    /// Grains that nothing names may belong to an entry that is damaged.
     kept: bool,
 }
 
@@ -260,7 +260,7 @@ impl SeSparse {
                         owners.push((grain.0, Owner { table, entry }));
                     }
                 }
-                // Nobody writes zeros so but ESXi, who may have before the image was ours.
+                // Only ESXi writes zeros so, and it may have written the image before lamina did.
                 Some(entry @ (Entry::Unmapped | Entry::Zero)) if first && ours && entry.encode() != raw => {
                     evidence.suspect(suspect);
                 }

@@ -14,7 +14,8 @@ const WORDS: usize = SECTOR as usize / 8;
 const VOLATILE: usize = SECTOR as usize;
 const JOURNAL: usize = 2 * SECTOR as usize;
 
-/// Whether the constant header can be one of ours, where the mark says that nobody else has changed the image since.
+/// Whether the constant header can be one of ours, where the mark says that no other program has changed the image
+/// since.
 pub(super) fn is_believable(layout: &Layout, block: &[u8]) -> bool {
     let ours = touched::is_marked(block) && journal_sequence(&block[JOURNAL..]) == Some(touched::sequence(block));
     !ours || *layout == Layout::for_capacity(layout.capacity)
@@ -56,7 +57,7 @@ fn mend_constant(block: &mut [u8]) -> Option<usize> {
 fn mend_volatile(block: &mut [u8], journal: &[u8]) -> Option<usize> {
     let words = Words(&block[VOLATILE..]);
     let mut header = Volatile { free_table: words.get(8), next_sequence: words.get(16), replay: words.get(24) };
-    // Whoever writes transactions counts in both headers.
+    // A program that writes transactions counts in both headers.
     let counted = journal_sequence(&block[JOURNAL..]);
     let marked = touched::sequence(block);
     if counted == Some(marked) {

@@ -3,13 +3,13 @@
 //!
 //! * An entry that cannot be, or names a grain that is another's by backmap and table, or that is free by bitmap and
 //!   backmap, is wrong. If the backmap gives exactly one allocated grain that nothing names to this entry, that is what
-//!   it named. If not, nobody knows: it is told by grain of the disk, and made an entry that every reader refuses where
-//!   it would lead into somebody else's data.
+//!   it named. If not, it is unproven: it is told by grain of the disk, and made an entry that every reader refuses
+//!   where it would lead into the data of another.
 //! * An entry that says what we write where nothing is, and an allocated grain that the backmap gives to it: that is
 //!   what a write or a deletion leaves behind that was cut, and free.
 //! * A slot of the directory that cannot be, or names a table that was never handed out: if one table is in use, by its
 //!   own entries and the backmap, and no slot names it, it belongs there. An image that was not closed may have such
-//!   tables from the crash: there it is told only. Of two slots with one table nobody knows which is right.
+//!   tables from the crash: there it is told only. Of two slots with one table neither is proven.
 //!
 //! Entries without a grain (absent, zeros) stand nowhere else, so that nothing can prove them.
 

@@ -80,7 +80,7 @@ pub(super) struct State {
     pub holes: [Range<u64>; Kind::ALL],
     /// Commits that have written pages: what was found out before one may not be true behind it.
     pub settled: u64,
-    /// Tables that two slots of the directory name: one of them is wrong, and nobody knows which.
+    /// Tables that two slots of the directory name: one of them is wrong, and nothing proves which.
     pub shared_tables: FxHashSet<Table>,
     /// Tables that slots name; kept while it is open for writing. What other tables say is of an earlier crash.
     pub named_tables: NamedTables,
@@ -278,8 +278,8 @@ impl State {
         }
     }
 
-    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use say is
-    /// somebody's. Taking that would give it two owners.
+    /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use
+    /// give to an entry. Taking that would give it two owners.
     fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
         let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {

@@ -30,17 +30,7 @@ fn world(seed: u64) -> World {
     for number in 1..30 + random.below(40) as u32 {
         let count = 1 + random.below(12);
         let first = random.below(6) * 4096 + 500 + random.below(40);
-        let range = first * GRAIN..(first + count) * GRAIN;
-        if random.below(5) == 0 {
-            layer.zero(range, false).unwrap();
-            (first..first + count).for_each(|grain| _ = world.model.insert(grain, 0));
-        } else {
-            layer.write(range.start, &[&content(number, range.end - range.start)]).unwrap();
-            (first..first + count).for_each(|grain| _ = world.model.insert(grain, number));
-        }
-        if random.below(4) == 0 {
-            layer.flush().unwrap();
-        }
+        world.change(&layer, &mut random, number, first..first + count);
     }
     layer.flush().unwrap();
     world.killed = random.below(3) == 0;
@@ -152,7 +142,7 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     assert_eq!(written.compare(&reader), (lost, wrong), "{context}: after a repair and a write");
 }
 
-/// An image that is damaged but not known to be is used, and then closed: nothing is given out that is somebody's.
+/// An image that is damaged but not known to be is used, and then closed: nothing is given out that is in use.
 fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     let offset = BITMAP + random.below(64);
     let mask = 1 + random.below(255) as u8;
