@@ -5,8 +5,15 @@
 //! follow from the tables: a named grain is marked as allocated and owned at any time, an allocated one that nothing
 //! names is freed only where the tables are without damage.
 //!
-//! Changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the tables that
-//! the file really holds.
+//! A check alone goes on beside guests. It looks under a [`super::wipe::Census`]: of a grain that is not in it, all
+//! three places have said the same since it began, so that a difference is damage. Of a grain that is in it, the
+//! places are looked at again at one instant, as is every entry that seems wrong: under the lock of the state they
+//! agree at any time. A writer waits for that lock only, for as long as one table or one page of the bitmap takes; what
+//! has to be read is read without it. What damages a grain while guests change this very grain may be left to the next
+//! check.
+//!
+//! With `repair` changes wait while it runs; reads go on. Memory is bounded by the window of [`GrainSet`], time by the
+//! tables that the file really holds.
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
@@ -15,7 +22,8 @@ use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
 use super::proof::{Evidence, Suspect};
 use super::recover::NamedTables;
-use super::state::{State, Step, backmap_page, bitmap_page};
+use super::relocate::names;
+use super::state::{State, Step, backmap_page, bitmap_page, page_index, table_page};
 use super::wipe::{GrainSet, Holes};
 use crate::{ErrorKind, Result, Watch};
 use std::ops::Range;
@@ -103,16 +111,27 @@ struct CheckedTable {
     slot: u64,
     table: Table,
     ours: bool,
+    /// Nothing is changed meanwhile but by the check.
+    alone: bool,
+}
+
+/// A grain of which bitmap and tables do not say the same.
+struct Difference {
+    grain: u64,
+    allocated: bool,
+    /// It is in the census.
+    moving: bool,
 }
 
 impl SeSparse {
-    /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right.
+    /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right. Guests go on meanwhile,
+    /// but for changes during a repair.
     pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<CheckReport> {
         let mut work = self.begin_work(watch, "checking")?;
         if repair {
             self.check_changeable()?;
         }
-        let _no_changes = self.gate.write();
+        let _no_changes = repair.then(|| self.gate.write());
         if self.options.write {
             // What waits to be free is free then, or held by a reader.
             self.commit_at_once()?;
@@ -151,8 +170,12 @@ impl SeSparse {
         work.expect(self.layout.slots() * end.div_ceil(WINDOW));
         for start in (0..end).step_by(WINDOW as usize) {
             let window = start..(start + WINDOW).min(end.next_multiple_of(64));
-            let named = self.check_tables(&window, repair.is_some(), &mut report, &mut evidence, work)?;
-            self.check_bitmap(&named, &window, repair, &mut report, &mut evidence)?;
+            self.begin_census(window.clone());
+            let looked = self
+                .check_tables(&window, repair.is_some(), &mut report, &mut evidence, work)
+                .and_then(|named| self.check_bitmap(&named, &window, repair, &mut report, &mut evidence, work));
+            self.state.lock().census = None;
+            looked?;
         }
         Ok((report, evidence))
     }
@@ -200,8 +223,8 @@ impl SeSparse {
                         report.tell(|| format!("table {} is named by slot {slot} and another one", table.0));
                     }
                     if !shared {
-                        let checked = CheckedTable { slot, table, ours };
-                        let owners = self.check_table(&checked, &content, &mut named, report, evidence);
+                        let checked = CheckedTable { slot, table, ours, alone: repair };
+                        let owners = self.check_table(&checked, &content, &mut named, report, evidence)?;
                         self.check_owners(slot, &owners, repair, report, evidence)?;
                     }
                 }
@@ -229,6 +252,28 @@ impl SeSparse {
         Ok(named)
     }
 
+    /// Grains of a page of the bitmap of which it does not say what the tables do.
+    fn compare_page(&self, page: u64, named: &GrainSet, limit: u64) -> Result<Vec<Difference>> {
+        self.settle(|state| {
+            let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
+            let census = state.census.as_ref();
+            let mut differences = Vec::new();
+            for (first, bits) in (page * PAGE_BITS..limit).step_by(64).zip(bytes.words()) {
+                let moving = census.map_or(0, |census| census.word(first));
+                let mut differ = bits ^ (named.word(first) | moving & bits);
+                while differ != 0 {
+                    let bit = differ.trailing_zeros();
+                    differ &= differ - 1;
+                    let has = |bits: u64| bits >> bit & 1 == 1;
+                    let grain = first + u64::from(bit);
+                    differences.push(Difference { grain, allocated: has(bits), moving: has(moving) });
+                }
+            }
+            differences.retain(|found| found.grain < limit);
+            Ok(differences)
+        })
+    }
+
     /// Looks at the entries of a table; returns the grains of the window with their owners, by grain.
     fn check_table(
         &self,
@@ -237,22 +282,26 @@ impl SeSparse {
         named: &mut GrainSet,
         report: &mut CheckReport,
         evidence: &mut Evidence,
-    ) -> Vec<(u64, Owner)> {
-        let CheckedTable { slot, table, ours } = *checked;
+    ) -> Result<Vec<(u64, Owner)>> {
+        let CheckedTable { slot, table, ours, alone } = *checked;
         let (readable, window) = (self.state.lock().readable, named.window());
         let first = window.start == 0;
         let mut owners = Vec::new();
         for (entry, raw) in (0..).zip(content.iter().flat_map(PageBytes::words)) {
             let suspect = Suspect { slot, owner: Owner { table, entry }, raw };
+            let still_so = || self.settle(|state| says(state, suspect.owner, raw));
             match Entry::decode(raw) {
-                Some(Entry::Data(grain)) if grain.0 >= readable && first => {
+                Some(Entry::Data(grain)) if grain.0 >= readable && first && still_so()? => {
                     evidence.suspect(suspect);
                     report.outside += 1;
                     report.tell(|| format!("entry {entry} of table {} names grain {}", table.0, grain.0));
                 }
                 Some(Entry::Data(grain)) if grain.0 < readable && window.contains(&grain.0) => {
                     report.named += 1;
-                    if named.insert(grain.0) {
+                    let twice = named.insert(grain.0);
+                    // One that is on its way may have gone from an entry that was looked at to this one.
+                    let damage = twice && (alone || !self.is_in_census(grain.0)) && still_so()?;
+                    if damage {
                         evidence.suspect(suspect);
                         report.overlapping += 1;
                         report.tell(|| format!("entry {entry} of table {} names a grain of another", table.0));
@@ -261,10 +310,12 @@ impl SeSparse {
                     }
                 }
                 // Only ESXi writes zeros so, and it may have written the image before lamina did.
-                Some(entry @ (Entry::Unmapped | Entry::Zero)) if first && ours && entry.encode() != raw => {
+                Some(entry @ (Entry::Unmapped | Entry::Zero))
+                    if first && ours && entry.encode() != raw && still_so()? =>
+                {
                     evidence.suspect(suspect);
                 }
-                None if first => {
+                None if first && still_so()? => {
                     evidence.suspect(suspect);
                     report.invalid += 1;
                     report.tell(|| format!("entry {entry} of table {} is {raw:#018x}", table.0));
@@ -273,7 +324,11 @@ impl SeSparse {
             }
         }
         owners.sort_unstable_by_key(|(grain, _)| *grain);
-        owners
+        Ok(owners)
+    }
+
+    fn is_in_census(&self, grain: u64) -> bool {
+        self.state.lock().census.as_ref().is_some_and(|census| census.contains(grain))
     }
 
     /// Compares the backmap with the owners of grains, which are sorted.
@@ -310,33 +365,23 @@ impl SeSparse {
         repair: Option<Doubts>,
         report: &mut CheckReport,
         evidence: &mut Evidence,
+        work: &mut Work<'_, '_>,
     ) -> Result<()> {
-        let mut waiting = GrainSet::new(window.clone());
-        let limit = {
-            let state = self.state.lock();
-            for run in state.retirement.waiting() {
-                for grain in run.start..run.end() {
-                    waiting.insert(grain);
-                }
-            }
-            window.end.min(state.readable).min(self.layout.grains_max())
-        };
+        let limit = window.end.min(self.state.lock().readable).min(self.layout.grains_max());
         let free_lost = repair.is_some_and(|doubts| !doubts.kept) && !report.is_damaged();
+        let mut entered = repair.is_some() || !self.options.write;
         for page in window.start / PAGE_BITS..limit.div_ceil(PAGE_BITS) {
-            let differences = self.settle(|state| {
-                let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
-                let mut differences = Vec::new();
-                for (first, bits) in (page * PAGE_BITS..limit).step_by(64).zip(bytes.words()) {
-                    let mut differ = bits ^ (named.word(first) | waiting.word(first) & bits);
-                    while differ != 0 {
-                        let bit = differ.trailing_zeros();
-                        differ &= differ - 1;
-                        differences.push((first + u64::from(bit), bits >> bit & 1 == 1));
-                    }
+            let mut differences = self.compare_page(page, named, limit)?;
+            if !entered && differences.iter().any(|found| found.allocated) {
+                // A write may have taken them before the census began, and not entered them yet.
+                drop(self.announce(&[], work)?);
+                entered = true;
+                differences = self.compare_page(page, named, limit)?;
+            }
+            for Difference { grain, allocated, moving } in differences {
+                if !allocated && moving && repair.is_none() && !self.settle(|state| is_unallocated(state, grain))? {
+                    continue;
                 }
-                Ok(differences)
-            })?;
-            for (grain, allocated) in differences.into_iter().filter(|(grain, _)| *grain < limit) {
                 if allocated {
                     report.unnamed += 1;
                     if let Some(owner) = self.settle(|state| state.owner(grain))?
@@ -360,11 +405,12 @@ impl SeSparse {
 
 /// Whether the backmap has a grain with its owner.
 fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
-    state.need_no_commit()?;
-    if state.owner(grain)? == Some(owner) {
+    // A guest may have changed the entry since it was read.
+    if state.owner(grain)? == Some(owner) || !names(state, owner, Grain(grain))? {
         return Ok(true);
     }
     if repair {
+        state.need_no_commit()?;
         state.need_backed(backmap_page(grain))?;
         state.set_owner(grain, Some(owner));
         report.repaired += 1;
@@ -372,6 +418,22 @@ fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report
     report.misowned += 1;
     report.tell(|| format!("the backmap does not have grain {grain} with entry {} of its table", owner.entry));
     Ok(false)
+}
+
+/// Whether an entry says the same as when it was read.
+pub(super) fn says(state: &mut State, owner: Owner, raw: u64) -> Step<bool> {
+    let entry = u64::from(owner.entry);
+    Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
+}
+
+/// Whether the entry that the backmap has for a grain names it, and the bitmap calls it free.
+fn is_unallocated(state: &mut State, grain: u64) -> Step<bool> {
+    let bit = grain % PAGE_BITS;
+    if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {
+        return Ok(false);
+    }
+    let owner = state.owner(grain)?.filter(|owner| u64::from(owner.table.0) < state.layout.tables_max());
+    owner.map_or(Ok(false), |owner| names(state, owner, Grain(grain)))
 }
 
 fn repair_bit(state: &mut State, grain: u64, allocated: bool) -> Step<()> {

@@ -27,7 +27,7 @@
 //! 5. After a failed write of metadata or a failed flush nothing is changed any more until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by whoever changes something, exclusive
-//! for `check` and `close`), `committed`, `length`, `state`, `token`. No I/O happens under the last two.
+//! for a repair and `close`), `committed`, `length`, `state`, `token`. No I/O happens under the last two.
 
 mod cache;
 mod check;

@@ -15,17 +15,20 @@
 
 use super::SeSparse;
 use super::cache::{Kind, PageKey};
-use super::check::{CheckReport, tell};
+use super::check::{CheckReport, says, tell};
 use super::entry::{Entry, GRAIN, Grain, Owner, TABLE_ENTRIES, Table, encode_slot};
-use super::header::PAGE_ENTRIES;
+use super::header::{PAGE_ENTRIES, TABLE_PAGES};
 use super::recover::NamedTables;
 use super::relocate::names;
 use super::state::{State, Step, backmap_page, bitmap_page, page_index, table_page};
 use crate::{Result, SECTOR};
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::cmp::Ordering;
 
 /// Grains that nothing names, and suspect entries, looked at one by one; more are counted only.
 const EVIDENCE_MAX: usize = 1 << 20;
+/// Tables without a slot that are read: they were handed out one after another, so that the lowest come into question.
+const UNNAMED_MAX: usize = 1024;
 /// What makes an entry one that no reader takes.
 const REFUSED: u64 = 0xf << 60;
 
@@ -111,7 +114,11 @@ impl SeSparse {
         // A crash leaves tables that no slot names yet.
         let possible = !evidence.bad_slots.is_empty() || evidence.beyond_slots.len() == 1;
         lost.retain(|table, grains| *grains > 0 && possible && !shared.contains(table));
-        self.prove_slots(evidence, &lost, report, &mut proofs);
+        let zeros = match evidence.bad_slots.is_empty() && lost.is_empty() {
+            true => self.leads_past_zeros(evidence)?,
+            false => false,
+        };
+        self.prove_slots(evidence, &lost, zeros, report, &mut proofs);
         // A backmap that disagrees with most entries does not mean what ours does.
         if !ours && report.misowned * 2 >= report.named {
             return Ok(proofs);
@@ -130,6 +137,7 @@ impl SeSparse {
         &self,
         evidence: &Evidence,
         lost: &FxHashMap<Table, u64>,
+        zeros: bool,
         report: &mut CheckReport,
         proofs: &mut Proofs,
     ) {
@@ -148,7 +156,7 @@ impl SeSparse {
             });
             return;
         }
-        for slot in candidates.iter().filter(|_| !lost.is_empty() || !evidence.bad_slots.is_empty()) {
+        for slot in candidates.iter().filter(|_| zeros || !lost.is_empty() || !evidence.bad_slots.is_empty()) {
             let span = TABLE_ENTRIES * GRAIN;
             report.unproven += 1;
             tell(&mut report.doubts, || {
@@ -171,6 +179,35 @@ impl SeSparse {
         }
     }
 
+    /// Whether the only slot with a table that was never handed out leads to an empty one, while one that was handed
+    /// out has entries of zeros and no slot. No grain tells which slot had it, and a crash leaves such tables too.
+    fn leads_past_zeros(&self, evidence: &Evidence) -> Result<bool> {
+        let &[slot] = &evidence.beyond_slots[..] else { return Ok(false) };
+        let Some(beyond) = self.settle(|state| state.table_of(slot))? else { return Ok(false) };
+        if self.says_something(beyond)? {
+            return Ok(false);
+        }
+        // Opening for writing has counted it, with all below.
+        let unnamed = (0..beyond.0).filter(|table| !evidence.named.contains(u64::from(*table)));
+        for table in unnamed.take(UNNAMED_MAX) {
+            if self.says_something(Table(table))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Whether any entry of a table is not absent.
+    fn says_something(&self, table: Table) -> Result<bool> {
+        for page in 0..TABLE_PAGES {
+            let key = table_page(table, page * PAGE_ENTRIES);
+            if self.settle(|state| Ok(state.page(key)?.words().any(|raw| raw != 0)))? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     fn prove_entry(
         &self,
         suspect: &Suspect,
@@ -180,11 +217,26 @@ impl SeSparse {
         proofs: &mut Proofs,
     ) -> Result<()> {
         let Suspect { slot, owner, raw } = *suspect;
-        let verdict = self.settle(|state| judge(state, owner, raw))?;
+        let verdict = self.settle(|state| match says(state, owner, raw)? {
+            true => judge(state, owner, raw),
+            // A guest has changed it meanwhile.
+            false => Ok(Verdict::Right),
+        })?;
         if verdict == Verdict::Right || !ours && verdict == Verdict::NamesFree {
             return Ok(());
         }
+        let mut ambiguous = false;
+        if let Verdict::Unowned(owned) = verdict {
+            // Either the owner of what it names is wrong, or it names what a crash has left: likelier is that of which
+            // fewer bytes are wrong.
+            let nearest = claimed.iter().map(|grain| unlike(raw, Entry::Data(Grain(*grain)).encode())).min();
+            match nearest.map(|nearest| nearest.cmp(&unlike(owned, owner.encode()))) {
+                None | Some(Ordering::Greater) => return Ok(()),
+                Some(order) => ambiguous = order.is_eq(),
+            }
+        }
         if let [grain] = claimed
+            && !ambiguous
             && is_like(raw, Entry::Data(Grain(*grain)))
         {
             proofs.entries.push((owner, Entry::Data(Grain(*grain)).encode()));
@@ -207,6 +259,9 @@ impl SeSparse {
             let why = match verdict {
                 Verdict::NamesFree => "names a grain that bitmap and backmap call free",
                 Verdict::NamesOther => "names a grain that another entry and the backmap have",
+                Verdict::Unowned(_) => {
+                    "names a grain that is another entry's by the backmap, which has a grain of its own for it"
+                }
                 _ => "cannot be",
             };
             format!("{place}: its entry {raw:#018x} {why}, and nothing proves what is right")
@@ -267,9 +322,14 @@ impl SeSparse {
 /// Whether a damaged entry has more of one that names a grain than of one that names nothing. Where a crash has left
 /// grains of deletions, only that tells the two apart.
 fn is_like(raw: u64, entry: Entry) -> bool {
-    let unlike = |other: Entry| (raw ^ other.encode()).to_le_bytes().into_iter().filter(|byte| *byte != 0).count();
+    let unlike = |other: Entry| unlike(raw, other.encode());
     let same_place = raw << 4 == entry.encode() << 4 && raw << 4 != 0;
     same_place || unlike(entry) < unlike(Entry::Absent).min(unlike(Entry::Zero))
+}
+
+/// How many bytes of two words differ.
+fn unlike(one: u64, other: u64) -> usize {
+    (one ^ other).to_le_bytes().into_iter().filter(|byte| *byte != 0).count()
 }
 
 /// What the other places say of a suspect entry.
@@ -285,6 +345,8 @@ enum Verdict {
     NamesOther,
     /// The grain that it names is free.
     NamesFree,
+    /// The grain that it names is another entry's by the backmap, as this word says, and that entry does not name it.
+    Unowned(u64),
 }
 
 fn judge(state: &mut State, owner: Owner, raw: u64) -> Step<Verdict> {
@@ -302,6 +364,8 @@ fn judge(state: &mut State, owner: Owner, raw: u64) -> Step<Verdict> {
         Some(other) if other == owner => Verdict::Right,
         Some(other) if names(state, other, grain)? => Verdict::NamesOther,
         _ if !allocated && owned == 0 => Verdict::NamesFree,
+        // No crash leaves an owner that cannot be: there it is the backmap that is wrong.
+        Some(_) if allocated => Verdict::Unowned(owned),
         _ => Verdict::Right,
     })
 }

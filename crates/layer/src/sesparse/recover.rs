@@ -12,7 +12,7 @@ use super::cache::{Kind, PageKey};
 use super::entry::{Run, Table, decode_slot};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::proof::gave_up;
-use super::state::by_bitmap_page;
+use super::state::{backmap_page, by_bitmap_page, page_index};
 use super::wipe::Holes;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
@@ -78,7 +78,9 @@ impl SeSparse {
             }
             miscounted
         };
-        match miscounted {
+        match miscounted || self.options.repair {
+            // A repair frees what nothing names by the tables themselves: an owner may be what is damaged.
+            //
             // A slot is durable only after the count is: one of the two is damaged. If that is the slot, the table that
             // it named has grains that nothing seems to name. They stay marked.
             true => Ok(()),
@@ -175,9 +177,11 @@ impl SeSparse {
         let mut dead: Vec<u64> = Vec::new();
         for (grain, owner) in owners {
             let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
-            let live = match known {
-                Some(owner) => !self.settle(|state| gave_up(state, owner, grain))?,
-                None => false,
+            let live = match (known, owner) {
+                (Some(owner), _) => !self.settle(|state| gave_up(state, owner, grain))?,
+                (None, Some(_)) => false,
+                // A crash leaves grains without an owner, and none with what is no owner: a table may name that one.
+                (None, None) => self.settle(|state| state.word(backmap_page(grain.0), page_index(grain.0)))? != 0,
             };
             if !live {
                 dead.push(grain.0);

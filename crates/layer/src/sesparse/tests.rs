@@ -1,5 +1,6 @@
 //! Tests of the format: a disk of sectors that say who wrote them, against a layer on the simulated disk or on files.
 
+mod checking;
 mod format;
 mod hostile;
 mod journal;

@@ -51,6 +51,10 @@ impl GrainSet {
         Self { window, words }
     }
 
+    fn contains(&self, grain: u64) -> bool {
+        self.window.contains(&grain) && self.word(grain / 64 * 64) >> (grain % 64) & 1 == 1
+    }
+
     /// Which grains it can hold.
     pub(super) fn window(&self) -> Range<u64> {
         self.window.clone()
@@ -75,9 +79,9 @@ impl GrainSet {
     }
 }
 
-/// What is known of the grains of a window.
+/// Grains of a window that are on their way: handed out, entered or given up since the census began, or given up before
+/// and not free yet. Of all others, tables, bitmap and backmap say the same from its begin to its end.
 pub(super) struct Census {
-    named: GrainSet,
     accounted: GrainSet,
 }
 
@@ -88,6 +92,15 @@ impl Census {
             self.accounted.insert(grain);
         }
     }
+
+    pub(super) fn contains(&self, grain: u64) -> bool {
+        self.accounted.contains(grain)
+    }
+
+    /// 64 grains from `first` on, which is a multiple of 64.
+    pub(super) fn word(&self, first: u64) -> u64 {
+        self.accounted.word(first)
+    }
 }
 
 /// Where the file has something: tables in holes need not be read.
@@ -96,9 +109,19 @@ pub(super) struct Holes {
     /// Up to the end of it, what is not in it is a hole.
     known: Option<Range<u64>>,
     searched: Range<u64>,
+    /// Commits that had written pages when it was found out.
+    settled: u64,
 }
 
 impl Holes {
+    /// Forgets what was found out before a commit: it may have written a table where there was a hole, and the table
+    /// may have left memory since.
+    fn renew(&mut self, settled: u64) {
+        if self.settled != settled {
+            *self = Self { settled, ..Self::default() };
+        }
+    }
+
     /// Whether a range of the file is a hole.
     pub(super) fn contain(&mut self, file: &dyn backend::File, range: Range<u64>) -> std::io::Result<bool> {
         if range.start < self.searched.start || range.end > self.searched.end {
@@ -150,19 +173,13 @@ impl SeSparse {
     }
 
     fn wipe_window(&self, window: Range<u64>, work: &mut Work, report: &mut WipeReport) -> Result<()> {
-        let others_wrote = {
-            // Nothing is on its way from waiting to free while commits are held off.
-            let _no_commit = self.committed.lock();
-            let mut state = self.state.lock();
-            let end = window.end.min(state.readable.max(window.start));
-            let window = window.start..end.next_multiple_of(64);
-            let mut census = Census { named: GrainSet::new(window.clone()), accounted: GrainSet::new(window) };
-            for run in state.retirement.waiting() {
-                census.account(run);
-            }
-            state.census = Some(census);
-            state.touched.is_none()
+        let counted = {
+            let end = window.end.min(self.state.lock().readable.max(window.start));
+            window.start..end.next_multiple_of(64)
         };
+        let mut named = GrainSet::new(counted.clone());
+        self.begin_census(counted);
+        let others_wrote = self.state.lock().touched.is_none();
         // From here on everything new is counted; what was taken before will have been entered.
         drop(self.announce(&[], work)?);
         let mut holes = Holes::default();
@@ -176,7 +193,7 @@ impl SeSparse {
                 }
                 if let Some((table, content)) = self.read_table(slot, &mut holes)? {
                     work.moved(TABLE_PAGES * BLOCK_SIZE as u64);
-                    self.count_named(slot, &content, others_wrote)?;
+                    self.settle(|state| count(state, &mut named, slot, &content, others_wrote))?;
                     if others_wrote {
                         self.adopt(table, &content)?;
                     }
@@ -189,7 +206,7 @@ impl SeSparse {
         for page in window.start / PAGE_BITS..end.div_ceil(PAGE_BITS) {
             self.settle(|state| {
                 let Some(census) = state.census.take() else { return Ok(()) };
-                let swept = sweep(state, &census, page, report);
+                let swept = sweep(state, &named, &census, page, report);
                 state.census = Some(census);
                 swept
             })?;
@@ -197,6 +214,19 @@ impl SeSparse {
             work.step(0)?;
         }
         Ok(())
+    }
+
+    /// Begins a census of a window. Grains that were taken before and not entered yet are not counted in it before they
+    /// are entered.
+    pub(super) fn begin_census(&self, window: Range<u64>) {
+        let mut census = Census { accounted: GrainSet::new(window) };
+        // Nothing is on its way from waiting to free while commits are held off.
+        let _no_commit = self.committed.lock();
+        let mut state = self.state.lock();
+        for run in state.retirement.waiting() {
+            census.account(run);
+        }
+        state.census = Some(census);
     }
 
     /// The first slot from `from` on that is in use, or the first of the next page of the directory: a disk is mostly
@@ -221,6 +251,7 @@ impl SeSparse {
         // First what is in memory: what is not there is current in the file from then on until it is loaded.
         let cached: Vec<Option<PageBytes>> = {
             let state = self.state.lock();
+            holes.renew(state.settled);
             let keys = (0..TABLE_PAGES).map(|page| table_page(table, page * PAGE_ENTRIES));
             keys.map(|key| state.cache.peek(key).cloned()).collect()
         };
@@ -241,18 +272,6 @@ impl SeSparse {
             table,
             pages.map(|(cached, read)| cached.unwrap_or_else(|| PageBytes::new(Buffer::copy_of(read)))).collect(),
         )))
-    }
-
-    fn count_named(&self, slot: u64, content: &[PageBytes], others_wrote: bool) -> Result<()> {
-        self.settle(|state| {
-            let mut census = state.census.take();
-            let mut counted = Ok(());
-            if let Some(census) = &mut census {
-                counted = count(state, census, slot, content, others_wrote);
-            }
-            state.census = census;
-            counted
-        })
     }
 
     /// Makes the backmap say what a table says: what others wrote there may mean something else.
@@ -327,10 +346,10 @@ fn held_by_page(state: &mut State, slot: u64, page: u64) -> Step<Vec<Held>> {
     Ok(held)
 }
 
-fn count(state: &State, census: &mut Census, slot: u64, content: &[PageBytes], others_wrote: bool) -> Step<()> {
+fn count(state: &State, named: &mut GrainSet, slot: u64, content: &[PageBytes], others_wrote: bool) -> Step<()> {
     for raw in content.iter().flat_map(PageBytes::words) {
         if let Entry::Data(Grain(grain)) = state.decode(raw)?
-            && census.named.insert(grain)
+            && named.insert(grain)
             && others_wrote
         {
             return Err(state.corrupt(&format!("grain {grain} is named twice, once by table slot {slot}")));
@@ -340,17 +359,17 @@ fn count(state: &State, census: &mut Census, slot: u64, content: &[PageBytes], o
 }
 
 /// Frees what is allocated in a page of the bitmap and not in the census.
-fn sweep(state: &mut State, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
+fn sweep(state: &mut State, named: &GrainSet, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
     state.need_no_commit()?;
     let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
-    let end = state.layout.grains_max().min(census.named.window.end);
+    let end = state.layout.grains_max().min(named.window.end);
     let mut dead: Vec<Run> = Vec::new();
     let mut unmarked: Vec<u64> = Vec::new();
     for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
-        let named = census.named.word(first);
-        let mut lost = bits & !(named | census.accounted.word(first));
+        let (named, accounted) = (named.word(first), census.word(first));
+        let mut lost = bits & !(named | accounted);
         // What was accounted for may be free by now; only what a table names and nobody touched must be allocated.
-        let mut missing = named & !bits & !census.accounted.word(first);
+        let mut missing = named & !bits & !accounted;
         while lost != 0 {
             let grain = first + u64::from(lost.trailing_zeros());
             lost &= lost - 1;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 mod adopting;
+mod checks;
 mod crashes;
 mod full;
 mod histories;

@@ -1,0 +1,256 @@
+//! Checks of an image that is being written: no write waits for them, and they report neither more nor less damage.
+
+use super::super::entry::{Entry, Grain, Owner, Run, Table, encode_slot};
+use super::super::state::{bitmap_page, page_index, table_page};
+use super::*;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{OnceLock, Weak};
+
+/// Slots of the directory in use, each of them a step of a check.
+const SLOTS: [u64; 6] = [0, 1, 2, 5, 6, 9];
+
+/// A file that counts its readers, and those of them that a writer of the image would have to wait for.
+struct Watched {
+    file: MemoryFile,
+    layer: OnceLock<Weak<SeSparse>>,
+    reads: AtomicU64,
+    held: AtomicU64,
+}
+
+impl File for Watched {
+    fn read_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<()> {
+        if let Some(layer) = self.layer.get().and_then(Weak::upgrade) {
+            let free = layer.gate.try_read().is_some() && layer.state.try_lock().is_some();
+            self.reads.fetch_add(1, Ordering::Relaxed);
+            self.held.fetch_add(u64::from(!free), Ordering::Relaxed);
+        }
+        self.file.read_at(buffer, offset)
+    }
+
+    fn len(&self) -> std::io::Result<u64> {
+        self.file.len()
+    }
+
+    fn set_len(&self, length: u64) -> std::io::Result<()> {
+        self.file.set_len(length)
+    }
+
+    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<bool> {
+        self.file.read_cached_at(buffer, offset)
+    }
+
+    fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
+        self.file.write_at(slices, offset, durable)
+    }
+
+    fn sync(&self) -> std::io::Result<()> {
+        self.file.sync()
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> std::io::Result<()> {
+        self.file.reserve(offset, length)
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
+        self.file.punch(offset, length)
+    }
+
+    fn next_allocated(&self, offset: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
+        self.file.next_allocated(offset)
+    }
+
+    fn allocated(&self) -> std::io::Result<u64> {
+        self.file.allocated()
+    }
+
+    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
+        None
+    }
+}
+
+fn fill(layer: &SeSparse, random: &mut Random, operations: u64) {
+    for _ in 0..operations {
+        Operation::draw(random, &SLOTS, 200).apply(layer).unwrap();
+    }
+}
+
+#[test]
+fn a_writer_waits_for_no_read_and_for_no_step() {
+    let file = Arc::new(Watched {
+        file: MemoryFile::over(Arc::new(Vec::new())),
+        layer: OnceLock::new(),
+        reads: AtomicU64::new(0),
+        held: AtomicU64::new(0),
+    });
+    let as_file: Arc<dyn File> = Arc::clone(&file) as Arc<dyn File>;
+    let made = SeSparse::create(Arc::clone(&as_file), NAME, 200 * MIB, writing()).unwrap();
+    fill(&made, &mut Random(1), 60);
+    made.close().unwrap();
+    // Nothing is in memory yet.
+    let layer = Arc::new(SeSparse::open(as_file, NAME, writing()).unwrap());
+    file.layer.set(Arc::downgrade(&layer)).unwrap();
+    let (mut random, mut steps, mut waits) = (Random(2), 0, 0);
+    let report = layer.check(false, &mut |_| {
+        steps += 1;
+        match layer.gate.try_read().map(drop) {
+            Some(()) => fill(&layer, &mut random, 2),
+            None => waits += 1,
+        }
+        ControlFlow::Continue(())
+    });
+    assert!(report.unwrap().is_clean());
+    assert!(steps >= SLOTS.len() && file.reads.load(Ordering::Relaxed) >= SLOTS.len() as u64);
+    assert_eq!((waits, file.held.load(Ordering::Relaxed)), (0, 0), "steps and reads that a writer waits for");
+}
+
+/// Changes at each step of a check, a commit before some, readers over some.
+#[test]
+fn what_changes_between_the_steps_is_not_told() {
+    for seed in 0..60 {
+        let disk = simulated(seed);
+        let layer = create(&disk, IoMode::Buffered, 200 * MIB, Options { cache: 0, ..writing() });
+        let mut random = Random(seed);
+        fill(&layer, &mut random, 40);
+        for _ in 0..4 {
+            let mut reader = None;
+            let report = layer.check(false, &mut |_| {
+                let operations = random.below(6);
+                fill(&layer, &mut random, operations);
+                if random.one_in(3) {
+                    layer.flush().unwrap();
+                }
+                reader = if random.one_in(4) { layer.epoch() } else { None };
+                ControlFlow::Continue(())
+            });
+            let report = report.unwrap();
+            assert!(report.is_clean(), "seed {seed}: {report:?}");
+        }
+        layer.flush().unwrap();
+        assert_clean(&layer);
+        layer.close().unwrap();
+    }
+}
+
+#[test]
+fn writers_readers_and_flushes_beside_a_check() {
+    for cache in [0, 64 << 20] {
+        let disk = simulated(7);
+        let layer = create(&disk, IoMode::Buffered, 200 * MIB, Options { cache, ..writing() });
+        let running = AtomicU64::new(3);
+        let mut checks = 0;
+        std::thread::scope(|scope| {
+            for writer in 0..3 {
+                let (layer, running) = (&layer, &running);
+                scope.spawn(move || {
+                    let mut random = Random(writer);
+                    for number in 0..1500 {
+                        Operation::draw(&mut random, &SLOTS, 300).apply(layer).unwrap();
+                        if number % 40 == 0 {
+                            layer.flush().unwrap();
+                        }
+                    }
+                    running.fetch_sub(1, Ordering::AcqRel);
+                });
+            }
+            while running.load(Ordering::Acquire) > 0 || checks == 0 {
+                let report = layer.check(false, &mut unwatched).unwrap();
+                assert!(report.is_clean(), "check {checks}: {report:?}");
+                checks += 1;
+            }
+        });
+        assert_clean(&layer);
+    }
+}
+
+/// The first entries of a table that name grains.
+fn held(layer: &SeSparse, slot: u64, count: usize) -> Vec<(Owner, u64)> {
+    let found = layer.settle(|state| {
+        let table = state.table_of(slot)?.unwrap_or(Table(0));
+        let mut found = Vec::new();
+        for entry in 0..4096 {
+            let raw = state.word(table_page(table, entry), page_index(entry))?;
+            if let Some(Entry::Data(grain)) = Entry::decode(raw) {
+                found.push((Owner { table, entry: entry as u16 }, grain.0));
+            }
+        }
+        Ok(found)
+    });
+    let mut found = found.unwrap();
+    found.truncate(count);
+    assert_eq!(found.len(), count);
+    found
+}
+
+/// Puts one of each kind of damage into tables that the test does not change again.
+fn damage(layer: &SeSparse) {
+    let [one, other, third, fourth] = held(layer, 1, 4)[..] else { panic!("four entries") };
+    let set = |owner: Owner, raw: u64| {
+        let (key, index) = (table_page(owner.table, owner.entry.into()), page_index(owner.entry.into()));
+        layer.settle(|state| state.need(key).map(|()| state.cache.set(key, index, raw))).unwrap();
+    };
+    // The grain of another entry, and no entry names its own; a place that cannot be; an owner; a bit.
+    set(one.0, Entry::Data(Grain(other.1)).encode());
+    set(third.0, 0xf << 60);
+    layer
+        .settle(|state| {
+            state.need(bitmap_page(fourth.1))?;
+            state.owner(fourth.1)?;
+            state.set_owner(fourth.1, None);
+            state.set_bits(Run { start: other.1, count: 1 }, false)
+        })
+        .unwrap();
+}
+
+#[test]
+fn damage_is_found_beside_changes() {
+    for seed in 0..20 {
+        let disk = simulated(seed);
+        let layer = create(&disk, IoMode::Buffered, 200 * MIB, writing());
+        let mut random = Random(seed);
+        layer.write(4096 * GRAIN, &[&stamped(8, 1)]).unwrap();
+        fill(&layer, &mut random, 40);
+        layer.flush().unwrap();
+        damage(&layer);
+        let quiet = layer.check(false, &mut unwatched).unwrap();
+        assert!(quiet.is_damaged() && (quiet.unallocated, quiet.misowned) == (1, 2), "{quiet:?}");
+        let report = layer.check(false, &mut |_| {
+            // Tables that are not damaged, and a new one.
+            Operation::draw(&mut random, &[2, 5, 9, 11], 200).apply(&layer).unwrap();
+            ControlFlow::Continue(())
+        });
+        let (found, expected) = (report.unwrap(), quiet);
+        assert_eq!((found.findings, found.doubts), (expected.findings, expected.doubts), "seed {seed}");
+        assert_eq!(found.proven, expected.proven, "seed {seed}");
+    }
+}
+
+/// Tables that are holes of the file, as tools that copy images leave them, and one of them written, flushed and out of
+/// memory again while a wipe goes on.
+#[test]
+fn a_wipe_forgets_holes_that_a_commit_fills() {
+    const HOLES: u64 = 17;
+    let disk = simulated(1);
+    let made = create(&disk, IoMode::Buffered, 4096 * MIB, writing());
+    let directory = made.layout.directory.start();
+    made.close().unwrap();
+    let file = disk.directory().open(NAME, IoMode::Buffered).unwrap();
+    let slots: Vec<u8> = (0..HOLES).flat_map(|table| encode_slot(Table(table as u32)).to_le_bytes()).collect();
+    file.write_at(&[&slots], directory, true).unwrap();
+    file.write_at(&[&HOLES.to_le_bytes()], 512 + 8, true).unwrap();
+    let layer = SeSparse::open(file, NAME, Options { cache: 0, ..writing() }).unwrap();
+    let others = HOLES..HOLES + 130;
+    others.clone().for_each(|slot| layer.write(slot * 4096 * GRAIN, &[&stamped(1, 7)]).unwrap());
+    layer.flush().unwrap();
+    let last = (HOLES - 1) * 4096 * GRAIN;
+    layer.write(last, &[&stamped(3, 5)]).unwrap();
+    let wiped = layer.wipe(false, &mut |step| {
+        if step.done < HOLES {
+            layer.flush().unwrap();
+            others.clone().for_each(|slot| _ = map_all(&layer, slot * 4096 * GRAIN, 4096 * GRAIN).unwrap());
+        }
+        ControlFlow::Continue(())
+    });
+    assert_eq!(wiped.unwrap().unnamed, 0);
+    assert_eq!(stamps(&layer, last, 3 * GRAIN).unwrap(), [5; 24]);
+    assert_clean(&layer);
+}
