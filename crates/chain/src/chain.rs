@@ -223,11 +223,11 @@ impl Chain {
         self.generation.load(Ordering::SeqCst) == levels.generation
     }
 
-    /// Makes another stack current. Under the control lock. Gives the levels before, by which nobody writes any more,
-    /// and how long nobody could begin.
+    /// Makes another stack current. Under the control lock. Returns the previous levels, through which no writer goes
+    /// any more, and for how long no write could begin.
     ///
-    /// Until the last one inside the old gate is out, what these write is guarded by the new levels as well: their top,
-    /// and the target of their merge, may give places to others although the new levels do not write there.
+    /// Until the last writer has left the old gate, the new levels guard what it writes as well: the old top, and the
+    /// target of the old merge, may reuse places although the new levels do not write there.
     pub(crate) fn publish(&self, stack: Vec<Arc<Level>>, job: Option<Arc<Job>>) -> (Arc<Levels>, Duration) {
         let moving = self.levels().moving;
         self.publish_moving(stack, job, moving)

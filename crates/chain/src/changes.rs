@@ -1,4 +1,4 @@
-//! Who may put an old answer into a cache: nobody.
+//! Cache-fill invalidation: no look-up puts an answer into a cache that a write has made stale.
 //!
 //! A reader that misses a cache looks the range up in the layers, or reads it, without any lock, and puts what it found
 //! into the cache afterwards. Meanwhile a write may have come and gone. So the address space is cut into stripes, each

@@ -1,12 +1,12 @@
-//! Flushes: everybody who waits for one shares the next.
+//! Flushes: all callers that wait for one share the next.
 //!
 //! 1. A flush that was asked for is answered by one that **began** after that.
 //! 2. One runs at a time. It flushes every level that was written since its last flush, so that what lies in a level
 //!    which a snapshot has just put below is covered too. That a level was written is noted when the write has ended:
 //!    noted before, it could be taken for flushed by a flush that began and ended in between.
-//! 3. The target of a merge down is left out until the commit: its sources hide it, nobody else writes it, and after a
-//!    crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
-//!    beside those of others. Any other level may hold what a guest wrote, and is flushed here only.
+//! 3. The target of a merge down is left out until the commit: its sources hide it, only the merge writes it, and after
+//!    a crash it is copied into again. So a guest's flush does not wait for a merge's data, and the merge flushes it
+//!    beside the guest's flushes. Any other level may hold what a guest wrote, and is flushed here only.
 //! 4. After one failed nothing is known of what was written before; the chain stops, and what was changed since the
 //!    last one that succeeded is not read any more ([`crate::unflushed`]). One that found no room is no such
 //!    failure: the layer has kept what it was to write, and writes it with the next. A layer that cannot do so says
@@ -28,7 +28,7 @@ struct State {
     running: bool,
 }
 
-/// Who waits for a flush.
+/// The requests that wait for a flush, and whether one runs.
 #[derive(Default)]
 pub(crate) struct Flushes {
     state: Mutex<State>,

@@ -1,8 +1,8 @@
 //! The gate of a stack of levels: writers go through together, can be held off for a moment, and are turned away once
 //! another stack is current.
 //!
-//! 1. After [`Gate::close`] returned nobody is inside, and nobody gets in before [`Gate::open`].
-//! 2. After [`Gate::retire`] nobody gets in any more, nor waits to; after [`Gate::drain`] nobody is inside either.
+//! 1. After [`Gate::close`] returned no writer is inside, and none enters before [`Gate::open`].
+//! 2. After [`Gate::retire`] no writer enters any more, nor waits to; after [`Gate::drain`] none is inside either.
 //! 3. Passing an open gate is one atomic step each way.
 
 use parking_lot::{Condvar, Mutex};
@@ -20,7 +20,7 @@ pub(crate) struct Gate {
     changed: Condvar,
 }
 
-/// Somebody inside.
+/// A writer inside; it leaves when this is dropped.
 pub(crate) struct Inside<'a>(&'a Gate);
 
 impl Gate {
@@ -47,27 +47,27 @@ impl Gate {
         }
     }
 
-    /// Lets nobody in, and waits until nobody is inside. One caller at a time.
+    /// Stops writers from entering, and waits until those inside have left. One caller at a time.
     pub fn close(&self) {
         self.state.fetch_or(CLOSED, Ordering::SeqCst);
         self.drain();
     }
 
-    /// Lets everybody in again.
+    /// Lets writers enter again.
     pub fn open(&self) {
         let _waiting = self.waiting.lock();
         self.state.fetch_and(!CLOSED, Ordering::SeqCst);
         self.changed.notify_all();
     }
 
-    /// Turns everybody away from now on, those who wait to get in too.
+    /// Turns writers away from now on, those that wait to enter too.
     pub fn retire(&self) {
         let _waiting = self.waiting.lock();
         self.state.fetch_or(RETIRED, Ordering::SeqCst);
         self.changed.notify_all();
     }
 
-    /// Waits until nobody is inside a closed or retired gate.
+    /// Waits until no writer is inside a closed or retired gate.
     pub fn drain(&self) {
         let mut waiting = self.waiting.lock();
         while self.state.load(Ordering::SeqCst) & INSIDE != 0 {

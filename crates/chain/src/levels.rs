@@ -1,9 +1,9 @@
 //! The stack of levels at one point in time.
 //!
-//! 1. A [`Levels`] never changes; a snapshot or merge publishes another one. Whoever works with one holds it, so a
-//!    merge can wait until nobody reads by an older one any more.
-//! 2. A level is known to the caches by a number from 0 to 255. A number is given to another level only after nobody
-//!    holds the old one and the caches have been cleared of it, so a cached place is never taken for another level's.
+//! 1. A [`Levels`] never changes; a snapshot or merge publishes another one. A request holds the one it works with, so
+//!    a merge can wait until no request reads by an older one any more.
+//! 2. A level is known to the caches by a number from 0 to 255. A number is given to another level only after the last
+//!    reference to the old one is gone and the caches are cleared of it, so a cached place never names another level.
 //! 3. What a level does not show to those above it: bytes past its own capacity or past that of any level between.
 
 use crate::consolidate::Job;
@@ -54,7 +54,7 @@ impl Identities {
         Arc::new(Self { numbers: Mutex::new([Use::Free; NUMBERS]), next_key: AtomicU64::new(1) })
     }
 
-    /// A number nobody has; `purge` clears the caches of one that somebody had.
+    /// A number that no level has; `purge` clears the caches of one that a level had before.
     pub fn take(self: &Arc<Self>, purge: impl FnOnce(u8)) -> Result<Arc<Identity>> {
         let mut numbers = self.numbers.lock();
         let free = numbers.iter().position(|state| *state == Use::Free);

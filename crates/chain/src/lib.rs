@@ -6,14 +6,14 @@
 //! walk         the resolver: down the levels once, each asked only for what those above left absent
 //! metadata     resolved extents, 16 bytes each, evicted by recency; and a byte a block that says which level to ask
 //! data         blocks that were read, where a disk has a read cache
-//! changes      who may put an old answer into a cache: nobody
+//! changes      cache-fill invalidation: a look-up that a write overtook does not fill a cache
 //! ranges       byte ranges that one change at a time may touch
 //! unflushed    what was changed since the last flush: not read any more once one has failed
 //! consolidate  layers merged into the one below or above while the disk is in use
 //! ```
 //!
-//! The crate knows [`layer::Layer`] and nothing of formats, names and descriptors: whoever opens a chain keeps those,
-//! and is asked to make its own record durable at the one moment where it matters (`commit` of a merge, before
+//! The crate knows [`layer::Layer`] and nothing of formats, names and descriptors: the owner that opens a chain keeps
+//! those, and makes its own record durable at the one moment where it matters (`commit` of a merge, before
 //! [`Chain::push`]). What holds:
 //!
 //! 1. **Ask, then read.** A plan is made under short locks; data moves without any. A plan holds the levels it was made

@@ -52,7 +52,7 @@ impl To {
         }
     }
 
-    /// True when it reads as zeros without asking anybody.
+    /// True when it reads as zeros without a read of any level.
     pub fn is_zero(self) -> bool {
         matches!(self, Self::Absent | Self::Zero)
     }

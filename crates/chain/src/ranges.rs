@@ -1,8 +1,8 @@
 //! Byte ranges that one change at a time may touch.
 //!
-//! Requests are kept in order of arrival; one goes ahead as soon as no earlier one that overlaps is left. So nobody
-//! starves, a request for much does not stop what does not touch it, and since each holds one range there is no cycle.
-//! There are as many entries as threads that write, so a list is looked through faster than a tree.
+//! Requests are kept in order of arrival; one goes ahead as soon as no earlier one that overlaps is left. So no request
+//! starves, a large one does not stop those that do not overlap it, and since each holds one range none deadlocks.
+//! There are as many entries as threads that write, so a list is searched faster than a tree.
 
 use parking_lot::{Condvar, Mutex};
 use std::ops::Range;
@@ -27,7 +27,7 @@ pub struct Ranges {
     freed: Condvar,
 }
 
-/// A range that nobody else has; free again when this is dropped.
+/// A range that one request holds; free again when this is dropped.
 pub struct Held<'a> {
     ranges: &'a Ranges,
     number: u64,

@@ -236,7 +236,7 @@ impl Chain {
     }
 
     /// Where `range` is, if it is known which level holds it; a span that is not known is surveyed. `None` where a walk
-    /// has to find out. The caller has his token, and knows that the levels are current.
+    /// has to find out. The caller has taken its token, and has checked that the levels are current.
     fn resolve_by_holder(&self, levels: &Levels, range: &Range<u64>) -> Result<Option<Vec<Mapping>>> {
         let mut holder = self.metadata.holder(range);
         if holder == Holder::Missing {

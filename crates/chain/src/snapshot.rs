@@ -89,7 +89,7 @@ impl Frozen<'_> {
 
 impl Drop for Frozen<'_> {
     fn drop(&mut self) {
-        // Whoever waits at the gate of levels that are not current any more turns round.
+        // A writer that waits at the gate of levels that are no longer current tries again with the current ones.
         self.levels.gate.open();
     }
 }

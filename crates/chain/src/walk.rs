@@ -1,8 +1,8 @@
 //! The resolver: one walk down the levels, each asked only for what those above left absent.
 //!
-//! The range that somebody waits for (`demand`) is resolved whole. Around it, within `window`, extents come along as
+//! The range that a request waits for (`demand`) is resolved whole. Around it, within `window`, extents are added as
 //! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
-//! what is farthest from the demand goes first when there are more than `most`.
+//! what is farthest from the demand is dropped first when there are more than `most`.
 //!
 //! A *survey* only asks who holds each block of a span ([`holders`]), each level once.
 
@@ -117,7 +117,7 @@ impl Walk<'_> {
         for Piece { start, end, to } in pieces {
             let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
             if start == demand.start || start == demand.end {
-                // What was asked for and what was not are told apart in the cache.
+                // The cache keeps what was asked for and what was prefetched as separate entries.
                 mappings.push(mapping);
             } else {
                 push(&mut mappings, mapping);
@@ -189,7 +189,7 @@ impl Walk<'_> {
 /// Extents of a span that are asked of a level.
 const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 
-/// Who holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
+/// Which level holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
 pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
     let block = holders::BLOCK;
     let mut found = [NOBODY; SPAN_BLOCKS];
@@ -200,7 +200,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         if left == 0 {
             break;
         }
-        // The block that `at` lies in, and all from there to `end`, become `holder` unless somebody above has them.
+        // The block that `at` lies in, and all from there to `end`, become `holder` unless a level above has them.
         let mut settle = |at: u64, end: u64, holder: u8| {
             let blocks = ((at - span.start) / block) as usize..(end - span.start).div_ceil(block) as usize;
             for known in found[blocks].iter_mut().filter(|known| **known == NOBODY) {
@@ -218,7 +218,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         answer.clear();
         level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
         let holder = if level.number() < NOBODY { level.number() } else { UNKNOWN };
-        // Runs of what the level has: blocks within one are its own, those on the borders nobody's alone.
+        // Runs of what the level has: it holds the blocks within a run whole, those at its borders only in part.
         let mut run = span.start..span.start;
         let mut close = |run: &Range<u64>| {
             let whole_start = run.start.next_multiple_of(block);

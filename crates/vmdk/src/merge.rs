@@ -300,17 +300,39 @@ impl Disk {
         let room = directory.room().map_err(|error| Error::io("asking for the room in the file system", error))?;
         let metadata = needed / METADATA_SHARE + tables * table;
         if needed > 0 && needed + metadata > room.available {
-            let text = format!(
-                "disk '{}': merging into '{}' takes {} bytes, and the file system has {}: nothing was changed; free some \
-                 space, or delete the disk",
-                self.name(),
-                into.place().label(),
-                needed + metadata,
-                room.available
-            );
-            return Err(Error::new(ErrorKind::NoSpace, text));
+            return Err(self.lacks_room(into, needed + metadata, &format!("has {}", room.available)));
+        }
+        if needed > 0 && table > 0 {
+            self.prove_room(into, needed + metadata)?;
         }
         ranges.into_iter().try_for_each(|range| layer.take_room(range))
+    }
+
+    fn lacks_room(&self, into: &Image, bytes: u64, found: &str) -> Error {
+        let text = format!(
+            "disk '{}': merging into '{}' takes {bytes} bytes, and the file system {found}: nothing was changed; free \
+             some space, or delete the disk",
+            self.name(),
+            into.place().label(),
+        );
+        Error::new(ErrorKind::NoSpace, text)
+    }
+
+    /// Takes that much behind the end of an image, and gives it back. The room that `statfs` reports may not be there:
+    /// it is more than there is on a btrfs that is nearly full, and leaves quotas out.
+    fn prove_room(&self, into: &Image, bytes: u64) -> Result<()> {
+        // The first extent may be one of zeros, or only read.
+        let Ok(file) = into.layer().file(0) else { return Ok(()) };
+        let Ok(end) = file.len() else { return Ok(()) };
+        let taken = file.reserve(end, bytes);
+        // A part may have been taken. Where this fails, the file is longer than it needs to be.
+        let given_back = file.set_len(end);
+        match taken {
+            Err(error) if backend::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
+            Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
+            // The merge's own writes meet every other failure.
+            Err(_) => Ok(()),
+        }
     }
 
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {

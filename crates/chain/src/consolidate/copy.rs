@@ -22,7 +22,7 @@ use std::sync::Arc;
 const LOOK_AHEAD: u64 = 64 << 20;
 /// Extents of it.
 const LOOK_AHEAD_EXTENTS: usize = 128;
-/// Extents of a copied range that the caches are told of.
+/// Extents of a copied range that are put into the caches.
 const EXTENTS_MAX: usize = 64;
 
 /// The way a merge goes.

@@ -18,16 +18,16 @@
 //!    or an interruption before the commit leaves a chain that reads as before, and the merge may be begun again, from
 //!    the last checkpoint on.
 //! 2. **It ends** whatever is written meanwhile: once writes go to both sides, what is left to copy only shrinks, and
-//!    nobody is held off but for the moment of swapping the stack. Passes before that keep what has to be copied then,
+//!    writes are held off only while the stack is swapped. Passes before that keep what has to be copied then,
 //!    and the time in which every write costs two, small.
 //! 3. **Nothing flushed is lost.** Before the commit a flush covers both sides, and the target then has durably all
 //!    that was acknowledged before; everything after that goes to both, and after the swap to the target.
 //! 4. One step copies at most [`COPY_STEP`] with that range held, so a write waits for no more than that. Steps hold
 //!    the range against writers; mirrored writes hold it in both levels' grains.
 //! 5. A target that gives places to others changes only after every plan that does not hold its epoch is gone.
-//! 6. The state that the target (down) or the sources (up) were a snapshot of is given up when a merge begins. Nobody
-//!    else may have that level open; the owner of names sees to that, and records a merge as begun if a crash is to be
-//!    followed by going on with it.
+//! 6. The state that the target (down) or the sources (up) were a snapshot of is given up when a merge begins. No other
+//!    chain may have that level open: the owner of names ensures it, and records a merge as begun if it is to be
+//!    resumed after a crash.
 
 mod copy;
 mod dirty;
@@ -201,7 +201,7 @@ impl Chain {
     }
 
     /// Puts another opening of the same image in the place of a level: for writing, before something is merged into it,
-    /// or for reading afterwards. Waits until nobody reads by the old one.
+    /// or for reading afterwards. Waits until no request reads through the old one.
     pub fn replace(&self, key: LevelKey, layer: Arc<dyn Layer>) -> Result<()> {
         let control = self.control.lock();
         let levels = self.levels();
@@ -225,9 +225,9 @@ impl Chain {
         self.wait_unused(&old, &())
     }
 
-    /// Does work on a level that moves its grains about: wiping, shrinking. A layer gives a place to others when
-    /// nobody holds an epoch from before that; but what the cache knows of places holds none. So while this lasts
-    /// nothing of the level is cached, and whoever reads holds its epoch, wherever in the stack it is.
+    /// Does work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
+    /// epoch from before the move; but cache entries hold no epoch. So while this lasts nothing of the level is
+    /// cached, and every reader holds its epoch, wherever in the stack the level is.
     pub fn while_moving<T>(&self, key: LevelKey, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: a merge or other work on this disk is under way", self.name))
@@ -240,7 +240,7 @@ impl Chain {
             }
             self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
         };
-        // Whoever began before may still put into the cache what he finds, and holds no epoch of a lower level.
+        // A request that began before may still fill the cache with what it finds, and holds no epoch of a lower level.
         self.wait_unused(&old, &())?;
         drop(old);
         if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
@@ -327,7 +327,7 @@ impl Chain {
         Ok((job, old))
     }
 
-    /// Waits until nobody holds levels that are not current any more.
+    /// Waits until no request holds levels that are not current any more.
     fn wait_unused(&self, old: &Arc<Levels>, watch: &dyn Watch) -> Result<()> {
         while Arc::strong_count(old) > 1 {
             if watch.cancelled() {
@@ -349,7 +349,7 @@ impl Chain {
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
         let mut throttle = Throttle::new(watch);
         let mut unflushed = 0;
-        // A live top may have been written since a checkpoint, and nobody has noted it.
+        // A live top may have been written since a checkpoint, and those writes were not recorded.
         let from = if self.levels().job_is_live { 0 } else { from };
         let mut at = from.min(capacity) / job.target.grain * job.target.grain;
         while at < capacity {

@@ -9,8 +9,8 @@
 //!
 //! 1. A block's number is that of the newest level that has anything of it, and that level has all of it. It says
 //!    nothing of places: the level itself is asked, so that nothing here goes stale by what happens inside a level.
-//! 2. What changes or is copied by a merge becomes UNKNOWN; a number of a level that is gone is not in the stack of
-//!    whoever asks, and is UNKNOWN to him.
+//! 2. What changes or is copied by a merge becomes UNKNOWN; a look-up treats a number that is not in its own stack of
+//!    levels, because the level is gone, as UNKNOWN.
 //! 3. Memory is a fixed share of what the entries may take ([`BYTES_PER_ENTRY`]), taken when it is first needed.
 
 use super::SPAN;
@@ -99,7 +99,7 @@ impl Holders {
         self.spans[set].iter_mut().find(|span| span.number == number)
     }
 
-    /// Who holds sectors `from..to`, which lie in one span.
+    /// Which level holds sectors `from..to`, which lie in one span.
     pub fn get(&mut self, from: u64, to: u64) -> Holder {
         if self.sets == 0 {
             return Holder::Unknown;

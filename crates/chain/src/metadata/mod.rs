@@ -1,4 +1,4 @@
-//! The metadata cache: which level holds which extent, as far as somebody asked lately.
+//! The metadata cache: which level holds which extent, for the extents that requests looked up most recently.
 //!
 //! Sixteen shards, each answering for every sixteenth 64 MiB of addresses under a lock of its own, which is held for a
 //! search in two sorted arrays and nothing else. Eviction goes round all of them: entries seen since the hand last came
@@ -8,7 +8,7 @@
 //!    be what was before: no write has been acknowledged then. Where places are reused, ranges under change have no
 //!    entries.
 //! 2. There are never more entries than the maximum, but for what threads are putting in at this moment.
-//! 3. A prefetched entry goes first unless somebody asks for it. How much is prefetched follows from what became of
+//! 3. A prefetched entry goes first unless a request looks it up. How much is prefetched follows from what became of
 //!    earlier prefetches: as long as a quarter of what leaves the cache unused had been used, or nothing leaves it, all
 //!    that the tunables allow; in a random load beyond the cache, nothing, but for a try now and then.
 //! 4. Where nothing is prefetched, a miss asks one level if [`holders`] knows which, instead of walking down to it.
@@ -274,7 +274,7 @@ impl MetadataCache {
         (start..end, most)
     }
 
-    /// Which level holds `range`, for whoever missed it among the entries and prefetches nothing.
+    /// Which level holds `range`, for a look-up that missed it among the entries and prefetches nothing.
     pub fn holder(&self, range: &Range<u64>) -> Holder {
         if range.start / SPAN != (range.end - 1) / SPAN {
             return Holder::Unknown;

@@ -179,7 +179,7 @@ fn run(seed: u64, setup: Setup) {
     println!("{snapshots} snapshots, {merges} merged levels, {total} changes, {:?}", chain.statistics().metadata);
 }
 
-/// Whoever fails stops the others.
+/// A thread that fails stops the others.
 pub struct StopOnPanic<'a>(pub &'a AtomicBool);
 
 impl Drop for StopOnPanic<'_> {

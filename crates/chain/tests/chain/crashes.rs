@@ -1,5 +1,5 @@
 //! Power cuts at random points of writes, discards, snapshots and merges: every flushed byte is there, every other
-//! sector is as it was or as somebody wrote it since, and the merge can be done again.
+//! sector is as it was or as a write since then left it, and the merge can be done again.
 //!
 //! The owner's record, which levels there are, is a variable here: it changes in `commit` and before a push, as a
 //! rename in a folder would. Writes of the guest come out of the merge's own progress reports, so that a seed is a

@@ -1,4 +1,4 @@
-//! Layers that fail: the error is told, nothing else changes, and the caches learn nothing wrong.
+//! Layers that fail: the error is returned, nothing else changes, and no wrong entry gets into the caches.
 
 use crate::merges::filled;
 use crate::mock::{Manner, Mock};

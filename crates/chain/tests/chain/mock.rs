@@ -204,7 +204,7 @@ impl Mock {
         if place < FIRST || !self.manner.moves {
             return;
         }
-        // Everybody who may have been told of this place holds this epoch or an older one; the queue is in order.
+        // Every reader that may have looked up this place holds this epoch or an older one; the queue is in order.
         let freed = (place, std::mem::take(&mut state.epoch));
         if self.manner.frees_at_flush { state.unflushed.push(freed) } else { state.freed.push_back(freed) }
     }

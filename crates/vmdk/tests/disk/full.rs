@@ -208,6 +208,27 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
     }
 }
 
+/// The file system tells of room that it has not.
+#[test]
+fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is() {
+    for delta in &DELTAS[..2] {
+        let machine = Machine::new(ImageKind::Thin, *delta, 12);
+        (5..10).for_each(|piece| machine.write(piece * 4, 5));
+        let content = read(&machine.disk.chain().unwrap());
+        machine.fill(6);
+        machine.storage.overstate_room(32 << 20);
+        let refused = machine.disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::NoSpace, "{delta:?}: {refused}");
+        let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+        assert_eq!(names, ["first", "second"], "{delta:?}: {refused}");
+        assert_eq!(leaked(&machine.disk), Vec::<String>::new());
+        machine.storage.set_capacity(128 << 20);
+        machine.disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap();
+        assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}");
+        assert_eq!(machine.disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+    }
+}
+
 /// Each piece takes a table of its own in the image that it goes to, which is more than the piece.
 #[test]
 fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
