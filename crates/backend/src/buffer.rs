@@ -51,7 +51,7 @@ impl Drop for Buffer {
 
 impl Buffer {
     /// `blocks` blocks of memory that may hold anything this process had in memory before: for callers that overwrite
-    /// all of it before anybody looks.
+    /// all of it before it is read.
     pub fn recycled(blocks: usize) -> Self {
         let class = blocks.next_power_of_two().ilog2() as usize;
         if blocks == 0 || class >= kept::CLASSES {

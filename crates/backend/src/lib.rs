@@ -170,8 +170,8 @@ pub trait Directory: Send + Sync {
     /// Opens a file that exists (`NotFound` otherwise).
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
 
-    /// Opens a file that somebody else may have put there: only a regular file, never through a symbolic link, and with
-    /// no more rights than `access` asks for.
+    /// Opens a file that another program may have put there: only a regular file, never through a symbolic link, and
+    /// with no more rights than `access` asks for.
     fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
         let _ = access;
         self.open(name, mode)
@@ -186,8 +186,8 @@ pub trait Directory: Send + Sync {
     /// Creates a file that must not exist yet. Durable only after [`Directory::sync`].
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>>;
 
-    /// As [`Directory::create`], and the lock on it: `WouldBlock` when somebody else was quicker to lock what had just
-    /// appeared, and may have removed it.
+    /// As [`Directory::create`], and the lock on it: `WouldBlock` when another process locked the new file first; that
+    /// process may have removed it.
     fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
         let file = self.create(name, mode)?;
         Ok((file, self.lock(name)?))

@@ -157,12 +157,12 @@ impl LocalDirectory {
     }
 
     /// Whether that file still bears the name.
-    fn leads_to(&self, name: &str, file: &std::fs::File) -> io::Result<bool> {
-        leads_to(&self.folder, name, file).map_err(|error| named(error, "look at", &self.path.join(name)))
+    fn leads_to(&self, name: &str, identity: Identity) -> io::Result<bool> {
+        leads_to(&self.folder, name, identity).map_err(|error| named(error, "look at", &self.path.join(name)))
     }
 
-    fn locked(&self, name: &str, file: std::fs::File) -> Box<dyn Lock> {
-        Box::new(LocalLock { file, place: Some((Arc::clone(&self.folder), name.to_owned())) })
+    fn locked(&self, name: &str, file: std::fs::File, identity: Identity) -> Box<dyn Lock> {
+        Box::new(LocalLock { file, place: Some((Arc::clone(&self.folder), name.to_owned(), identity)) })
     }
 
     fn lock_with(&self, name: &str, flags: OFlags) -> io::Result<Box<dyn Lock>> {
@@ -170,18 +170,34 @@ impl LocalDirectory {
             let file = self.open_with(name, IoMode::Buffered, flags)?;
             self.take_lock(name, &file)?;
             // Its last owner may have removed or renamed it since it was opened here.
-            if self.leads_to(name, &file)? {
-                return Ok(self.locked(name, file));
+            let identity = Identity::of(&file)?;
+            if self.leads_to(name, identity)? {
+                return Ok(self.locked(name, file, identity));
             }
         }
     }
 }
 
-/// Whether the name in a folder leads to an open file.
-fn leads_to(folder: &OwnedFd, name: &str, file: &std::fs::File) -> io::Result<bool> {
-    let own = rustix::fs::fstat(file)?;
+/// Device and inode number: they name a file for as long as it is open.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Identity(u64, u64);
+
+impl Identity {
+    fn of(file: &std::fs::File) -> io::Result<Self> {
+        Ok(Self::from(rustix::fs::fstat(file)?))
+    }
+}
+
+impl From<rustix::fs::Stat> for Identity {
+    fn from(stat: rustix::fs::Stat) -> Self {
+        Self(stat.st_dev, stat.st_ino)
+    }
+}
+
+/// Whether the name in a folder leads to an open file of that identity.
+fn leads_to(folder: &OwnedFd, name: &str, identity: Identity) -> io::Result<bool> {
     match rustix::fs::statat(folder, name, rustix::fs::AtFlags::empty()) {
-        Ok(found) => Ok((found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)),
+        Ok(found) => Ok(Identity::from(found) == identity),
         Err(rustix::io::Errno::NOENT) => Ok(false),
         Err(error) => Err(error.into()),
     }
@@ -223,15 +239,16 @@ impl Directory for LocalDirectory {
         let file = self.create_file(name, mode)?;
         let lock = file.try_clone().and_then(|lock| {
             self.take_lock(name, &lock)?;
-            match self.leads_to(name, &lock)? {
-                true => Ok(lock),
+            let identity = Identity::of(&lock)?;
+            match self.leads_to(name, identity)? {
+                true => Ok((lock, identity)),
                 false => Err(self.is_locked(name)),
             }
         });
         match lock {
-            Ok(lock) => Ok((Arc::new(LocalFile::new(file, mode)), self.locked(name, lock))),
+            Ok((lock, identity)) => Ok((Arc::new(LocalFile::new(file, mode)), self.locked(name, lock, identity))),
             Err(error) => {
-                // Whoever was quicker to lock it decides on it.
+                // Another process has locked it first: whether to remove it is that process's decision.
                 if error.kind() != io::ErrorKind::WouldBlock {
                     let _ = self.remove(name);
                 }
@@ -330,8 +347,8 @@ impl Directory for LocalDirectory {
 }
 
 /// Has a new file overwritten in place on btrfs, where each write takes new space otherwise: what was reserved would
-/// not be there on a full file system. Where that cannot be had, the file is as good as others on such a file system,
-/// and [`copied_on_write`] tells of it.
+/// not be there on a full file system. Where that fails, the file is written like any other on such a file system, and
+/// [`copied_on_write`] reports it.
 #[cfg(target_os = "linux")]
 fn overwrite_in_place(file: &std::fs::File) {
     let kind = |found: rustix::fs::StatFs| FileSystem::of_magic(found.f_type as u64 & 0xffff_ffff);
@@ -345,13 +362,13 @@ fn overwrite_in_place(file: &std::fs::File) {
 /// Holds the open file description that carries the lock.
 struct LocalLock {
     file: std::fs::File,
-    /// The folder and the name in it; none for the folder itself.
-    place: Option<(Arc<OwnedFd>, String)>,
+    /// The folder, the name in it, and the file that must bear it; none for the folder itself.
+    place: Option<(Arc<OwnedFd>, String, Identity)>,
 }
 
 impl Lock for LocalLock {
     fn is_named(&self) -> io::Result<bool> {
-        self.place.as_ref().map_or(Ok(true), |(folder, name)| leads_to(folder, name, &self.file))
+        self.place.as_ref().map_or(Ok(true), |(folder, name, identity)| leads_to(folder, name, *identity))
     }
 }
 

@@ -7,8 +7,8 @@
 //! 3. No call to a file is made under a lock.
 //!
 //! Waiting: with nothing polled, on a condition variable; with descriptors polled, in poll(2) on these and a pipe that
-//! the next job to finish writes one byte into. The byte is written by whoever takes `sleeping`, so the pipe holds one
-//! at most and never blocks its writer.
+//! the next job to finish writes one byte into. Only the thread that takes `sleeping` writes the byte, so the pipe
+//! holds one at most and never blocks its writer.
 
 use crate::queue::{QUEUE_DEPTH_MAX, write_at_once};
 use crate::readiness::Watched;
@@ -174,7 +174,7 @@ impl Done {
         let wake = std::mem::take(&mut state.sleeping);
         drop(state);
         match wake {
-            // The pipe cannot be full, and without a reader there is no one to wake.
+            // The pipe cannot be full, and without a reader there is no thread to wake.
             true => drop((&self.wake).write(&[1])),
             false => drop(self.finished.notify_one()),
         }

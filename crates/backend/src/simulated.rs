@@ -22,7 +22,7 @@
 //!
 //! What it assumes a real disk and file system never do:
 //!
-//! 1. A sector is written whole or not at all, and sectors that nobody writes do not change.
+//! 1. A sector is written whole or not at all, and a sector changes only by a write to it.
 //! 2. What a successful flush or durable write made durable stays, and no older write comes back over it.
 //! 3. Changes of names become durable in the order they were made, each of them whole (any journalling file system).
 //! 4. A file's contents do not depend on its name being durable, nor on other files.
@@ -217,6 +217,11 @@ impl SimulatedDisk {
     /// Makes the file system larger or smaller; less than is used leaves no room.
     pub fn set_capacity(&self, bytes: u64) {
         self.world.lock().options.capacity = bytes;
+    }
+
+    /// Makes the file system tell of that much more room than it has, as btrfs does.
+    pub fn overstate_room(&self, bytes: u64) {
+        self.world.lock().overstated = bytes;
     }
 }
 

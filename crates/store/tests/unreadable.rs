@@ -1,4 +1,4 @@
-//! A medium that does not read metadata: who waits for write-back learns of it, and everything goes on when it does.
+//! Reads of metadata fail: callers that wait for write-back get the error, and work goes on once reads succeed.
 
 #![allow(clippy::unwrap_used)]
 

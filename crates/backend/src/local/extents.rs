@@ -5,9 +5,9 @@
 //! place included. File systems without it (tmpfs, NFS) are asked by `SEEK_DATA`, which on them sees every byte that
 //! was ever written.
 //!
-//! Asked to place what waits in the page cache first, the kernel writes it out with the file locked, and whoever writes
-//! to the file waits for all of that: a third of a second while a guest writes at random. So it is written out
-//! beforehand, past that lock, on file systems where nothing is lost by it.
+//! Asked to allocate places for dirty pages first, the kernel writes them out with the file locked, and every write to
+//! the file waits for all of that: a third of a second while a guest writes at random. So dirty pages are written out
+//! beforehand, without that lock, on file systems where nothing is lost by it.
 
 use crate::Placement;
 use std::fs::File;

@@ -6,7 +6,7 @@
 use super::{extents, retry};
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range};
-use crate::{File, IoMode, Placement};
+use crate::{BLOCK_SIZE, File, IoMode, Placement};
 use std::io::{self, IoSlice};
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
@@ -34,8 +34,8 @@ const CLOSED_ELSEWHERE: u64 = 16 << 20;
 
 impl Drop for LocalFile {
     /// Closing a removed file for the last time is what frees its space, and takes as long as that takes: two thirds of
-    /// a second for 2 GiB on a file system mounted with `discard`. Who lets go of it last may be the thread of a
-    /// request, and all requests of its connection would wait.
+    /// a second for 2 GiB on a file system mounted with `discard`. The thread of a request may drop it last, and all
+    /// requests of its connection would wait.
     fn drop(&mut self) {
         let long = rustix::fs::fstat(&self.file)
             .is_ok_and(|stat| stat.st_nlink == 0 && stat.st_blocks as u64 * 512 >= CLOSED_ELSEWHERE);
@@ -97,6 +97,43 @@ impl LocalFile {
             }
         }
         self.write_vectors(&mut piece, offset, false)
+    }
+
+    /// Goes on after a direct write found no room. Where the file system's blocks are smaller than those of direct I/O,
+    /// a block of these may have holes, left by writes through the page cache: what stays a hole needs no room.
+    fn write_around_holes(&self, slices: &[&[u8]], offset: u64, full: io::Error) -> io::Result<()> {
+        let small = rustix::fs::fstat(&self.file).is_ok_and(|stat| (stat.st_blksize as u64) < BLOCK_SIZE as u64);
+        let end = offset + slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
+        if !small || end > self.len()? {
+            return Err(full);
+        }
+        let mut pieces: Vec<Range<u64>> = Vec::new();
+        let mut at = offset;
+        while at < end {
+            let placements = self.placements(at)?;
+            let Some(last) = placements.last() else { break };
+            at = last.range.end.max(at + 1);
+            pieces.extend(placements.into_iter().map(|placement| placement.range.start..placement.range.end.min(end)));
+        }
+        let mut start = offset;
+        for slice in slices {
+            let stop = start + slice.len() as u64;
+            let part = |range: Range<u64>| &slice[(range.start - start) as usize..(range.end - start) as usize];
+            let mut done = start;
+            for piece in pieces.iter().filter(|piece| piece.start < stop && start < piece.end) {
+                let piece = piece.start.max(start)..piece.end.min(stop);
+                if part(done..piece.start).iter().any(|byte| *byte != 0) {
+                    return Err(full);
+                }
+                self.write_vectors(&mut [IoSlice::new(part(piece.clone()))], piece.start, false)?;
+                done = piece.end;
+            }
+            if part(done..stop).iter().any(|byte| *byte != 0) {
+                return Err(full);
+            }
+            start = stop;
+        }
+        Ok(())
     }
 
     /// What punching does where the file system has no holes.
@@ -183,12 +220,19 @@ impl File for LocalFile {
         if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
             return self.write_pieces(slices, offset);
         }
-        match slices {
+        let written = match slices {
             [slice] => self.write_vectors(&mut [IoSlice::new(slice)], offset, durable),
             _ => {
                 let mut vectors: Vec<_> = slices.iter().map(|slice| IoSlice::new(slice)).collect();
                 self.write_vectors(&mut vectors, offset, durable)
             }
+        };
+        match written {
+            Err(error) if self.mode == IoMode::Direct && crate::lacks_space(&error) => {
+                self.write_around_holes(slices, offset, error)?;
+                if durable { self.sync() } else { Ok(()) }
+            }
+            other => other,
         }
     }
 
@@ -321,7 +365,7 @@ fn write_out_call(_file: &std::fs::File, _offset: u64, _length: u64, _wait: bool
     false
 }
 
-/// A hint: whoever reads meets the errors.
+/// A hint: errors are ignored, a read of the range returns them.
 #[cfg(target_os = "linux")]
 fn will_need_call(file: &std::fs::File, offset: u64, length: u64) {
     // No length would mean all the rest.

@@ -68,6 +68,8 @@ pub(super) struct World {
     /// While it is off, what changes nothing still succeeds.
     pub(super) readable: bool,
     pub(super) pace: Option<Pace>,
+    /// Room that is told of, and is not there.
+    pub(super) overstated: u64,
     cached_reads: u64,
     used: u64,
     files: BTreeMap<FileId, FileState>,
@@ -90,6 +92,7 @@ impl World {
             off: false,
             readable: false,
             pace: None,
+            overstated: 0,
             cached_reads: 0,
             used: 0,
             files: BTreeMap::new(),
@@ -337,7 +340,8 @@ impl World {
 
     pub(super) fn room(&self) -> io::Result<Room> {
         self.check_power()?;
-        Ok(Room { total: self.options.capacity, available: self.options.capacity.saturating_sub(self.used) })
+        let available = self.options.capacity.saturating_sub(self.used) + self.overstated;
+        Ok(Room { total: self.options.capacity, available })
     }
 
     // Contents.

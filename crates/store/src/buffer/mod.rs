@@ -365,7 +365,7 @@ impl Layers {
         self.layers.back_mut().expect("there is always a layer").insert(logical, entry)
     }
 
-    /// Announces that a block is being read to be partly overwritten. False when somebody else does so already.
+    /// Announces that a block is being read to be partly overwritten. False when another write has announced it.
     pub fn begin_partial(&mut self, block: u64) -> bool {
         if self.partial.contains_key(&block) {
             return false;
@@ -374,7 +374,7 @@ impl Layers {
         true
     }
 
-    /// True when nobody wrote the block since it was announced.
+    /// True when no write has changed the block since it was announced.
     pub fn end_partial(&mut self, block: u64) -> bool {
         self.partial.remove(&block).unwrap_or(false)
     }

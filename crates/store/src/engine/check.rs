@@ -510,7 +510,7 @@ fn count_tree(
     tree::walk_damaged(&mut sight.nodes(&mut effects), root.node, &mut visit, &mut damaged)
 }
 
-/// Who maps a data block: for the message about a damaged one.
+/// Which disks and snapshots map a data block: for the message about a damaged one.
 pub(super) fn owners_of(sight: &mut Sight<'_>, block: u64) -> Result<String> {
     let mut report = Report::default();
     let mut names = Vec::new();

@@ -143,7 +143,7 @@ impl Engine {
         let _gate = self.writeback.lock();
         let mut commit = self.log.lock();
         let _through = self.writeback.stop_through();
-        // Whoever overwrites in place from now on announces it behind the tail.
+        // An overwrite in place that begins from now on is announced behind the tail.
         self.log.end_permits();
         let mut guard = self.meta.lock();
         let meta = &mut *guard;

@@ -1,6 +1,8 @@
 //! The files of a datastore: names, and the data files opened as they are needed.
 
+use super::log::IMAGES_FILE;
 use crate::buffer;
+use crate::pages::PageFile;
 use crate::space::{FILE_BLOCKS, Run};
 use crate::sync::RwLock;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,6 +20,25 @@ pub const LOCK_FILE: &str = "lock";
 /// Name of data file `number`.
 pub fn data_file_name(number: u64) -> String {
     format!("data.{number:04}")
+}
+
+/// Before recovery: what is read from now on is what the media hold.
+///
+/// After a failed flush the operating system may show what was never written as if it were, until it needs the memory.
+/// A recovery that took it for good would show clients data that is older some time later.
+pub fn show_media(directory: &dyn Directory) -> Result<()> {
+    let pages = PageFile::ALL.map(|file| file.name().to_owned());
+    let others = [SUPERBLOCK_FILE, JOURNAL_FILE, IMAGES_FILE].map(str::to_owned);
+    let names = directory.list().during(|| "listing the datastore".into())?;
+    let data = (0..).map(data_file_name).take_while(|name| names.contains(name));
+    for name in pages.into_iter().chain(others).chain(data).filter(|name| names.contains(name)) {
+        let file = directory.open(&name, IoMode::Buffered).during(|| format!("opening {name}"))?;
+        // What waits to be written is good, if it can be written. The first flush may tell of a failure before this
+        // opening: what that has lost is forgotten.
+        file.sync().or_else(|_| file.sync()).during(|| format!("flushing {name} before recovery"))?;
+        file.forget_cached().during(|| format!("reading {name} anew"))?;
+    }
+    Ok(())
 }
 
 /// Data files are written out in pieces of this many bytes: few enough requests of the medium at a time that an append
@@ -102,7 +123,7 @@ impl DataFiles {
         Ok((Arc::clone(&file.file), offset))
     }
 
-    /// Makes sure that the file of a run exists, durably; `stop` is told when that cannot be known.
+    /// Makes sure that the file of a run exists, durably; calls `stop` if the sync of the folder fails.
     pub fn ensure(&self, run: Run, stop: &dyn Fn(Error) -> Error) -> Result<()> {
         let (number, _, _) = buffer::place(run);
         let mut files = self.files.write();

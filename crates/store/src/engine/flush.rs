@@ -136,7 +136,7 @@ impl Engine {
                 self.make_room(cost)?;
                 continue;
             }
-            // Whoever came in between appended what we had queued; either way it is durable now.
+            // A thread that took the lock in between may have appended what this flush queued: durable either way.
             self.log.clocks.set_durable(covered);
             return Ok(());
         }
@@ -319,7 +319,7 @@ impl Engine {
                 let data = vec![part(logical, logical + blocks)];
                 let gate = self.log.clocks.synced();
                 if extent.unwritten {
-                    // Space that a thick disk set aside: the map learns that it is written, together with the content.
+                    // Reserved space of a thick disk: the record that it is written goes into the map with the content.
                     let from = (logical - piece.logical) as usize;
                     let checksums = sums.as_slice()[from..from + blocks as usize].to_vec();
                     let written = Operation::Written { disk: head.id, logical, run, checksums };

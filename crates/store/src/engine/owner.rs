@@ -2,19 +2,29 @@
 //!
 //! The owner holds three locks: on the file `lock`, which every version takes; on the superblock, which every opener
 //! needs; and on the folder, where the file system locks folders. Removing or replacing one of the files therefore lets
-//! no second owner in. The owner compares, before each append to the journal and every few seconds, what the names lead
+//! no second owner in. The owner compares, before an append to the journal and every few seconds, what the names lead
 //! to with what it has locked, and stops writing once they differ: a process of version 0.1.0 knows only the file
-//! `lock`, and a folder restored under a running server is not the one that was opened.
+//! `lock`, and a folder restored under a running server is not the one that was opened. Appends that follow each other
+//! within [`LOOK_INTERVAL`] share one comparison.
 
 use super::Engine;
 use super::files::{LOCK_FILE, SUPERBLOCK_FILE};
-use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use crate::sync::time::Instant;
 use crate::{Error, ErrorKind, Result};
 use backend::{Directory, Lock};
+use std::time::Duration;
+
+/// For this long after a comparison the names are taken to lead where they did. Another process that opens the
+/// datastore takes longer before it writes, and comparing takes 3 % of the time of a flush of one block.
+pub(super) const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The locks of the owner of a datastore, until dropped.
 pub struct Owner {
     locks: Vec<(&'static str, Box<dyn Lock>)>,
+    taken: Instant,
+    /// Until when the last comparison counts, in nanoseconds since `taken`.
+    valid_until: AtomicU64,
     /// A look that failed has been reported.
     reported: AtomicBool,
 }
@@ -40,11 +50,16 @@ impl Owner {
         if let Some(lock) = directory.lock_folder().map_err(|error| busy("its folder", error))? {
             locks.push(("", lock));
         }
-        Ok(Self { locks, reported: AtomicBool::new(false) })
+        let (taken, valid_until) = (Instant::now(), AtomicU64::new(0));
+        Ok(Self { locks, taken, valid_until, reported: AtomicBool::new(false) })
     }
 
     /// Fails once a name no longer leads to the file that was locked.
     fn check(&self) -> Result<()> {
+        let now = self.taken.elapsed();
+        if (now.as_nanos() as u64) < self.valid_until.load(Ordering::Relaxed) {
+            return Ok(());
+        }
         for (name, lock) in &self.locks {
             match lock.is_named() {
                 Ok(true) => {}
@@ -65,6 +80,7 @@ impl Owner {
                 }
             }
         }
+        self.valid_until.store((now + LOOK_INTERVAL).as_nanos() as u64, Ordering::Relaxed);
         Ok(())
     }
 }

@@ -106,7 +106,7 @@ impl Sight<'_> {
         damaged
     }
 
-    /// Who has blocks of a range, and where, as a text.
+    /// Which disks and snapshots map blocks of a range, and where, as a text.
     pub(super) fn describe_blocks(&mut self, roots: &[Root], blocks: &Range<u64>) -> String {
         let mut owners = Vec::new();
         for root in roots {

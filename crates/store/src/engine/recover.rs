@@ -16,7 +16,7 @@
 use super::buffers::Buffers;
 use super::check::Report;
 use super::checkpoint::Purpose;
-use super::files::{DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
+use super::files::{self, DataFiles, JOURNAL_FILE, LOCK_FILE, SUPERBLOCK_FILE};
 use super::left_out::{LeftOut, Tolerance};
 use super::log::{CheckpointRecord, CommitLog, FORMAT_VERSION, IMAGES_FILE, INITIAL_PAGES, Images, Superblock};
 use super::metadata::{Meta, Metadata};
@@ -206,6 +206,7 @@ impl Engine {
         let open = |name: &str, mode| directory.open(name, mode).during(|| format!("opening {name} of the datastore"));
         let mut found_first = Report::default();
         let superblock_file = open(SUPERBLOCK_FILE, IoMode::Buffered)?;
+        superblock_file.forget_cached().during(|| "reading the superblock anew".into())?;
         let (mut superblock, other_copy_lost) = match opening {
             Opening::Ordinary => Superblock::read(&*superblock_file)?,
             Opening::Repair => Superblock::read_mended(&*superblock_file)?,
@@ -214,6 +215,9 @@ impl Engine {
             // Every opening writes the superblock, over this copy first.
             tracing::error!(copy, "a copy of the superblock is damaged; the other one is used");
             found_first.add(damaged_superblock(copy), Some("written anew when the datastore was opened".to_owned()));
+        }
+        if !superblock.clean {
+            files::show_media(&*directory)?;
         }
         // The journal goes past the page cache where the file system allows: it is never read again but in recovery.
         let journal_file = match directory.open(JOURNAL_FILE, IoMode::Direct) {

@@ -279,8 +279,8 @@ impl Journal {
         padded(body) as u64
     }
 
-    /// Appends one durable batch made of `parts`. After an error the journal must not be appended to again: nobody
-    /// knows what the medium holds.
+    /// Appends one durable batch made of `parts`. After an error the journal must not be appended to again: what the
+    /// file holds is unknown.
     pub fn append(&mut self, kind: BatchKind, parts: &[&[u8]]) -> Result<()> {
         let length = parts.iter().map(|part| part.len()).sum::<usize>();
         let padded = padded(length);

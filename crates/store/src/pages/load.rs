@@ -7,8 +7,8 @@ use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Block, File};
 use std::sync::Arc;
 
-/// With so many hits since the last miss, an operation is not prepared for misses of its own: looking for them would
-/// cost everyone more than one of them, that far apart, costs who waits for it.
+/// With so many hits since the last miss, an operation is not prepared for misses of its own: the preparation would
+/// cost all operations together more than a miss that rare costs the threads that wait for it.
 const WARM_HITS: u64 = 1 << 16;
 
 /// A page that is being read without the lock.
@@ -27,7 +27,7 @@ enum Outcome {
 }
 
 impl Load {
-    /// Waits for its end. `None`: who wants the page has to look again.
+    /// Waits for its end. `None`: the caller has to look the page up again.
     pub fn wait(&self) -> Option<Arc<Block>> {
         let mut outcome = self.outcome.lock();
         loop {
@@ -132,7 +132,7 @@ impl Pages {
         }
         self.statistics.locked += 1;
         let page = Arc::new(self.read_home(key)?);
-        // Who reads it without the lock comes too late.
+        // A read of it without the lock that is under way is cancelled.
         self.loading.remove(&key);
         self.insert(key, page);
         Ok(())
@@ -145,7 +145,7 @@ impl Pages {
         self.slots.insert(key, Slot { page, uses, dirty: false, unknown: false });
     }
 
-    /// Registers the caller as the one who reads a page: true; or gives the read that is under way. `None` when the
+    /// Registers the caller as the one that reads a page: true; or gives the read that is under way. `None` when the
     /// page is in memory already.
     pub fn begin_load(&mut self, key: PageKey) -> Option<(bool, Arc<Load>)> {
         if self.slots.contains_key(&key) {
@@ -160,7 +160,7 @@ impl Pages {
         Some((true, load))
     }
 
-    /// Ends a read: puts the page in if its registration stands, and wakes who waits for it. The page while it is in
+    /// Ends a read: puts the page in if its registration stands, and wakes its waiters. The page while it is in
     /// memory for certain; `None` when it has to be looked for again. An error counts only if the registration stands.
     pub fn end_load(&mut self, key: PageKey, load: &Arc<Load>, read: Result<Block>) -> Result<Option<Arc<Block>>> {
         if self.loading.get(&key).is_none_or(|registered| !Arc::ptr_eq(registered, load)) {

@@ -6,11 +6,11 @@
 //!    already holds whole; between checkpoints the files are, as far as the last one looks, exactly its state. So a
 //!    page may be changed in memory, freed and used again at any time without ordering of any kind. What the last
 //!    checkpoint does not know, a node of the map in a place that was free then, may be written home at any time.
-//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before anyone sees it; a
-//!    page of zeros was never written and reads as blank, except in the map, where it is corruption.
-//! 3. A dirty page stays in memory until a checkpoint has written it home, which a reference on the captured page
-//!    tells: whoever read it from its file before would get an older one. The bound of the cache holds because a
-//!    checkpoint is asked for before dirty pages fill it.
+//! 2. Every page read from a file passes its checksum and names itself (file kind and number) before a caller gets it;
+//!    a page of zeros was never written and reads as blank, except in the map, where it is corruption.
+//! 3. A dirty page stays in memory until a checkpoint has written it home: a read of the file before that returns an
+//!    older page. A reference on the captured page shows that the checkpoint still writes it. The bound of the cache
+//!    holds because a checkpoint is requested before dirty pages fill it.
 //!
 //! # Loading without the lock
 //!
@@ -27,8 +27,8 @@
 //! registration and its end: what was read is the page, whole and current. (A page that was captured and then
 //! forgotten is free; nothing that a look-up meets names it until it is created again, which puts it into `slots`.)
 //!
-//! Who waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it has looked
-//! again: in a cache however small each look gets further than the one before.
+//! A thread that waits for a page holds a reference on it, which keeps it in memory as a checkpoint's does, until it
+//! has looked again: in a cache however small each look gets further than the one before.
 
 mod eviction;
 mod home;
@@ -242,7 +242,7 @@ impl Pages {
         }
     }
 
-    /// Forgets the page of a node that is free: there is no need to write what nobody will read.
+    /// Drops the page of a node that is free: no look-up reads it again, so it need not be written.
     pub fn forget(&mut self, key: PageKey) {
         self.loading.remove(&key);
         let unknown = self.slots.remove(&key).is_some_and(|slot| slot.unknown);
@@ -271,7 +271,7 @@ impl Pages {
 
     /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
     /// checkpoint. The caller makes them durable, [`sealed`], before it lets go of the journal behind them. The
-    /// checkpoint before this one has ended. Everybody waits meanwhile: checksums are for later.
+    /// checkpoint before this one has ended. All requests wait meanwhile, so checksums are computed later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();
         keys.sort_unstable();

@@ -169,8 +169,8 @@ fn a_captured_page_is_not_read_from_its_file_before_it_is_written_there() {
     assert_eq!(word(pages.get(key(7)).unwrap()), 8);
 }
 
-/// What may be written home before a checkpoint has ended: only nodes in places that the last checkpoint, and with it
-/// whoever recovers from it, knows nothing of.
+/// What may be written home before a checkpoint has ended: only nodes in places that are free in the last checkpoint.
+/// Recovery from that checkpoint does not read them.
 #[test]
 fn only_nodes_in_places_free_at_the_last_checkpoint_are_unknown_to_it() {
     let files = page_files();
@@ -238,7 +238,7 @@ fn a_page_read_without_the_lock_is_put_in_only_while_nothing_came_between() {
     let held = pages.end_load(key, &load, read(key)).unwrap().unwrap();
     assert!(pages.begin_load(key).is_none() && load.wait().is_some());
     assert_eq!((word(&held), word(pages.get(key).unwrap())), (3, 3));
-    // Who deferred is told what is not there; who holds a page keeps it from being evicted.
+    // A look-up that defers learns which pages are missing; a reference on a page keeps it from being evicted.
     pages.defer();
     let other = PageKey::new(PageFile::Catalog, 9);
     assert!(pages.get(key).is_ok() && pages.get(other).is_err());
@@ -274,7 +274,7 @@ fn what_is_kept_is_what_a_reader_found_when_it_began() {
         assert_eq!(disk.directory().list().unwrap(), Vec::<String>::new());
         keeping.check().unwrap();
     }
-    // No room for what has to be kept: the reader is told, whatever it reads.
+    // No room for what has to be kept: every read through the view fails.
     let keeping = kept.begin();
     disk.set_capacity(0);
     put(&mut pages, 9000);

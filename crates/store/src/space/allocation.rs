@@ -167,7 +167,7 @@ impl Space {
         Ok(None)
     }
 
-    /// Makes a run allocatable again: its freeing is durable and nobody reads it, or it was never adopted.
+    /// Makes a run allocatable again: its freeing is durable and no read is in flight, or it was never adopted.
     pub fn release(&mut self, run: Run) {
         self.mark(run, false);
         if run.blocks >= GOOD_RUN {

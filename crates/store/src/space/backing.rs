@@ -116,7 +116,7 @@ impl Space {
             let bitmaps = self.regions[number as usize].bitmaps.as_ref().expect("loaded above");
             let mut from = 0;
             let mut found = Vec::new();
-            // Never more than was asked for: the rest is promised to somebody.
+            // Never more than `most`: other free blocks are reserved.
             while taken + least <= most
                 && let Some((first, blocks)) = bitmaps.find_free(from, least, most - taken)
             {

@@ -353,7 +353,7 @@ impl Space {
         let holds_data = self.kind == SpaceKind::Data && references > 0;
         self.change(pages, run, |_, entry| {
             entry.references = references;
-            // Whoever is mapped was written: the space is there.
+            // A mapped block has been written, so its space is allocated in the file.
             entry.backed |= holds_data;
             Ok(())
         })?;

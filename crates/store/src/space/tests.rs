@@ -201,7 +201,7 @@ impl World {
         }
     }
 
-    /// A checkpoint and a restart: what is held by nobody on the medium is free.
+    /// A checkpoint and a restart: blocks that nothing in the files holds are free.
     fn reopen(&mut self) {
         self.space.store_summaries(&mut self.pages).unwrap();
         reopened(&self.files, &mut self.pages, CACHE);

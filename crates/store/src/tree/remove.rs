@@ -11,7 +11,7 @@ use crate::Result;
 /// Drops the caller's reference on a tree, as far as letting go of `budget` leaves and shared subtrees (at least one)
 /// takes it. `root` becomes `None` when nothing is left to do.
 ///
-/// In between, the tree under `root` maps ever less and must not be handed to anyone.
+/// In between, the tree under `root` maps ever less, and no other code may read it.
 pub fn drop_step<S: NodeStore + ?Sized>(store: &mut S, root: &mut Option<NodeId>, budget: usize) -> Result<()> {
     let Some(top) = *root else { return Ok(()) };
     if store.references(top)? > 1 {

@@ -36,7 +36,7 @@ pub fn walk<S: NodeStore + ?Sized>(
     walk_node(store, root, level, 0..LOGICAL_LIMIT, visit, &mut None)
 }
 
-/// As [`walk`], and goes on behind what is damaged: `lost` is told of it. An error of the visitor still ends it.
+/// As [`walk`], and goes on behind a damaged node, which it passes to `lost`. An error of the visitor still ends it.
 pub fn walk_damaged<S: NodeStore + ?Sized>(
     store: &mut S,
     root: NodeId,

@@ -290,6 +290,7 @@ fn a_store_whose_lock_is_replaced_stops_writing() {
         engine.flush().unwrap();
         write(&engine, 1, 1);
         directory.rename(name, "elsewhere").unwrap();
+        std::thread::sleep(super::super::owner::LOOK_INTERVAL);
         let error = engine.flush().unwrap_err();
         assert!(error.kind() == ErrorKind::Stopped && error.to_string().contains(name), "{error}");
         let head = engine.head(1);
