@@ -79,7 +79,6 @@ struct Tally {
     kills: u64,
     snapshots: u64,
     snapshots_refused: u64,
-    half_merged: u64,
     deleted: u64,
 }
 
@@ -109,8 +108,6 @@ struct Case<'a> {
     /// Of images: a snapshot of it can be merged into either side.
     merged: Vec<bool>,
     clients: Vec<Client>,
-    /// The file system tells of room that it has not.
-    overstates: bool,
     /// Disks that come and go.
     spares: Vec<String>,
     next: u64,
@@ -142,23 +139,9 @@ impl<'a> Case<'a> {
             merged.push(options.contains("--format"));
         }
         let (spares, clients) = (Vec::new(), Vec::new());
-        let overstates = mounted::is_btrfs(folder);
         let (server, trace, next, taken) = (None, Vec::new(), 0, 0);
-        let mut case = Self {
-            folder,
-            store,
-            server,
-            random,
-            disks,
-            merged,
-            clients,
-            overstates,
-            spares,
-            next,
-            taken,
-            trace,
-            tally,
-        };
+        let mut case =
+            Self { folder, store, server, random, disks, merged, clients, spares, next, taken, trace, tally };
         case.start();
         for _ in 0..4 {
             case.create();
@@ -287,14 +270,7 @@ impl<'a> Case<'a> {
         let side = ["", " --up", " --down"][self.random.below(sides) as usize];
         match self.done(&format!("snapshot delete disk{disk}@{name}{side}")) {
             true => drop(self.disks[disk].history.snapshots.remove(chosen)),
-            false => {
-                self.tally.snapshots_refused += 1;
-                // The room that btrfs tells of is more than there is: a merge may find out half way.
-                if self.overstates && self.listed(disk).iter().all(|listed| *listed != name) {
-                    self.disks[disk].history.snapshots.remove(chosen);
-                    self.tally.half_merged += 1;
-                }
-            }
+            false => self.tally.snapshots_refused += 1,
         }
         self.snapshots_are(disk);
     }

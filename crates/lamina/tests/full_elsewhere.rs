@@ -36,6 +36,52 @@ fn filled_tmpfs() {
     mounted::on_tmpfs("filled_tmpfs", 96, filled);
 }
 
+/// On a file system with blocks of 1 KiB, what was written through the page cache has holes within blocks of 4 KiB.
+/// With direct I/O these are written whole.
+#[test]
+fn overwrites_of_parts_of_blocks() {
+    mounted::on_ext4("overwrites_of_parts_of_blocks", |folder| {
+        let store = Store::at(folder, "4M");
+        let formats = [("thin", "vmdk"), ("cowd", "vmfssparse"), ("se", "sesparse"), ("hosted", "monolithicsparse")];
+        for (name, format) in formats {
+            store.run(&format!("disk create {name} 16M --format {format}")).ok();
+        }
+        const SECTOR: u64 = 512;
+        let written = [1, 2, 7, 11, 8 * 7 + 3, 8 * 2000 + 5];
+        let write = |name: &str, round: u64| {
+            let mut client = Client::connect(&store.socket(), name).unwrap();
+            for sector in written {
+                let content = pattern::bytes(sector + round, SECTOR as usize);
+                client.write(sector * SECTOR, &content).unwrap_or_else(|e| panic!("{name}: sector {sector}: {e:?}"));
+            }
+            client.flush().unwrap();
+        };
+        let read = |name: &str, round: u64| {
+            let mut client = Client::connect(&store.socket(), name).unwrap();
+            let found = client.read(0, (8 * 2001 * SECTOR) as u32).unwrap();
+            for (sector, found) in (0..).zip(found.chunks_exact(SECTOR as usize)) {
+                let content = match written.contains(&sector) {
+                    true => pattern::bytes(sector + round, SECTOR as usize),
+                    false => vec![0; SECTOR as usize],
+                };
+                assert!(found == content, "{name}: sector {sector}");
+            }
+        };
+        let mut server = store.serve("");
+        formats.iter().for_each(|(name, _)| write(name, 0));
+        assert_eq!(server.stop("TERM"), Some(0));
+        fill_with_names(folder, "rest-1");
+        let mut server = store.serve("--io direct");
+        fill_with_names(folder, "rest-2");
+        formats.iter().for_each(|(name, _)| write(name, 1 << 20));
+        formats.iter().for_each(|(name, _)| read(name, 1 << 20));
+        assert_eq!(server.stop("KILL"), None);
+        let mut server = store.serve("");
+        formats.iter().for_each(|(name, _)| read(name, 1 << 20));
+        assert_eq!(server.stop("TERM"), Some(0));
+    });
+}
+
 fn content(block: u64, round: u64) -> Vec<u8> {
     pattern::bytes(block * 8 + round, BLOCK as usize)
 }

@@ -211,6 +211,9 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
             std::thread::sleep(whole.mul_f64(f64::from(round) / f64::from(ROUNDS)));
             manager.kill().unwrap();
             manager.wait().unwrap();
+            // What it was starting has its locks until it is a QEMU.
+            let machines = room.store.path().join("machines");
+            process::until("no lock of the killed one is left", || process::lockers(&machines).is_empty());
         }
         // The next command tells what it had to set right, and then all is well.
         let next = room.run("vm list");

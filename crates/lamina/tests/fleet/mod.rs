@@ -89,7 +89,7 @@ impl Fleet {
         crate::process::until("no copy of a killed command is left", || {
             let store = self.store.path();
             processes(&store).into_iter().all(|(pid, words)| pid == server || !words[0].ends_with("lamina"))
-                && lockers(&self.folder()).is_empty()
+                && crate::process::lockers(&self.folder()).is_empty()
         });
     }
 
@@ -127,7 +127,7 @@ fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
     let folder = folder.to_str().unwrap();
     for entry in std::fs::read_dir("/proc").unwrap() {
         let Some(pid) = entry.unwrap().file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        // Whoever ends meanwhile has no command line any more.
+        // A process that ends meanwhile has no command line any more.
         let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let words: Vec<String> =
             line.split(|byte| *byte == 0).map(|w| String::from_utf8_lossy(w).into_owned()).collect();
@@ -136,23 +136,6 @@ fn processes(folder: &Path) -> BTreeMap<u32, Vec<String>> {
         }
     }
     found
-}
-
-/// Processes that have something of a folder open that is there to be locked: what becomes a QEMU has the locks of the
-/// command that starts it until it is one, and for a moment then no command line.
-fn lockers(folder: &Path) -> Vec<u32> {
-    let folder = folder.canonicalize().unwrap();
-    let is_lock = |file: &Path| {
-        file.starts_with(&folder) && (file.is_dir() || file.file_name().is_some_and(|name| name == ".working"))
-    };
-    let processes = std::fs::read_dir("/proc").unwrap();
-    let numbers = processes.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
-    let has_one = |pid: &u32| {
-        // Whoever ends meanwhile has no files any more.
-        let Ok(open) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
-        open.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok()).any(|file| is_lock(&file))
-    };
-    numbers.filter(has_one).collect()
 }
 
 impl Drop for Fleet {

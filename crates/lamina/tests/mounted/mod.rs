@@ -12,27 +12,33 @@ use std::process::Command;
 /// Says to the inner run where its small file system is.
 const INSIDE: &str = "LAMINA_TEST_FULL";
 
-/// Runs one test of this file again with `script` before it, in a mount namespace.
-fn in_a_namespace(test: &str, unshare: &[&str], script: &str) {
-    let folder = tempfile::tempdir().unwrap();
-    let program = std::env::current_exe().unwrap();
-    let script = format!("set -e; {script}; exec \"$0\" --exact {test} --include-ignored --nocapture");
+/// Runs a script in a mount namespace, which has the program of this test as `$0`, the test's name as `$TEST`, and a
+/// folder as `$FOLDER`; `inside` is the variable that says to the inner run where it is.
+pub fn in_a_namespace(test: &str, unshare: &[&str], script: &str, folder: &Path, inside: (&str, &Path)) {
     let status = Command::new("unshare")
         .args(unshare)
-        .args(["sh", "-c", &script])
-        .arg(program)
-        .env("FOLDER", folder.path())
-        .env(INSIDE, folder.path().join("mounted"))
+        .args(["sh", "-c", script])
+        .arg(std::env::current_exe().unwrap())
+        .env("TEST", test)
+        .env("FOLDER", folder)
+        .env(inside.0, inside.1)
         .status()
         .unwrap_or_else(|e| panic!("unshare: {e}; the tests need it"));
     assert!(status.success(), "the run on a file system of its own failed");
+}
+
+/// Runs one test of this file again with `script` before it, which mounts a file system on `$FOLDER/mounted`.
+fn mounted_by(test: &str, unshare: &[&str], script: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let script = format!("set -e; {script}; exec \"$0\" --exact \"$TEST\" --include-ignored --nocapture");
+    in_a_namespace(test, unshare, &script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
 /// Runs a test again, by its name, on a tmpfs of so many MiB.
 pub fn on_tmpfs(test: &str, megabytes: u64, fill_up: fn(&Path)) {
     match std::env::var_os(INSIDE) {
         Some(folder) => fill_up(&PathBuf::from(folder)),
-        None => in_a_namespace(
+        None => mounted_by(
             test,
             &["--user", "--map-root-user", "--mount"],
             &format!("mkdir $FOLDER/mounted; mount -t tmpfs -o size={megabytes}M none $FOLDER/mounted"),
@@ -46,7 +52,7 @@ fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&P
         Some(folder) => fill_up(&PathBuf::from(folder)),
         // Only root may mount a file system with a medium; what others can do is the test on tmpfs.
         None if tool("id", &["-u"]).trim() != "0" => println!("not root: the run on tmpfs has to do"),
-        None => in_a_namespace(
+        None => mounted_by(
             test,
             &["--mount"],
             &format!(
@@ -57,9 +63,9 @@ fn on_loop(test: &str, megabytes: u64, mkfs: &str, options: &str, fill_up: fn(&P
     }
 }
 
-/// On an ext4.
+/// On an ext4 with blocks of 1 KiB, as `mke2fs` makes small ones: a block of a disk may have space in part.
 pub fn on_ext4(test: &str, fill_up: fn(&Path)) {
-    on_loop(test, 96, "mke2fs -q -t ext4 -m 0", "", fill_up);
+    on_loop(test, 96, "mke2fs -q -t ext4 -b 1024 -m 0", "", fill_up);
 }
 
 /// On an XFS, of the least size that its tools make.
@@ -93,15 +99,7 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
         set +e; \"$0\" --exact \"$TEST\" --nocapture; status=$?; \
         umount $FOLDER/mounted; sleep 0.2; fusermount3 -u $FOLDER/medium/disk || umount -l $FOLDER/medium/disk; \
         wait $medium; exit $status";
-    let status = Command::new("unshare")
-        .args(["--mount", "sh", "-c", script])
-        .arg(std::env::current_exe().unwrap())
-        .env("TEST", test)
-        .env("FOLDER", folder.path())
-        .env(INSIDE, folder.path().join("mounted"))
-        .status()
-        .unwrap_or_else(|e| panic!("unshare: {e}; the tests need it"));
-    assert!(status.success(), "the run on a failing medium failed");
+    in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
 /// Takes all but so many bytes of a file system. Asked of the file system itself: a quota does not show in its room.

@@ -13,13 +13,13 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 const GREETING: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
+pub const OPTION: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+pub const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
 const REQUEST: u32 = 0x2560_9513;
-const SIMPLE_REPLY: u32 = 0x6744_6698;
-const OPT_GO: u32 = 7;
-const REP_ACK: u32 = 1;
-const REP_INFO: u32 = 3;
+pub const SIMPLE_REPLY: u32 = 0x6744_6698;
+pub const OPT_GO: u32 = 7;
+pub const REP_ACK: u32 = 1;
+pub const REP_INFO: u32 = 3;
 const FLAG_FUA: u16 = 1;
 
 /// Errors as the protocol numbers them.

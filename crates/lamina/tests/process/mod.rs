@@ -256,3 +256,20 @@ pub fn files(folder: &Path) -> Vec<String> {
     names.sort();
     names
 }
+
+/// Processes that have something of a folder open that is there to be locked: what becomes a QEMU has the locks of the
+/// command that starts it until it is one, and for a moment then no command line.
+pub fn lockers(folder: &Path) -> Vec<u32> {
+    let folder = folder.canonicalize().unwrap();
+    let is_lock = |file: &Path| {
+        file.starts_with(&folder) && (file.is_dir() || file.file_name().is_some_and(|name| name == ".working"))
+    };
+    let processes = std::fs::read_dir("/proc").unwrap();
+    let numbers = processes.filter_map(|entry| entry.unwrap().file_name().to_str()?.parse::<u32>().ok());
+    let has_one = |pid: &u32| {
+        // A process that ends meanwhile has no files any more.
+        let Ok(open) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
+        open.filter_map(|file| std::fs::read_link(file.ok()?.path()).ok()).any(|file| is_lock(&file))
+    };
+    numbers.filter(has_one).collect()
+}

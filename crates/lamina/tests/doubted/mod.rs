@@ -1,0 +1,215 @@
+//! A disk whose medium fails, and what is known of it: for each sector the versions that a loss of everything unflushed
+//! may leave, and which of them is the newest that was acknowledged.
+//!
+//! A read finds the newest acknowledged version or one whose write failed after it, or it fails with EIO: it never
+//! finds an older one. After the disk was opened again any of the versions may be there; what is found stays.
+
+#![allow(clippy::unwrap_used)]
+
+use crate::nbd::{Client, Command, EIO, Failure};
+use crate::pattern::{self, Random, SECTOR};
+
+const ROUND_REQUESTS: u64 = 16;
+const READ_BYTES: usize = 1 << 20;
+/// Reads within a doubtful piece, one by one.
+const PIECE_BYTES: usize = 4096;
+
+#[derive(Clone)]
+pub struct Sector {
+    versions: Vec<u64>,
+    /// The place in it of the newest that was acknowledged.
+    acknowledged: usize,
+}
+
+impl Sector {
+    fn settle(&mut self, found: u64) {
+        *self = Self { versions: vec![found], acknowledged: 0 };
+    }
+
+    fn flushed(&mut self) {
+        self.versions.drain(..self.acknowledged);
+        self.acknowledged = 0;
+    }
+}
+
+pub struct Snapshot {
+    pub name: String,
+    pub sectors: Vec<Sector>,
+    /// Its creation was acknowledged, and no deletion was asked for.
+    pub certain: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Write,
+    Trim,
+    Zero,
+}
+
+/// What has been through.
+#[derive(Default, Debug)]
+pub struct Counted {
+    pub requests: u64,
+    pub refused: u64,
+    pub flushes_failed: u64,
+    pub sectors_unread: u64,
+    pub sectors_lost: u64,
+}
+
+pub struct Doubted {
+    pub name: String,
+    number: u64,
+    pub sectors: Vec<Sector>,
+    pub snapshots: Vec<Snapshot>,
+    random: Random,
+    version: u64,
+    /// Requests may fail with EIO.
+    pub fails: bool,
+    pub counted: Counted,
+}
+
+impl Doubted {
+    pub fn new(name: &str, number: u64, bytes: usize, seed: u64) -> Self {
+        Self {
+            name: name.into(),
+            number,
+            sectors: vec![Sector { versions: vec![0], acknowledged: 0 }; bytes / SECTOR],
+            snapshots: Vec::new(),
+            random: Random(seed << 8 | number),
+            version: 0,
+            fails: false,
+            counted: Counted::default(),
+        }
+    }
+
+    fn request(&mut self) -> (std::ops::Range<usize>, Kind) {
+        let all = self.sectors.len() as u64;
+        let (align, length) = match self.random.below(8) {
+            0 => (1, 1 + self.random.below(24)),
+            1 => (8, 8 * (1 + self.random.below(32))),
+            _ => (8, 8),
+        };
+        let space = if self.random.once_in(2) { all } else { all / 16 };
+        let start = (self.random.below((space - length) / align) * align) as usize;
+        let kind = [Kind::Trim, Kind::Zero, Kind::Write][self.random.below(16).min(2) as usize];
+        (start..start + length as usize, kind)
+    }
+
+    /// Requests that do not overlap, all in flight at once.
+    pub fn round(&mut self, client: &mut Client) -> Result<(), Failure> {
+        let mut sent: Vec<(u64, std::ops::Range<usize>, Kind, bool)> = Vec::new();
+        for _ in 0..1 + self.random.below(ROUND_REQUESTS) {
+            let (range, kind) = self.request();
+            if sent.iter().any(|(_, other, ..)| other.start < range.end && range.start < other.end) {
+                continue;
+            }
+            let fua = self.random.once_in(24);
+            self.version += 1;
+            let version = if kind == Kind::Write { self.version } else { 0 };
+            range.clone().for_each(|sector| self.sectors[sector].versions.push(version));
+            let (offset, length) = ((range.start * SECTOR) as u64, (range.len() * SECTOR) as u32);
+            let mut data = vec![0; if kind == Kind::Write { length as usize } else { 0 }];
+            for (sector, content) in range.clone().zip(data.chunks_exact_mut(SECTOR)) {
+                pattern::fill(content, self.number, sector as u64, version);
+            }
+            let command = match kind {
+                Kind::Write => Command::Write { offset, data: &data, fua },
+                Kind::Trim => Command::Trim { offset, length, fua },
+                Kind::Zero => Command::Zero { offset, length, fua },
+            };
+            sent.push((client.submit(command)?, range, kind, fua));
+        }
+        for _ in 0..sent.len() {
+            let (cookie, outcome) = client.complete()?;
+            let (_, range, kind, fua) = sent.iter().find(|(asked, ..)| *asked == cookie).unwrap();
+            self.counted.requests += 1;
+            match outcome {
+                // A discard may leave what was there.
+                Ok(_) if *kind == Kind::Trim && self.fails => {}
+                Ok(_) => self.sectors[range.clone()].iter_mut().for_each(|sector| {
+                    sector.acknowledged = sector.versions.len() - 1;
+                    if *fua {
+                        sector.flushed();
+                    }
+                }),
+                Err(EIO) if self.fails => self.counted.refused += 1,
+                Err(errno) => return Err(Failure::Errno(errno)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether a flush succeeded.
+    pub fn flush(&mut self, client: &mut Client) -> Result<bool, Failure> {
+        match client.flush() {
+            Ok(()) => {
+                let snapshots = self.snapshots.iter_mut().flat_map(|snapshot| &mut snapshot.sectors);
+                snapshots.chain(&mut self.sectors).for_each(Sector::flushed);
+                Ok(true)
+            }
+            Err(Failure::Errno(EIO)) if self.fails => {
+                self.counted.flushes_failed += 1;
+                Ok(false)
+            }
+            Err(failure) => Err(failure),
+        }
+    }
+
+    /// Reads some of the disk: nothing old, nothing wrong.
+    pub fn look(&mut self, client: &mut Client) -> Result<(), Failure> {
+        let start = self.random.below(self.sectors.len() as u64 / 8 - 64) as usize * 8;
+        for piece in (start..start + 512).step_by(PIECE_BYTES / SECTOR) {
+            match client.read((piece * SECTOR) as u64, PIECE_BYTES as u32) {
+                Ok(bytes) => self.is_new(&bytes, piece),
+                Err(Failure::Errno(EIO)) if self.fails => self.counted.sectors_unread += 8,
+                Err(failure) => return Err(failure),
+            }
+        }
+        Ok(())
+    }
+
+    fn is_new(&self, bytes: &[u8], start: usize) {
+        for (at, bytes) in bytes.chunks_exact(SECTOR).enumerate().map(|(at, bytes)| (start + at, bytes)) {
+            let name = &self.name;
+            let found = pattern::version(bytes, self.number, at as u64).unwrap_or_else(|e| panic!("{name}: {e}"));
+            let Sector { versions, acknowledged } = &self.sectors[at];
+            let allowed = &versions[*acknowledged..];
+            assert!(allowed.contains(&found), "{name} sector {at}: {found} of {versions:?} is none of {allowed:?}");
+        }
+    }
+
+    /// After a new opening: everything can be read and holds what a loss may leave; that stays.
+    pub fn settle(&mut self, socket: &std::path::Path) {
+        settle(socket, &self.name, self.number, &mut self.sectors, &mut self.counted);
+    }
+
+    pub fn settle_snapshots(&mut self, socket: &std::path::Path, listed: &[String]) {
+        self.snapshots.retain(|snapshot| {
+            let there = listed.contains(&snapshot.name);
+            assert!(there || !snapshot.certain, "{}@{} is gone", self.name, snapshot.name);
+            there
+        });
+        for Snapshot { name, sectors, certain } in &mut self.snapshots {
+            settle(socket, &format!("{}@{name}", self.name), self.number, sectors, &mut self.counted);
+            *certain = true;
+        }
+    }
+}
+
+fn settle(socket: &std::path::Path, export: &str, number: u64, sectors: &mut [Sector], counted: &mut Counted) {
+    let mut client = Client::connect(socket, export).unwrap();
+    let each = READ_BYTES / SECTOR;
+    for (piece, sectors) in sectors.chunks_mut(each).enumerate() {
+        let offset = (piece * READ_BYTES) as u64;
+        let length = (sectors.len() * SECTOR) as u32;
+        let bytes = client.read(offset, length).unwrap_or_else(|e| panic!("{export} at {offset}: {e:?}"));
+        for (at, (bytes, sector)) in bytes.chunks_exact(SECTOR).zip(sectors).enumerate() {
+            let at = piece * each + at;
+            let found = pattern::version(bytes, number, at as u64).unwrap_or_else(|e| panic!("{export}: {e}"));
+            let versions = &sector.versions;
+            assert!(versions.contains(&found), "{export} sector {at}: {found} is none of {versions:?}");
+            counted.sectors_lost += u64::from(!versions[sector.acknowledged..].contains(&found));
+            sector.settle(found);
+        }
+    }
+}

@@ -1,0 +1,373 @@
+//! Disks on media that fail below the file system: reads, writes, flushes and discards are refused, once, for a time or
+//! for ever, under a datastore in use on ext4 and on XFS. A seed decides what is done.
+//!
+//! 1. What fails is EIO. No read finds old data or wrong bytes.
+//! 2. A disk that has stopped after a failed flush says so once and goes on after `disk reopen` or a restart, on a file
+//!    system that can still be written.
+//! 3. Mounted again over a healthy medium, every sector holds a version that is allowed: what was flushed is there.
+//! 4. The check then finds nothing. Nothing panics, and nothing hangs.
+
+#![allow(clippy::unwrap_used)]
+
+mod doubted;
+mod medium;
+mod mounted;
+mod nbd;
+mod pattern;
+mod process;
+
+use doubted::{Doubted, Snapshot};
+use medium::{Medium, Request};
+use nbd::Client;
+use pattern::Random;
+use process::{Done, Serving, Store, tool};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+const SIZE: usize = 6 << 20;
+const SNAPSHOTS: usize = 3;
+const RESTARTED: u64 = 49;
+const REQUESTS: [Request; 4] = [Request::Read, Request::Write, Request::Flush, Request::Punch];
+const FORMATS: [&str; 7] = [
+    "--format vmdk --delta vmfssparse",
+    "--format vmdk --delta sesparse",
+    "--format vmdk --delta vsansparse",
+    "--format zeroedthick --delta sesparse",
+    "--format sesparse --delta sesparse",
+    "--format vsansparse --delta vsansparse",
+    "--format monolithicsparse --delta vmfssparse",
+];
+
+#[test]
+fn an_ext4_whose_medium_fails() {
+    medium::on_medium("an_ext4_whose_medium_fails", 96, |medium| cases(medium, false, 4));
+}
+
+#[test]
+fn an_xfs_whose_medium_fails() {
+    medium::on_medium("an_xfs_whose_medium_fails", 300, |medium| cases(medium, true, 4));
+}
+
+fn number(variable: &str, otherwise: u64) -> u64 {
+    std::env::var(variable).map_or(otherwise, |value| value.parse().unwrap())
+}
+
+/// What has been through.
+#[derive(Default, Debug)]
+struct Tally {
+    failed: u64,
+    without: u64,
+    requests: u64,
+    refused: u64,
+    flushes_failed: u64,
+    commands_failed: u64,
+    sectors_unread: u64,
+    sectors_lost: u64,
+    reopened: u64,
+    restarted: u64,
+    not_writable: u64,
+}
+
+fn cases(medium: &mut Medium, xfs: bool, otherwise: u64) {
+    let (begin, first) = (Instant::now(), number("LAMINA_MEDIUM_FROM", 0));
+    let wanted = number("LAMINA_MEDIA", otherwise);
+    let mut tally = Tally::default();
+    // One more than the first ones: a restart without a mount read from the page cache what was never written.
+    let remembered = (first == 0 && wanted <= RESTARTED).then_some(RESTARTED);
+    for seed in (first..first + wanted).chain(remembered) {
+        case(medium, xfs, seed, &mut tally);
+    }
+    println!("{wanted} cases: {tally:?} in {:.0} s", begin.elapsed().as_secs_f64());
+    assert!(tally.failed > 0 || wanted < 4, "{tally:?}");
+}
+
+struct Case<'a> {
+    medium: &'a mut Medium,
+    tally: &'a mut Tally,
+    store: Store,
+    random: Random,
+    server: Option<Serving>,
+    disks: Vec<Doubted>,
+    clients: Vec<Client>,
+    fails: Request,
+    /// The log has said that the disk of images takes no writes.
+    said: bool,
+    next: u64,
+    trace: Vec<String>,
+}
+
+impl Drop for Case<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("what was done:\n  {}", self.trace.join("\n  "));
+        }
+    }
+}
+
+fn case(medium: &mut Medium, xfs: bool, seed: u64, tally: &mut Tally) {
+    let fails = REQUESTS[seed as usize % 4];
+    let times = [1, 6, u64::MAX][(seed / 4 % 3) as usize];
+    let mut random = Random(seed ^ 0x6d65_6469);
+    let discard = if fails == Request::Punch { ",discard" } else { "" };
+    let options = match xfs {
+        true => format!("rw{discard}"),
+        false => format!("errors={}{discard}", ["continue", "remount-ro"][(seed / 12 % 2) as usize]),
+    };
+    println!("LAMINA_MEDIUM_FROM={seed}: {fails:?}, {times} times, {options}");
+    match xfs {
+        true => tool("mkfs.xfs", &["-q", "-f", &medium.device]),
+        false => tool("mke2fs", &["-q", "-F", "-t", "ext4", "-m", "0", &medium.device]),
+    };
+    medium.mount(&options);
+    let store = Store::at(&medium.mounted, "4M");
+    let format = FORMATS[random.below(FORMATS.len() as u64) as usize];
+    let native = ["", "--provisioning zeroedthick"][random.below(2) as usize];
+    store.run(&format!("disk create disk0 {SIZE} {native}")).ok();
+    store.run(&format!("disk create disk1 {SIZE} {format}")).ok();
+    let disks = (0..2).map(|number| Doubted::new(&format!("disk{number}"), number + 1, SIZE, seed)).collect();
+    let trace = vec![format!("disk0 {native}, disk1 {format}")];
+    let (server, clients, next) = (None, Vec::new(), 0);
+    let mut case = Case { medium, tally, store, random, server, disks, clients, fails, said: false, next, trace };
+    case.start();
+    case.calm();
+    let passes = case.random.below(if fails == Request::Punch { 2 } else { 12 });
+    case.medium.fail(fails, passes, times);
+    case.trace.push(format!("{fails:?} fails after {passes}, {times} times"));
+    case.disks.iter_mut().for_each(|disk| disk.fails = true);
+    for _ in 0..16 {
+        case.step();
+    }
+    case.end(&options, xfs);
+}
+
+impl Case<'_> {
+    fn start(&mut self) {
+        let options = ["", "", "--io direct", "--queue threads"][self.random.below(4) as usize];
+        self.trace.push(format!("serve {options}"));
+        self.server = Some(self.store.serve(&format!("--log warn {options}")));
+        let connect = |disk: &Doubted| Client::connect(&self.store.socket(), &disk.name).unwrap();
+        self.clients = self.disks.iter().map(connect).collect();
+    }
+
+    /// A command that must end; it may fail.
+    fn run(&mut self, arguments: &str) -> Done {
+        let mut command = self.store.command(arguments);
+        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        process::wait(&mut child);
+        let done = Done::from(child.wait_with_output().unwrap());
+        self.trace.push(format!("{arguments}: {} {}", done.code, done.stderr.trim_end()));
+        assert!(!done.stderr.contains("panicked") && done.code < 100, "{arguments}: {done:?}");
+        done
+    }
+
+    fn round(&mut self, disk: usize) {
+        self.trace.push(format!("round of disk{disk}"));
+        let done = self.disks[disk].round(&mut self.clients[disk]);
+        done.unwrap_or_else(|e| panic!("a round of disk{disk}: {e:?}"));
+    }
+
+    fn flush(&mut self, disk: usize) -> bool {
+        let done = self.disks[disk].flush(&mut self.clients[disk]);
+        let done = done.unwrap_or_else(|e| panic!("a flush of disk{disk}: {e:?}"));
+        self.trace.push(format!("flush of disk{disk}: {done}"));
+        done
+    }
+
+    fn snapshot(&mut self, disk: usize) {
+        self.next += 1;
+        let name = format!("s{}", self.next);
+        let certain = self.run(&format!("snapshot create disk{disk}@{name}")).code == 0;
+        self.tally.commands_failed += u64::from(!certain);
+        assert!(certain || self.disks[disk].fails, "a snapshot was refused");
+        let sectors = self.disks[disk].sectors.clone();
+        self.disks[disk].snapshots.push(Snapshot { name, sectors, certain });
+    }
+
+    fn delete_snapshot(&mut self, disk: usize) {
+        let snapshots = self.disks[disk].snapshots.len() as u64;
+        let chosen = self.random.below(snapshots) as usize;
+        let name = self.disks[disk].snapshots[chosen].name.clone();
+        let side = if disk == 0 { "" } else { ["", " --up", " --down"][self.random.below(3) as usize] };
+        self.disks[disk].snapshots[chosen].certain = false;
+        let done = self.run(&format!("snapshot delete disk{disk}@{name}{side}"));
+        match done.code {
+            0 => drop(self.disks[disk].snapshots.remove(chosen)),
+            _ => self.tally.commands_failed += 1,
+        }
+        assert!(done.code == 0 || self.disks[disk].fails, "{done:?}");
+    }
+
+    /// While all is well.
+    fn calm(&mut self) {
+        for disk in 0..2 {
+            for _ in 0..6 {
+                self.round(disk);
+            }
+            assert!(self.flush(disk));
+            if self.random.once_in(2) {
+                self.snapshot(disk);
+            }
+            self.round(disk);
+        }
+    }
+
+    fn step(&mut self) {
+        let disk = self.random.below(2) as usize;
+        let snapshots = self.disks[disk].snapshots.len();
+        match self.random.below(20) {
+            0..7 => self.round(disk),
+            7..10 => drop(self.flush(disk)),
+            10..14 => {
+                // What waits to be written stays: only then what a disk reads is its own matter.
+                if self.fails == Request::Read {
+                    self.forget();
+                }
+                let looked = self.disks[disk].look(&mut self.clients[disk]);
+                looked.unwrap_or_else(|e| panic!("a read of disk{disk}: {e:?}"));
+            }
+            14..16 if snapshots < SNAPSHOTS => self.snapshot(disk),
+            14..18 if snapshots > 0 => self.delete_snapshot(disk),
+            14..18 => self.round(disk),
+            18 => {
+                self.next += 1;
+                let format = FORMATS[self.random.below(FORMATS.len() as u64) as usize];
+                let created = self.run(&format!("disk create spare{} 1M {format}", self.next));
+                self.tally.commands_failed += u64::from(created.code != 0);
+            }
+            _ => drop(self.run("check")),
+        }
+    }
+
+    /// Takes what is not to be written out of the page cache.
+    fn forget(&self) {
+        let folders = [self.store.path(), self.store.path().join("images").join("disk1")];
+        let entries = folders.iter().flat_map(std::fs::read_dir).flatten().flatten().map(|entry| entry.path());
+        for path in entries.filter(|path| path.is_file()).chain([self.medium.device.clone().into()]) {
+            let mut dd = Command::new("dd");
+            dd.arg(format!("if={}", path.display())).args(["iflag=nocache", "count=0", "status=none"]);
+            // A medium that fails may have no file to open.
+            let _ = dd.stderr(Stdio::null()).status();
+        }
+    }
+
+    fn writable(&self) -> bool {
+        let path = self.medium.mounted.join("writable");
+        let mut touch = Command::new("sh");
+        touch.args(["-c", "echo >$0 && sync $0 && rm $0"]).arg(path).stderr(Stdio::null());
+        touch.status().unwrap().success()
+    }
+
+    fn end(mut self, options: &str, xfs: bool) {
+        let failed = self.medium.heal();
+        self.tally.failed += failed;
+        self.tally.without += u64::from(failed == 0);
+        let _ = self.writable();
+        let writable = self.writable();
+        self.trace.push(format!("healed after {failed}; writable: {writable}"));
+        let log = self.server.as_ref().unwrap().log();
+        let said = log.matches("takes no writes until it is opened again").count();
+        assert!(said <= 1, "said more than once: {log}");
+        self.said = said > 0;
+        if writable {
+            self.go_on();
+        } else {
+            self.tally.not_writable += 1;
+        }
+        self.clients.clear();
+        let mut server = self.server.take().unwrap();
+        let stopped = self.stop(&mut server);
+        drop(server);
+        self.medium.unmount();
+        if !xfs {
+            let checked = Command::new("e2fsck").args(["-f", "-p", &self.medium.device]).output().unwrap();
+            let text = String::from_utf8_lossy(&checked.stdout).into_owned();
+            self.trace.push(format!("e2fsck: {:?} {text}", checked.status.code()));
+        }
+        self.medium.mount(options);
+        self.disks.iter_mut().for_each(|disk| disk.fails = false);
+        self.start();
+        self.settle(stopped);
+        for disk in 0..2 {
+            self.round(disk);
+            assert!(self.flush(disk));
+        }
+        self.settle(true);
+        self.clients.clear();
+        assert_eq!(self.server.take().unwrap().stop("TERM"), Some(0));
+        // What was not closed properly is said, and no finding.
+        let checked = self.run("check --data");
+        assert!(checked.code == 0 && checked.stdout.ends_with("clean\n"), "{checked:?}");
+        for disk in &self.disks {
+            self.tally.requests += disk.counted.requests;
+            self.tally.refused += disk.counted.refused;
+            self.tally.flushes_failed += disk.counted.flushes_failed;
+            self.tally.sectors_unread += disk.counted.sectors_unread;
+            self.tally.sectors_lost += disk.counted.sectors_lost;
+        }
+        let mounted = self.medium.mounted.clone();
+        drop(self);
+        tool("umount", &[mounted.to_str().unwrap()]);
+    }
+
+    /// Kills the server or stops it: whether it says that all is written.
+    fn stop(&mut self, server: &mut Serving) -> bool {
+        let code = match self.random.once_in(2) {
+            true => {
+                server.kill();
+                None
+            }
+            false => Some(server.stop("TERM").unwrap_or_else(|| panic!("ended by a signal"))),
+        };
+        self.trace.push(format!("stopped with {code:?}; the log:\n{}", server.log()));
+        code == Some(0)
+    }
+
+    /// After a new opening; whether the last one has ended well.
+    fn settle(&mut self, stopped: bool) {
+        let socket = self.store.socket();
+        for disk in 0..2 {
+            let lost = self.disks[disk].counted.sectors_lost;
+            let listed = self.store.run(&format!("snapshot list disk{disk} --json")).json();
+            let listed = listed["snapshots"].as_array().unwrap().iter();
+            let listed: Vec<String> = listed.map(|snapshot| snapshot["name"].as_str().unwrap().to_owned()).collect();
+            self.disks[disk].settle(&socket);
+            // A stop writes what was acknowledged; what could not be written was told by a flush that failed, or by it.
+            let told = self.disks[disk].counted.flushes_failed > 0 || self.said;
+            let lost = self.disks[disk].counted.sectors_lost - lost;
+            assert!(lost == 0 || told || !stopped, "disk{disk}: a stop that succeeded has lost {lost} sectors");
+            self.disks[disk].settle_snapshots(&socket, &listed);
+        }
+    }
+
+    /// The medium is well again, and the file system has stood it.
+    fn go_on(&mut self) {
+        // The first writing of a file may still learn of what failed before.
+        let (restart, reopen) = (self.random.once_in(2), !self.next.is_multiple_of(2));
+        if reopen || !restart {
+            let reopened = (0..3).any(|_| self.run("disk reopen disk1").code == 0);
+            assert!(reopened, "disk1 cannot be opened again");
+            self.tally.reopened += 1;
+        }
+        if restart {
+            self.tally.restarted += 1;
+            self.clients.clear();
+            let mut server = self.server.take().unwrap();
+            let stopped = self.stop(&mut server);
+            drop(server);
+            self.start();
+            self.settle(stopped);
+            self.disks.iter_mut().for_each(|disk| disk.fails = false);
+            for disk in 0..2 {
+                self.round(disk);
+                assert!(self.flush(disk));
+            }
+            return;
+        }
+        // The first flush after that reports what may be lost, and so does the first request with FUA.
+        self.disks[1].settle(&self.store.socket());
+        self.flush(1);
+        self.round(1);
+        self.disks[1].fails = false;
+        assert!(self.flush(1), "what may be lost was said before");
+    }
+}

@@ -1,0 +1,230 @@
+//! A medium that fails when told to, for file systems that a test mounts: a loop device over a file of nbdfuse, whose
+//! NBD server is here. The server is in the outer run of the test and goes on when the inner one fails, so that the
+//! mounts can be taken away; the inner one tells it over a socket what has to fail.
+//!
+//! nbdkit's error filter knows no flushes and no numbers of requests. What is refused here has changed nothing, and
+//! what was acknowledged is kept.
+
+#![allow(clippy::unwrap_used)]
+
+use crate::mounted;
+use crate::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
+use crate::process::tool;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+/// Says to the inner run where its medium is.
+const INSIDE: &str = "LAMINA_TEST_MEDIUM";
+const UNSUPPORTED: u32 = 0x8000_0001;
+/// Flags, flush, FUA, trim, write zeroes.
+const FLAGS: u16 = 0b110_1101;
+
+/// What is asked of a medium.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Request {
+    Read,
+    Write,
+    Flush,
+    /// Discards and zeroing.
+    Punch,
+}
+
+impl Request {
+    fn of(command: u16) -> Option<Self> {
+        match command {
+            0 => Some(Self::Read),
+            1 => Some(Self::Write),
+            3 => Some(Self::Flush),
+            4 | 6 => Some(Self::Punch),
+            _ => None,
+        }
+    }
+}
+
+struct Inside {
+    content: Vec<u8>,
+    fails: Option<Request>,
+    /// Requests of that kind that are still let through, and those that then fail.
+    passes: u64,
+    left: u64,
+    failed: u64,
+}
+
+impl Inside {
+    fn refuses(&mut self, request: Request) -> bool {
+        if self.fails != Some(request) || self.left == 0 {
+            return false;
+        }
+        if self.passes > 0 {
+            self.passes -= 1;
+            return false;
+        }
+        self.left -= 1;
+        self.failed += 1;
+        true
+    }
+}
+
+fn number<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    stream.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
+fn shake_hands(stream: &mut UnixStream, size: u64) -> io::Result<()> {
+    stream.write_all(b"NBDMAGICIHAVEOPT\x00\x03")?;
+    let _flags: [u8; 4] = number(stream)?;
+    loop {
+        let magic = u64::from_be_bytes(number(stream)?);
+        assert_eq!(magic, OPTION, "no NBD client");
+        let option = u32::from_be_bytes(number(stream)?);
+        let length = u32::from_be_bytes(number(stream)?);
+        stream.read_exact(&mut vec![0; length as usize])?;
+        let mut reply = |kind: u32, data: &[u8]| {
+            let mut message = OPTION_REPLY.to_be_bytes().to_vec();
+            [option, kind, data.len() as u32].iter().for_each(|word| message.extend(word.to_be_bytes()));
+            message.extend(data);
+            stream.write_all(&message)
+        };
+        if option != OPT_GO {
+            reply(UNSUPPORTED, &[])?;
+            continue;
+        }
+        let mut export = vec![0, 0];
+        export.extend(size.to_be_bytes());
+        export.extend(FLAGS.to_be_bytes());
+        reply(REP_INFO, &export)?;
+        return reply(REP_ACK, &[]);
+    }
+}
+
+/// Answers one client until it goes.
+fn serve(mut stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
+    let size = inside.lock().unwrap().content.len() as u64;
+    shake_hands(&mut stream, size)?;
+    loop {
+        let _magic_and_flags: [u8; 6] = number(&mut stream)?;
+        let command = u16::from_be_bytes(number(&mut stream)?);
+        let cookie: [u8; 8] = number(&mut stream)?;
+        let offset = u64::from_be_bytes(number(&mut stream)?) as usize;
+        let length = u32::from_be_bytes(number(&mut stream)?) as usize;
+        let Some(request) = Request::of(command) else { return Ok(()) };
+        let mut payload = vec![0; if request == Request::Write { length } else { 0 }];
+        stream.read_exact(&mut payload)?;
+        let (mut error, mut answer) = (0, Vec::<u8>::new());
+        {
+            let mut inside = inside.lock().unwrap();
+            let range = offset..offset + length;
+            match request {
+                request if inside.refuses(request) => error = EIO,
+                Request::Read => answer.extend(&inside.content[range]),
+                Request::Write => inside.content[range].copy_from_slice(&payload),
+                Request::Punch => inside.content[range].fill(0),
+                Request::Flush => {}
+            }
+        }
+        let mut message = SIMPLE_REPLY.to_be_bytes().to_vec();
+        message.extend(error.to_be_bytes());
+        message.extend(cookie);
+        message.extend(answer);
+        stream.write_all(&message)?;
+    }
+}
+
+/// Does what the inner run asks for: a kind of request, how many pass and how many then fail. The answer is how many
+/// have failed since the last time.
+fn obey(stream: UnixStream, inside: &Mutex<Inside>) -> io::Result<()> {
+    let mut lines = BufReader::new(stream.try_clone()?);
+    let mut answers = stream;
+    let mut line = String::new();
+    while lines.read_line(&mut line)? > 0 {
+        let words: Vec<u64> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
+        let failed = {
+            let mut inside = inside.lock().unwrap();
+            inside.fails = Request::of(words[0] as u16);
+            (inside.passes, inside.left) = (words[1], words[2]);
+            std::mem::take(&mut inside.failed)
+        };
+        writeln!(answers, "{failed}")?;
+        line.clear();
+    }
+    Ok(())
+}
+
+fn listen(path: PathBuf, inside: &Arc<Mutex<Inside>>, answer: fn(UnixStream, &Mutex<Inside>) -> io::Result<()>) {
+    let listener = UnixListener::bind(path).unwrap();
+    let inside = Arc::clone(inside);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let inside = Arc::clone(&inside);
+            // A client that goes ends its connection, and nothing else.
+            std::thread::spawn(move || drop(answer(stream, &inside)));
+        }
+    });
+}
+
+/// The medium, as the inner run sees it.
+pub struct Medium {
+    pub device: String,
+    pub mounted: PathBuf,
+    told: BufReader<UnixStream>,
+}
+
+impl Medium {
+    fn tell(&mut self, command: u64, passes: u64, fails: u64) -> u64 {
+        writeln!(self.told.get_mut(), "{command} {passes} {fails}").unwrap();
+        let mut answer = String::new();
+        self.told.read_line(&mut answer).unwrap();
+        answer.trim().parse().unwrap()
+    }
+
+    /// So many requests of a kind pass, and so many after them fail.
+    pub fn fail(&mut self, request: Request, passes: u64, fails: u64) {
+        let command = [(Request::Read, 0), (Request::Write, 1), (Request::Flush, 3), (Request::Punch, 4)];
+        let (_, command) = command.into_iter().find(|(of, _)| *of == request).unwrap();
+        self.tell(command, passes, fails);
+    }
+
+    /// Nothing fails any more; how much has.
+    pub fn heal(&mut self) -> u64 {
+        self.tell(2, 0, 0)
+    }
+
+    pub fn mount(&self, options: &str) {
+        tool("mount", &["-o", options, &self.device, self.mounted.to_str().unwrap()]);
+    }
+
+    pub fn unmount(&self) {
+        tool("umount", &[self.mounted.to_str().unwrap()]);
+    }
+}
+
+/// Runs a test of this file again, with a medium of so many MiB of its own.
+pub fn on_medium(test: &str, megabytes: usize, body: fn(&mut Medium)) {
+    if let Some(folder) = std::env::var_os(INSIDE) {
+        let folder = PathBuf::from(folder);
+        let device = std::fs::read_to_string(folder.join("device")).unwrap().trim().to_owned();
+        let told = BufReader::new(UnixStream::connect(folder.join("control")).unwrap());
+        return body(&mut Medium { device, mounted: folder.join("mounted"), told });
+    }
+    if tool("id", &["-u"]).trim() != "0" {
+        return println!("not root: what is simulated has to do");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let inside = Inside { content: vec![0; megabytes << 20], fails: None, passes: 0, left: 0, failed: 0 };
+    let inside = Arc::new(Mutex::new(inside));
+    listen(folder.path().join("nbd"), &inside, serve);
+    listen(folder.path().join("control"), &inside, obey);
+    // The file is read and written without the page cache: what fails there has to be seen above.
+    let script = "set -e; mkdir $FOLDER/medium $FOLDER/mounted; touch $FOLDER/medium/disk; \
+        nbdfuse $FOLDER/medium/disk nbd+unix:///?socket=$FOLDER/nbd 2>$FOLDER/nbdfuse & medium=$!; \
+        for i in $(seq 600); do [ $(stat -c %s $FOLDER/medium/disk) -gt 0 ] && break; sleep 0.05; done; \
+        device=$(losetup --find --show --direct-io=on $FOLDER/medium/disk); echo $device >$FOLDER/device; \
+        set +e; \"$0\" --exact \"$TEST\" --include-ignored --nocapture; status=$?; \
+        umount $FOLDER/mounted 2>/dev/null || umount -l $FOLDER/mounted 2>/dev/null; losetup -d $device; \
+        for i in $(seq 100); do fusermount3 -u $FOLDER/medium/disk 2>/dev/null && break; sleep 0.05; done; \
+        kill $medium 2>/dev/null; wait $medium; exit $status";
+    mounted::in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, folder.path()));
+}
