@@ -3,6 +3,7 @@
 pub mod background;
 pub mod chains;
 pub mod clones;
+pub mod connections;
 pub mod consolidate;
 pub mod depth;
 pub mod grains;
@@ -72,6 +73,8 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Reclaim => reclaim::measure(setting),
         Study::Scattered => scattered::measure(setting),
         Study::Background => background::measure(setting),
+        Study::Endurance => background::endurance::measure(setting),
+        Study::Connections => connections::measure(setting),
         Study::Chains => chains::measure(setting),
         Study::Grains => grains::measure(setting),
         Study::PeersChain => peers_chain::measure(setting),

@@ -11,7 +11,7 @@
 //! The raw servers share one file, written before, so that they differ in nothing but themselves; only one of them is
 //! asked at a time. nbdkit has no direct I/O: its direct column is the nearest thing it offers.
 
-use crate::error::{Error, Result};
+use crate::error::{Doing, Error, Result};
 use crate::fio::Endpoint;
 use crate::nbd::Client;
 use crate::plan::Mode;
@@ -117,7 +117,7 @@ fn convert(from: &Path, to: &Path, options: Option<&str>) -> Result<()> {
 /// Starts every peer that this machine can run. A peer the kernel refuses is reported with the reason, not left out in
 /// silence.
 pub fn start(scratch: &Scratch, images: &Images, mode: Mode) -> Result<(Vec<Server>, Vec<String>)> {
-    let mut servers = vec![start_one(scratch, "nbdkit", Kind::Raw, &images.raw, nbdkit(&images.raw, mode))?];
+    let mut servers = vec![start_one(scratch, "nbdkit", Kind::Raw, &images.raw, nbdkit("file", &images.raw, mode))?];
     let mut absent = Vec::new();
     let own = if mode == Mode::Direct { "native" } else { "threads" };
     let qemu = [
@@ -146,7 +146,7 @@ fn start_one(scratch: &Scratch, name: &str, kind: Kind, data: &Path, command: In
     let mut process = Command::new(command.program);
     process.arg(command.socket_option).arg(&socket).args(&command.arguments);
     let service = Service::start(&mut process, &scratch.path(&format!("{name}.log")))?;
-    let endpoint = Endpoint { socket, export: String::new() };
+    let endpoint = Endpoint { socket, export: command.export };
     wait_ready(&service, &endpoint)?;
     Ok(Server { name: name.into(), kind, endpoint, data: data.into(), service })
 }
@@ -173,18 +173,34 @@ pub fn start_named(
     start_one(scratch, name, Kind::Image, image, command)
 }
 
+/// Starts nbdkit on a folder of empty raw files of these names: each is an export.
+pub fn start_folder(scratch: &Scratch, names: &[String], size: u64, mode: Mode) -> Result<Server> {
+    let folder = scratch.path("files");
+    std::fs::create_dir(&folder).doing(|| format!("creating {}", folder.display()))?;
+    for name in names {
+        let file = std::fs::File::create(folder.join(name)).and_then(|file| file.set_len(size));
+        file.doing(|| format!("creating {name} in {}", folder.display()))?;
+    }
+    let command = Invocation { export: names[0].clone(), ..nbdkit("dir", &folder, mode) };
+    start_one(scratch, "nbdkit", Kind::Raw, &folder, command)
+}
+
 struct Invocation {
     program: &'static str,
     socket_option: &'static str,
     arguments: Vec<String>,
+    /// Empty for the default one.
+    export: String,
 }
 
-fn nbdkit(image: &Path, mode: Mode) -> Invocation {
-    let mut arguments = vec!["-f".into(), "--exit-with-parent".into(), "file".into(), image.display().to_string()];
+/// nbdkit on a `file`, or on each file of a `dir`.
+fn nbdkit(what: &str, path: &Path, mode: Mode) -> Invocation {
+    let path = format!("{what}={}", path.display());
+    let mut arguments = vec!["-f".into(), "--exit-with-parent".into(), "file".into(), path];
     if mode == Mode::Direct {
         arguments.push("cache=none".into());
     }
-    Invocation { program: "nbdkit", socket_option: "-U", arguments }
+    Invocation { program: "nbdkit", socket_option: "-U", arguments, export: String::new() }
 }
 
 fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation {
@@ -202,5 +218,5 @@ fn qemu_nbd(image: &Path, format: &str, mode: Mode, engine: &str) -> Invocation 
         // Three servers share the raw file by turns; see the head of this file.
         format!("driver={format},file.driver=file,file.filename={file},file.locking=off"),
     ];
-    Invocation { program: "qemu-nbd", socket_option: "-k", arguments }
+    Invocation { program: "qemu-nbd", socket_option: "-k", arguments, export: String::new() }
 }

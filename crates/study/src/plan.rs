@@ -43,6 +43,10 @@ pub enum Study {
     Scattered,
     /// A steady load beside snapshots, clones, checks, merges and moves (bar 11)
     Background,
+    /// An hour of mixed load with everything in the background: memory at the end (bar 12)
+    Endurance,
+    /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness (bar 13)
+    Connections,
     /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
     Chains,
     /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
@@ -69,7 +73,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 19] = [
+    pub const EACH: [Study; 21] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -79,6 +83,8 @@ impl Study {
         Study::Reclaim,
         Study::Scattered,
         Study::Background,
+        Study::Endurance,
+        Study::Connections,
         Study::Chains,
         Study::Grains,
         Study::PeersChain,
@@ -103,6 +109,8 @@ impl Study {
             Study::Reclaim => "reclaim",
             Study::Scattered => "scattered",
             Study::Background => "background",
+            Study::Endurance => "endurance",
+            Study::Connections => "connections",
             Study::Chains => "chains",
             Study::Grains => "grains",
             Study::PeersChain => "peers-chain",
@@ -180,7 +188,8 @@ pub struct Settings {
     #[arg(long, global = true, value_parser = clap::value_parser!(u32).range(1..=101))]
     pub runs: Option<u32>,
     /// Seconds of each run [default: 2.5, quick 1]; in chains and grains, of all slices of a cell together; in
-    /// scattered, of the whole load on each side [default: 600, quick 20]
+    /// scattered, of the whole load on each side [default: 600, quick 20]; in endurance, of all [default: 3600, quick
+    /// 60]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
     /// Only this mode [default: both where a bar has two]
@@ -228,6 +237,8 @@ pub struct Plan {
     pub seconds: f64,
     /// Seconds of a load that has to last.
     pub lasting: f64,
+    /// Seconds of the mixed load.
+    pub endurance: f64,
     /// Seconds before each run that are not counted.
     pub ramp: f64,
     /// Modes asked for.
@@ -280,6 +291,7 @@ impl Settings {
             runs: self.runs.unwrap_or(pick(5, 3)),
             seconds,
             lasting: self.seconds.unwrap_or(if quick { 20.0 } else { 600.0 }),
+            endurance: self.seconds.unwrap_or(if quick { 60.0 } else { 3600.0 }),
             ramp: (seconds / 2.0).min(0.5),
             modes: self.mode.map_or_else(|| vec![Mode::Buffered, Mode::Direct], |m| vec![m]),
             disk_size,

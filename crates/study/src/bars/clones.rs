@@ -113,7 +113,7 @@ fn full(setting: &Setting, datastore: &Datastore) -> Result<Vec<(f64, f64)>> {
     Ok(times)
 }
 
-/// Nobody is measured while the space of the clone before is still being given back.
+/// Waits until the space of the clone before is given back, so that it does not disturb the next measurement.
 fn prepare(setting: &Setting, datastore: &Datastore) -> Result<()> {
     setting.scratch.rest(datastore.path())?;
     scratch::warm(&setting.scratch.path("disk.raw"))?;

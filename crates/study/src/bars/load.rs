@@ -16,12 +16,12 @@ use std::cell::RefCell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::{JoinHandle, ScopedJoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const LOAD_DEPTH: usize = 16;
 /// Clients of a steady load.
-const STEADY_CLIENTS: u32 = 4;
+const STEADY_CLIENTS: usize = 4;
 /// Bytes written or compared by one request when the whole disk is.
 const PIECE: u64 = 1 << 20;
 
@@ -90,34 +90,41 @@ impl Load {
         })
     }
 
-    /// So many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients with one request at
-    /// a time each. A request that is due while the one before it is late is sent at once; none is left out.
+    /// So many writes a second over the first `blocks` of a disk, by [`STEADY_CLIENTS`] clients.
     pub(super) fn steady(endpoint: &Endpoint, blocks: u64, per_second: u32, seed: u64) -> Result<Load> {
-        let connect = |_| Client::connect(&endpoint.socket, &endpoint.export);
-        let clients = (0..STEADY_CLIENTS).map(connect).collect::<Result<Vec<_>>>()?;
-        let interval = Duration::from_secs(1) * STEADY_CLIENTS / per_second;
+        let write =
+            move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };
+        Self::paced(&vec![endpoint.clone(); STEADY_CLIENTS], per_second, seed, write)
+    }
+
+    /// So many requests a second, by a client with one request at a time at each endpoint. A request that is due while
+    /// the one before it is late is sent at once; none is left out.
+    pub(super) fn paced(
+        endpoints: &[Endpoint],
+        per_second: u32,
+        seed: u64,
+        next: impl Fn(&mut Random) -> Request + Send + Sync + 'static,
+    ) -> Result<Load> {
+        let connect = |endpoint: &Endpoint| Client::connect(&endpoint.socket, &endpoint.export);
+        let clients = endpoints.iter().map(connect).collect::<Result<Vec<_>>>()?;
+        let count = clients.len() as u32;
+        let interval = Duration::from_secs(1) * count / per_second.max(1);
         Self::spawn(move |stop| {
-            let write_on = |(number, mut client): (u64, Client)| {
-                let mut random = Random::new(seed + number);
+            let run = |number: u32, mut client: Client| {
+                let mut random = Random::new(seed + u64::from(number));
                 let mut timings = Vec::with_capacity(1 << 16);
-                let mut due = Instant::now();
+                // Spread over the interval: clients that are all due at once wait for each other.
+                let mut due = Instant::now() + interval * number / count;
                 let requests = std::iter::from_fn(|| {
                     std::thread::sleep(due.saturating_duration_since(Instant::now()));
                     due += interval;
                     let more = !stop.load(Ordering::Relaxed);
-                    more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
+                    more.then(|| next(&mut random))
                 });
                 client.run(1, requests, |timing| timings.push(timing))?;
                 Ok(timings)
             };
-            let mut timings = std::thread::scope(|scope| {
-                let running: Vec<_> = (0..).zip(clients).map(|one| scope.spawn(|| write_on(one))).collect();
-                let end = |thread: ScopedJoinHandle<'_, Result<Vec<Timing>>>| {
-                    thread.join().map_err(|_| Error::Answer("a client of the load ended by a panic".into()))?
-                };
-                running.into_iter().map(end).collect::<Result<Vec<_>>>()
-            })?
-            .concat();
+            let mut timings = at_once(clients, run)?.concat();
             timings.sort_by_key(|timing| timing.answered);
             Ok((timings, None))
         })
@@ -181,6 +188,31 @@ impl Load {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| Error::Answer("the load ended by a panic".into()))?
     }
+}
+
+/// A read or a write of one of the first `blocks`, as likely one as the other.
+pub(super) fn mixed(random: &mut Random, blocks: u64) -> Request {
+    let (offset, length) = (random.below(blocks) * BLOCK, BLOCK as u32);
+    if random.below(2) == 0 { Request::Read { offset, length } } else { Request::Write { offset, length } }
+}
+
+/// Runs all clients at once, each with its number: what each brings, in their order.
+pub(super) fn at_once<T: Send>(clients: Vec<Client>, run: impl Fn(u32, Client) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let run = &run;
+    std::thread::scope(|scope| {
+        let begin = |(number, client)| scope.spawn(move || run(number, client));
+        let running: Vec<_> = (0..).zip(clients).map(begin).collect();
+        let end = |client: std::thread::ScopedJoinHandle<'_, Result<T>>| {
+            client.join().map_err(|_| Error::Answer("a client of the load ended by a panic".into()))?
+        };
+        running.into_iter().map(end).collect()
+    })
+}
+
+/// Of the requests answered within a window, in milliseconds; the requests are in the order of their answers.
+pub(super) fn latencies(timings: &[Timing], window: Window) -> Vec<f64> {
+    let at = |time: Instant| timings.partition_point(|timing| timing.answered < time);
+    timings[at(window.0)..at(window.1)].iter().map(|timing| timing.microseconds() / 1e3).collect()
 }
 
 /// A time in which something was done, or nothing.

@@ -131,7 +131,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Nobody is measured while the space of the clone before is still being given back.
+/// Waits until the space of the clone before is given back, so that it does not disturb the next measurement.
 fn prepare(setting: &Setting, here: &Datastore, there: &Datastore) -> Result<()> {
     setting.scratch.rest(here.path())?;
     setting.scratch.rest(there.path())?;

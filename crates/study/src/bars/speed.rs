@@ -4,7 +4,7 @@
 //! processor time of each server for a request.
 //!
 //! Every server has a full disk of random bytes. For each cell and run, each server is asked once, in an order that
-//! rotates with the run. Before it: dirty pages are written back; then everybody's data is read once, because the
+//! rotates with the run. Before it: dirty pages are written back; then each server's data is read once, because the
 //! medium (a virtual disk above all) may have caches of its own, and for direct servers dropped from the page cache.
 //! Depth 4 beside depth 1 for sequential requests is what a guest's read-ahead keeps up.
 

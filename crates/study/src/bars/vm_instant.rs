@@ -153,7 +153,7 @@ fn number(value: &Value, key: &str) -> Result<f64> {
 fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Value> {
     let mut figures = Frozen::default();
     for run in 0..setting.plan.runs {
-        // Whoever is first pays for what the others find in caches: it is another one every time.
+        // The first case fills caches that the others find filled: the order changes with every run.
         let mut order: Vec<usize> = (0..TOUCHED.len()).collect();
         order.rotate_left(run as usize % TOUCHED.len());
         figures.take(room, run, &order)?;

@@ -1,12 +1,15 @@
 //! What a client with a steady load notices of background work: 2,000 random 4 KiB writes a second to one disk, alone
 //! and beside each kind of work. The client's latency is what the pace of the work goes by.
 
-use super::load::{Load, Window, worst};
+pub mod endurance;
+
+use super::load::{Load, latencies, worst};
 use super::remote::Receiver;
 use super::{BLOCK, Setting, fill, no_cell, say};
 use crate::datastore::{Datastore, Keys, Serving};
 use crate::error::Result;
-use crate::nbd::{Client, Request, Timing};
+use crate::nbd::{Client, Request};
+use crate::peers::Server;
 use crate::process;
 use crate::random::Random;
 use crate::report::{Bar, Finding, Outcome};
@@ -44,10 +47,81 @@ const WORK: [(&str, &[&[&str]]); 8] = [
     ("reclaim", &[&["disk", "wipe", SPARSE], &["disk", "shrink", SPARSE]]),
     ("consolidate", &[&["disk", "consolidate", IMAGES]]),
     ("migrate", &[&["disk", "migrate", IMAGES, "--format", "native"]]),
-    ("detach", &[&["clone", DISK, "linked"], &["disk", "detach", "linked"]]),
+    ("detach", &[&["clone", "disk@golden", "linked"], &["disk", "detach", "linked"]]),
 ];
 const SNAPSHOTS: &str = "snapshots";
 const SEND: &str = "send";
+
+/// What the work is done on: a datastore that is served, and one that receives.
+struct Stage {
+    datastore: Datastore,
+    server: Server,
+    there: Datastore,
+    receiver: Receiver,
+}
+
+impl Stage {
+    /// Makes and fills the four disks.
+    fn make(setting: &Setting, name: &str, random: &mut Random) -> Result<Stage> {
+        let plan = &setting.plan;
+        let datastore = Datastore::init(&setting.lamina, &setting.scratch, name)?;
+        datastore.create(BUSY, plan.disk_size)?;
+        datastore.create(DISK, plan.disk_size)?;
+        for disk in [IMAGES, SPARSE] {
+            datastore.create_vmdk(disk, plan.disk_size, "thin", Some("sesparse"))?;
+        }
+        datastore.snapshot(SPARSE, "below")?;
+        let (server, _) = datastore.serve(&Serving::plain(plan.mode()), BUSY)?;
+        say("filling four disks");
+        for disk in [BUSY, DISK, IMAGES, SPARSE] {
+            fill(&datastore.endpoint(disk), plan.disk_size)?;
+        }
+        let there = Datastore::init(&setting.lamina, &setting.scratch, "there")?;
+        there.create("some", BLOCK)?;
+        let receiver = Receiver::start(&there, Keys::make(&setting.scratch)?, "some")?;
+        datastore.snapshot(DISK, "golden")?;
+        let stage = Stage { datastore, server, there, receiver };
+        for level in 0..LEVELS {
+            stage.add_level(plan.disk_size, &format!("level-{level}"), random)?;
+        }
+        stage.discard_half(plan.disk_size, random)?;
+        Ok(stage)
+    }
+
+    fn stop(self) -> Result<()> {
+        self.receiver.serving.service.stop()?;
+        self.server.service.stop()
+    }
+
+    /// One kind of work.
+    fn work(&self, name: &str, verbs: &[&[&str]]) -> Result<()> {
+        match name {
+            SNAPSHOTS => take_snapshots(&self.datastore),
+            SEND => self.datastore.verb(&self.receiver.verb(&format!("{DISK}@golden"), "copy")).map(|_| ()),
+            _ => verbs.iter().try_for_each(|verb| self.datastore.verb(verb).map(|_| ())),
+        }
+    }
+
+    /// A snapshot of the disk with images, and an eighth of the disk written anew above it.
+    fn add_level(&self, disk_size: u64, snapshot: &str, random: &mut Random) -> Result<()> {
+        self.datastore.snapshot(IMAGES, snapshot)?;
+        let order = random.order(u32::try_from(disk_size / RUN).unwrap_or(u32::MAX));
+        let part = order[..order.len() / 8].iter().map(|run| u64::from(*run));
+        super::write_blocks(&self.datastore.endpoint(IMAGES), part, RUN)
+    }
+
+    /// Discards random runs that make half of the disk: what wiping and shrinking return.
+    fn discard_half(&self, disk_size: u64, random: &mut Random) -> Result<()> {
+        let runs = u32::try_from(disk_size / RUN).unwrap_or(u32::MAX);
+        let order = random.order(runs);
+        let endpoint = self.datastore.endpoint(SPARSE);
+        let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
+        let chosen = order[..order.len() / 2].iter();
+        let trims = chosen.map(|run| Request::Trim { offset: u64::from(*run) * RUN, length: RUN as u32 });
+        client.run(16, trims, |_| ())?;
+        client.flush()
+    }
+}
 
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
@@ -56,44 +130,15 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     if work.is_empty() {
         return Err(no_cell(plan, &WORK.map(|(name, _)| name)));
     }
-    let datastore = Datastore::init(&setting.lamina, &setting.scratch, "background")?;
-    datastore.create(BUSY, plan.disk_size)?;
-    datastore.create(DISK, plan.disk_size)?;
-    for disk in [IMAGES, SPARSE] {
-        datastore.create_vmdk(disk, plan.disk_size, "thin", Some("sesparse"))?;
-    }
-    datastore.snapshot(SPARSE, "below")?;
-    let (server, _) = datastore.serve(&Serving::plain(plan.mode()), BUSY)?;
-    say("filling four disks");
-    for disk in [BUSY, DISK, IMAGES, SPARSE] {
-        fill(&datastore.endpoint(disk), plan.disk_size)?;
-    }
-    let mut random = Random::new(plan.seed);
-    for level in 0..LEVELS {
-        datastore.snapshot(IMAGES, &format!("level-{level}"))?;
-        let order = random.order(u32::try_from(plan.disk_size / RUN).unwrap_or(u32::MAX));
-        let part = order[..order.len() / 8].iter().map(|run| u64::from(*run));
-        super::write_blocks(&datastore.endpoint(IMAGES), part, RUN)?;
-    }
-    discard_half(&datastore, plan.disk_size, &mut random)?;
-    let there = Datastore::init(&setting.lamina, &setting.scratch, "there")?;
-    there.create("some", BLOCK)?;
-    let receiver = Receiver::start(&there, Keys::make(&setting.scratch)?, "some")?;
-    datastore.snapshot(DISK, "golden")?;
-    let send = receiver.verb(&format!("{DISK}@golden"), "copy");
+    let stage = Stage::make(setting, "background", &mut Random::new(plan.seed))?;
     let mut outcome = Outcome::default();
     let mut raw = Vec::new();
     for (name, verbs) in work {
-        setting.scratch.rest(datastore.path())?;
-        let mut doing = || match name {
-            SNAPSHOTS => take_snapshots(&datastore),
-            SEND => datastore.verb(&send).map(|_| ()),
-            _ => verbs.iter().try_for_each(|verb| datastore.verb(verb).map(|_| ())),
-        };
-        raw.push(beside(setting, &datastore, name, &mut doing, &mut outcome)?);
+        setting.scratch.rest(stage.datastore.path())?;
+        let mut doing = || stage.work(name, verbs);
+        raw.push(beside(setting, &stage.datastore, name, &mut doing, &mut outcome)?);
     }
-    receiver.serving.service.stop()?;
-    server.service.stop()?;
+    stage.stop()?;
     outcome.raw = Value::Array(raw);
     Ok(outcome)
 }
@@ -134,18 +179,6 @@ fn beside(
     }))
 }
 
-/// Discards random runs that make half of the disk: what wiping and shrinking return.
-fn discard_half(datastore: &Datastore, disk_size: u64, random: &mut Random) -> Result<()> {
-    let runs = u32::try_from(disk_size / RUN).unwrap_or(u32::MAX);
-    let order = random.order(runs);
-    let endpoint = datastore.endpoint(SPARSE);
-    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
-    let chosen = order[..order.len() / 2].iter();
-    let trims = chosen.map(|run| Request::Trim { offset: u64::from(*run) * RUN, length: RUN as u32 });
-    client.run(16, trims, |_| ())?;
-    client.flush()
-}
-
 /// Takes snapshots at a steady rate, and deletes each some time later.
 fn take_snapshots(datastore: &Datastore) -> Result<()> {
     const KEPT: u32 = 4;
@@ -161,10 +194,4 @@ fn take_snapshots(datastore: &Datastore) -> Result<()> {
         process::pause((SNAPSHOT_EVERY * (number + 1)).saturating_sub(begun.elapsed()))?;
     }
     Ok(())
-}
-
-/// Of the requests answered within a window, in milliseconds.
-fn latencies(timings: &[Timing], window: Window) -> Vec<f64> {
-    let at = |time: Instant| timings.partition_point(|timing| timing.answered < time);
-    timings[at(window.0)..at(window.1)].iter().map(|timing| timing.microseconds() / 1e3).collect()
 }

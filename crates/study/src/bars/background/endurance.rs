@@ -1,0 +1,112 @@
+//! Mixed load for an hour with everything in the background: what the server's memory is at the end.
+//!
+//! A steady load of random writes goes on throughout. Beside it all kinds of background work take turns, and between
+//! them come peaks: many connections that write and read at once, and close. What is asked is memory after all that: no
+//! more than the bounds that were set and what the manual adds to them.
+
+use super::{BUSY, DISK, IMAGES, SPARSE, Stage, WORK};
+use crate::bars::load::{Load, at_once, mixed};
+use crate::bars::{BLOCK, Setting, fill, say};
+use crate::error::Result;
+use crate::nbd::Client;
+use crate::process;
+use crate::random::Random;
+use crate::report::{Bar, Finding, Outcome};
+use crate::statistics::{largest, percentile};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+const BAR: Bar = Bar::Native(12);
+/// Writes a second of the steady load.
+const RATE: u32 = 500;
+/// Connections of a peak, requests of each, and their depth.
+const PEAK: u64 = 64;
+const PEAK_REQUESTS: u64 = 2000;
+const PEAK_DEPTH: usize = 16;
+/// Bounds that `lamina serve` keeps unless it is told others, and which the manual states.
+const METADATA_CACHE: u64 = 128 << 20;
+const WRITE_BUFFER: u64 = 64 << 20;
+/// Memory that the manual states beside the metadata cache and the write buffer.
+const BESIDE: u64 = 64 << 20;
+const STATED: u64 = METADATA_CACHE + WRITE_BUFFER + BESIDE;
+/// The most that memory may be of what is stated.
+const SHARE_MAX: f64 = 1.1;
+/// How long memory has to go back after the load has ended.
+const CALM: Duration = Duration::from_secs(30);
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let plan = &setting.plan;
+    let mut random = Random::new(plan.seed);
+    let stage = Stage::make(setting, "endurance", &mut random)?;
+    let service = &stage.server.service;
+    let load = Load::steady(&stage.datastore.endpoint(BUSY), plan.disk_size / BLOCK, RATE, plan.seed)?;
+    let until = Instant::now() + Duration::from_secs_f64(plan.endurance);
+    let (mut samples, mut rounds) = (Vec::new(), 0);
+    while Instant::now() < until {
+        for (name, verbs) in WORK {
+            stage.work(name, verbs)?;
+            undo(setting, &stage, name, rounds, &mut random)?;
+            let (resident, highest) = service.resident()?;
+            samples.push(json!({ "after": name, "resident": resident, "highest": highest }));
+            if Instant::now() >= until {
+                break;
+            }
+        }
+        peak(setting, &stage, plan.seed + rounds)?;
+        samples.push(json!({ "after": "peak", "resident": service.resident()?.0 }));
+        rounds += 1;
+        say(&format!("{rounds} rounds, {} MiB resident", service.resident()?.0 >> 20));
+    }
+    let timings = load.finish()?;
+    process::pause(CALM)?;
+    let (resident, highest) = service.resident()?;
+    stage.datastore.verb(&["check"])?;
+    stage.stop()?;
+    let latencies: Vec<f64> = timings.iter().map(|timing| timing.microseconds() / 1e3).collect();
+    let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
+    let findings = vec![
+        Finding::note(BAR, "time", plan.endurance, "s"),
+        Finding::note(BAR, "rounds of all background work", rounds as f64, ""),
+        Finding::note(BAR, "writes of the steady load", timings.len() as f64, ""),
+        Finding::note(BAR, "their p99", percentile(&latencies, 0.99), "ms"),
+        Finding::note(BAR, "longest of them", largest(&latencies), "ms"),
+        Finding::note(BAR, "resident memory at its highest", mib(highest), "MiB"),
+        Finding::note(BAR, "resident memory stated", mib(STATED), "MiB"),
+        Finding::at_most(BAR, "resident memory at the end", mib(resident), SHARE_MAX * mib(STATED), "MiB"),
+    ];
+    Ok(Outcome { findings, raw: Value::Array(samples) })
+}
+
+/// Has the next round find what this kind of work began with.
+fn undo(setting: &Setting, stage: &Stage, name: &str, round: u64, random: &mut Random) -> Result<()> {
+    let size = setting.plan.disk_size;
+    match name {
+        "full-clone" => stage.datastore.delete("copy"),
+        "send" => stage.there.delete("copy"),
+        "reclaim" => {
+            fill(&stage.datastore.endpoint(SPARSE), size)?;
+            stage.discard_half(size, random)
+        }
+        "migrate" => {
+            stage.datastore.verb(&["disk", "migrate", IMAGES, "--format", "thin", "--delta", "sesparse"])?;
+            stage.add_level(size, &format!("round-{round}"), random)
+        }
+        "detach" => stage.datastore.delete("linked"),
+        _ => Ok(()),
+    }
+}
+
+/// Many connections at once, which write and read half and half, and close.
+fn peak(setting: &Setting, stage: &Stage, seed: u64) -> Result<()> {
+    let endpoint = stage.datastore.endpoint(DISK);
+    let blocks = setting.plan.disk_size / BLOCK;
+    let connect = |_| Client::connect(&endpoint.socket, &endpoint.export);
+    let clients = (0..PEAK).map(connect).collect::<Result<Vec<_>>>()?;
+    let run = |number: u32, mut client: Client| {
+        let mut random = Random::new(seed << 8 | u64::from(number));
+        let requests = (0..PEAK_REQUESTS).map(|_| mixed(&mut random, blocks));
+        client.run(PEAK_DEPTH, requests, |_| ())
+    };
+    at_once(clients, run).map(|_| ())
+}

@@ -1,0 +1,169 @@
+//! Many connections: 8 and 16 of them, to one disk together and to a disk each, against nbdkit with as many raw files.
+//!
+//! Two things are asked. At one rate, which both servers can hold, the 99th percentile must be no worse. At full speed
+//! the connections must be served alike: the one that gets least against the one that gets most. The servers take turns
+//! round by round, so that both see the same moments of the machine.
+
+use super::load::{Load, at_once, latencies, mixed};
+use super::{BLOCK, Setting, fill, no_cell, say};
+use crate::datastore::{Datastore, Serving};
+use crate::error::Result;
+use crate::fio::Endpoint;
+use crate::nbd::{Client, Timing};
+use crate::peers;
+use crate::process;
+use crate::random::Random;
+use crate::report::{Bar, Finding, Outcome};
+use crate::statistics::{largest, median, percentile, ratio};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+const BAR: Bar = Bar::Native(13);
+const COUNTS: [usize; 2] = [8, 16];
+/// The common rate, of what the slower server does at full speed.
+const RATE_SHARE: f64 = 0.5;
+/// Requests in flight on each connection at full speed.
+const DEPTH: usize = 4;
+/// Least share of what one connection gets of what another does.
+const FAIRNESS_MIN: f64 = 0.8;
+
+/// Whether all connections go to one disk.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Shape {
+    OneDisk,
+    DiskEach,
+}
+
+/// A server by turns: its name, and an endpoint for each connection.
+struct Side {
+    name: &'static str,
+    endpoints: Vec<Endpoint>,
+    rates: Vec<f64>,
+    fairness: Vec<f64>,
+    p99: Vec<f64>,
+    longest: Vec<f64>,
+}
+
+impl Side {
+    fn new(name: &'static str, endpoints: Vec<Endpoint>) -> Side {
+        Side { name, endpoints, rates: Vec::new(), fairness: Vec::new(), p99: Vec::new(), longest: Vec::new() }
+    }
+}
+
+/// Measures it.
+pub fn measure(setting: &Setting) -> Result<Outcome> {
+    let mut cells = Vec::new();
+    for count in COUNTS {
+        cells.push((format!("{count}-connections"), count, Shape::OneDisk));
+        cells.push((format!("{count}-disks"), count, Shape::DiskEach));
+    }
+    let names: Vec<_> = cells.iter().map(|(name, _, _)| name.clone()).collect();
+    cells.retain(|(name, _, _)| setting.plan.wants(name));
+    if cells.is_empty() {
+        return Err(no_cell(&setting.plan, &names));
+    }
+    let mut outcome = Outcome::default();
+    let mut raw = Vec::new();
+    for (name, count, shape) in cells {
+        raw.push(cell(setting, &name, count, shape, &mut outcome)?);
+    }
+    outcome.raw = Value::Array(raw);
+    Ok(outcome)
+}
+
+fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut Outcome) -> Result<Value> {
+    say(name);
+    let plan = &setting.plan;
+    let disks = if shape == Shape::OneDisk { 1 } else { count };
+    let size = plan.disk_size / disks as u64 / BLOCK * BLOCK;
+    let datastore = Datastore::init(&setting.lamina, &setting.scratch, name)?;
+    let exports: Vec<String> = (0..disks).map(|number| format!("disk-{number:02}")).collect();
+    for export in &exports {
+        datastore.create(export, size)?;
+    }
+    let (ours, _) = datastore.serve(&Serving::plain(plan.mode()), &exports[0])?;
+    let peer = peers::start_folder(&setting.scratch, &exports, size, plan.mode())?;
+    let of = |socket: &std::path::Path| -> Vec<Endpoint> {
+        let export = |i: usize| exports[i % disks].clone();
+        (0..count).map(|i| Endpoint { socket: socket.into(), export: export(i) }).collect()
+    };
+    let mut sides = [Side::new("lamina", of(&ours.endpoint.socket)), Side::new("nbdkit", of(&peer.endpoint.socket))];
+    for side in &sides {
+        side.endpoints[..disks].iter().try_for_each(|endpoint| fill(endpoint, size))?;
+    }
+    for run in 0..plan.runs {
+        for side in turns(&mut sides, run) {
+            let counts = at_full_speed(side, size, plan.seconds, plan.seed + u64::from(run))?;
+            side.rates.push(counts.iter().sum::<f64>() / plan.seconds);
+            side.fairness.push(ratio(counts.iter().copied().fold(f64::MAX, f64::min), largest(&counts)));
+        }
+    }
+    let rate = (sides.iter().map(|side| median(&side.rates)).fold(f64::MAX, f64::min) * RATE_SHARE) as u32;
+    for run in 0..plan.runs {
+        for side in turns(&mut sides, run) {
+            let latencies = at_rate(side, size, rate, plan.seconds, plan.seed + u64::from(run))?;
+            side.p99.push(percentile(&latencies, 0.99));
+            side.longest.push(largest(&latencies));
+        }
+    }
+    ours.service.stop()?;
+    peer.service.stop()?;
+    setting.scratch.remove(datastore.path())?;
+    setting.scratch.remove(&peer.data)?;
+    let [ours, peer] = &sides;
+    let what = |text: &str| format!("{name}: {text}");
+    let against = ratio(median(&ours.p99), median(&peer.p99));
+    outcome.findings.extend([
+        Finding::note(BAR, what("requests a second, lamina"), median(&ours.rates), ""),
+        Finding::note(BAR, what("requests a second, nbdkit"), median(&peer.rates), ""),
+        Finding::at_least(BAR, what("least to most, lamina"), median(&ours.fairness), FAIRNESS_MIN, ""),
+        Finding::note(BAR, what("least to most, nbdkit"), median(&peer.fairness), ""),
+        Finding::note(BAR, what("common rate"), f64::from(rate), "/s"),
+        Finding::note(BAR, what("p99 at it, lamina"), median(&ours.p99), "ms"),
+        Finding::note(BAR, what("p99 at it, nbdkit"), median(&peer.p99), "ms"),
+        Finding::at_most(BAR, what("p99 against nbdkit's"), against, 1.0, ""),
+    ]);
+    let samples = |side: &Side| {
+        json!({
+            "server": side.name, "rates": side.rates, "fairness": side.fairness, "p99_ms": side.p99,
+            "longest_ms": side.longest,
+        })
+    };
+    Ok(json!({ "cell": name, "rate": rate, "servers": [samples(ours), samples(peer)] }))
+}
+
+/// The servers in the order of a round: none is always first.
+fn turns(sides: &mut [Side; 2], round: u32) -> Vec<&mut Side> {
+    let mut turns: Vec<_> = sides.iter_mut().collect();
+    if round % 2 == 1 {
+        turns.reverse();
+    }
+    turns
+}
+
+/// Requests that each connection gets answered in the time: random reads and writes of 4 KiB, half and half.
+fn at_full_speed(side: &Side, size: u64, seconds: f64, seed: u64) -> Result<Vec<f64>> {
+    let connect = |endpoint: &Endpoint| Client::connect(&endpoint.socket, &endpoint.export);
+    let clients = side.endpoints.iter().map(connect).collect::<Result<Vec<_>>>()?;
+    let from = Instant::now() + Duration::from_millis(100);
+    let until = from + Duration::from_secs_f64(seconds);
+    let run = |number: u32, mut client: Client| {
+        let mut random = Random::new(seed << 8 | u64::from(number));
+        let mut answered = 0_u64;
+        let requests = std::iter::from_fn(|| (Instant::now() < until).then(|| mixed(&mut random, size / BLOCK)));
+        let within = |timing: &Timing| timing.answered >= from && timing.answered < until;
+        client.run(DEPTH, requests, |timing| answered += u64::from(within(&timing)))?;
+        Ok(answered as f64)
+    };
+    at_once(clients, run)
+}
+
+/// What requests take at a common rate, in milliseconds: each connection has its part of it.
+fn at_rate(side: &Side, size: u64, rate: u32, seconds: f64, seed: u64) -> Result<Vec<f64>> {
+    let load = Load::paced(&side.endpoints, rate, seed, move |random| mixed(random, size / BLOCK))?;
+    process::pause(Duration::from_millis(200))?;
+    let from = Instant::now();
+    process::pause(Duration::from_secs_f64(seconds))?;
+    let window = (from, Instant::now());
+    Ok(latencies(&load.finish()?, window))
+}
