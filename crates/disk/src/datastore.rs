@@ -76,7 +76,7 @@ pub struct Datastore {
     pub(crate) path: Option<PathBuf>,
     /// Other datastores that clients of this one have moved to.
     pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
-    /// Names that nobody else may take meanwhile: of disks that are being made or renamed.
+    /// Names that no other operation may take meanwhile: of disks that are being made or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Moves that go on in the background.
     pub(crate) imports: Imports,
@@ -84,7 +84,7 @@ pub struct Datastore {
     unended: Mutex<Vec<snapshot_group::UnderWay>>,
     /// What clients wait for, and background work goes by.
     foreground: Arc<Foreground>,
-    /// Receptions that somebody uses.
+    /// Identities of the receptions that a sender's session uses.
     pub(crate) receptions: Mutex<BTreeSet<String>>,
     pub(crate) this: Weak<Datastore>,
     _owner: Arc<Owner>,

@@ -126,7 +126,7 @@ pub trait Device: Send + Sync {
     /// durable on return. May wait while the write buffer is full.
     fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()>;
 
-    /// How full the write buffer is, in percent: whoever works in the background lets it empty first.
+    /// How full the write buffer is, in percent: background work lets it empty first.
     fn pressure(&self) -> u32 {
         0
     }

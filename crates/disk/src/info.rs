@@ -301,7 +301,7 @@ pub struct MetadataCacheStatistics {
     pub walk_levels: u64,
     /// Levels asked in the longest walk.
     pub walk_levels_max: u64,
-    /// Extents taken in that nobody had asked for yet.
+    /// Extents put into the cache before any request looked them up.
     pub prefetched: u64,
     /// Of these, asked for later.
     pub prefetched_used: u64,

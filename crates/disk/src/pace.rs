@@ -116,7 +116,7 @@ impl Foreground {
         self.target.store(nanoseconds(target), Ordering::Relaxed);
     }
 
-    /// When a request arrives: now, if background work wants to know how long it takes.
+    /// When a request arrives: now, if background work is under way that measures how long requests take.
     pub fn arrived(&self) -> Option<Instant> {
         (self.jobs.load(Ordering::Relaxed) > 0).then(Instant::now)
     }

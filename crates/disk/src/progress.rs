@@ -1,4 +1,4 @@
-//! How long work tells how far it is, and learns that nobody wants it any more.
+//! How long work reports how far it is, and finds out that it is to stop.
 
 use layer::Step;
 use std::ops::ControlFlow;
@@ -22,7 +22,7 @@ pub trait Progress: Sync {
 
 /// Another's progress, at a rate.
 pub struct Throttled<'a> {
-    /// Who watches.
+    /// Receives the reports and can cancel.
     pub progress: &'a dyn Progress,
     /// Bytes per second; 0 for as fast as it goes.
     pub rate: u64,
@@ -46,7 +46,7 @@ impl Progress for Throttled<'_> {
     }
 }
 
-/// Nobody watches.
+/// Reports are dropped, and the work is never cancelled.
 pub struct NoProgress;
 
 impl Progress for NoProgress {

@@ -12,9 +12,9 @@
 //! 1. A request goes to one device from its beginning to its end: the one that was current when it began. A read that
 //!    was planned by a device is finished by that device, however long the client takes to fetch the data.
 //! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange: a request that begins
-//!    after it goes to the new device. [`Before::wait_unused`] waits until nobody is inside the old one.
-//! 3. What is acknowledged must be in both devices while requests may be inside both: that is the concern of who
-//!    exchanges (a migration puts a mirror between).
+//!    after it goes to the new device. [`Before::wait_unused`] waits until no request is inside the old one.
+//! 3. What is acknowledged must be in both devices while requests may be inside both: the caller of the exchange
+//!    ensures that (a migration puts a mirror between).
 //! 4. Whether a client may write is a matter of the client ([`SwitchedDevice`]), not of the device.
 //! 5. A new device knows nothing of writes that were lost with the one before, and would answer a flush with success.
 //!    After [`Switch::note_loss`], called before the exchange, the first flush of each client that was connected
@@ -63,7 +63,7 @@ impl Switch {
         Arc::new(Self { held, clients: AtomicU64::new(0), losses: AtomicU64::new(0) })
     }
 
-    /// The current device. Who uses it past an exchange is not waited for.
+    /// The current device. An exchange does not wait for callers that still use it.
     pub fn device(&self) -> Arc<dyn Device> {
         Arc::clone(&self.enter().device)
     }
@@ -97,7 +97,7 @@ impl Switch {
         *self.held.write() = before.held;
     }
 
-    /// Acknowledged writes that were not flushed may be lost with the current device. For who exchanges it next.
+    /// Acknowledged writes that were not flushed may be lost with the current device. To call before an exchange.
     pub fn note_loss(&self) {
         self.losses.fetch_add(1, Ordering::SeqCst);
     }
@@ -169,7 +169,7 @@ pub(crate) struct Switches {
 }
 
 impl Switches {
-    /// Counts a client of what `identity` names; `open` opens it when nobody has it open.
+    /// Counts a client of what `identity` names; `open` opens it when no client has it open.
     pub fn attach(&self, identity: Identity, open: impl FnOnce() -> Result<Arc<dyn Device>>) -> Result<Client> {
         let mut all = self.open.lock();
         if let Some(switch) = all.get(&identity).and_then(Weak::upgrade) {
@@ -181,7 +181,7 @@ impl Switches {
         Ok(Client::new(switch))
     }
 
-    /// The switch of what `identity` names, if anybody has it open.
+    /// The switch of what `identity` names, if a client has it open.
     pub fn get(&self, identity: &Identity) -> Option<Arc<Switch>> {
         self.open.lock().get(identity).and_then(Weak::upgrade)
     }

@@ -310,7 +310,7 @@ fn forget_backing_format(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let tag = [0xe2, 0x79, 0x2a, 0xca];
     let at = bytes[..4096].windows(4).position(|word| word == tag).unwrap();
-    // An extension of the header that nobody knows, and that is passed over.
+    // An extension of the header of an unknown type, which readers skip.
     bytes[at..at + 4].copy_from_slice(&[0x11, 0x22, 0x33, 0x44]);
     std::fs::write(path, bytes).unwrap();
 }

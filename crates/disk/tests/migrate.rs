@@ -294,7 +294,7 @@ fn a_disk_moves_to_another_datastore_and_back() {
     drop(client);
     datastore.close().unwrap();
     drop(datastore);
-    // Whoever watched the clients that moved notices within a moment that there is nothing left to watch.
+    // The thread that watches the moved clients finds within a moment that none is left.
     std::thread::sleep(Duration::from_millis(500));
     let other = open(&there);
     check(&other, "a", &model, "there");
@@ -309,7 +309,7 @@ fn a_disk_moves_to_another_datastore_and_back() {
 
 /// A folder as a host leaves it: a disk of VMware's with a tree of snapshots, its newest image, and what it holds.
 fn host_folder(path: &Path, seed: u64) -> (std::path::PathBuf, Model) {
-    // Made by the datastore's own means, and then taken for somebody else's.
+    // Made by the datastore's own means, and then treated as written by another program.
     let datastore = made(&path.join("maker"));
     let model = disk_with_tree(&datastore, "web", FORMATS[1], seed);
     datastore.close().unwrap();
@@ -419,7 +419,7 @@ fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened
     use disk::migrate::ImportWay;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);
-    // Somebody has written to the base.
+    // The base looks as if it was written to.
     let base = head.with_file_name("web.vmdk");
     let text = std::fs::read_to_string(&base).unwrap();
     let (before, rest) = text.split_once("\nCID=").unwrap();

@@ -14,13 +14,12 @@
 //! The protocol is described in `docs/protocol/replication.md`. What holds:
 //!
 //! 1. Nothing is said before TLS is up, and nothing by a client that the server's certificates and names don't admit.
-//! 2. What a peer says passes one gate ([`frame::Head::decode`], [`message::Message::decode`]); no size of his is used
-//!    before it is checked, and none of his words costs more memory than he has sent bytes.
+//! 2. Everything from a peer is decoded in one place ([`frame::Head::decode`], [`message::Message::decode`]); no size
+//!    that it sends is used before it is checked, and no message takes more memory than the bytes received for it.
 //! 3. A session is a control connection, over which every request has one answer, and data connections, over which data
-//!    goes one way. It ends with its control connection; whatever a data connection suffers is told over the control
-//!    connection.
+//!    goes one way. It ends with its control connection, over which errors of data connections are sent too.
 //! 4. What has arrived and was recorded need not be sent again, whatever breaks. A disk appears whole or not at all.
-//! 5. Nobody waits without end: every wait for a peer has a limit, and he has to give signs of life.
+//! 5. No wait is unbounded: every wait for a peer has a limit, and a peer that works on an answer sends keep-alives.
 
 #![forbid(unsafe_code)]
 

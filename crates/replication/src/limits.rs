@@ -39,19 +39,19 @@ pub const CONNECTIONS_MAX: usize = 96;
 /// How long connecting may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long a client may take from connecting to having said what it wants.
+/// How long a client may take from connecting to the end of its first request.
 pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often the sender asks how things are.
+/// How often the sender sends a ping.
 pub const PING_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How often somebody who works on an answer says so.
+/// How often a receiver that works on an answer sends a keep-alive (`Working`).
 pub const WORKING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Silence after which a peer counts as gone.
 pub const SILENCE_MAX: Duration = Duration::from_secs(30);
 
-/// How long an earlier session may take to let go of what its successor wants.
+/// How long an earlier session may take to release a reception that a new session opens.
 pub const TAKEOVER_MAX: Duration = Duration::from_secs(15);
 
 /// How long data connections may take to leave after the sender has heard that all has come.

@@ -121,12 +121,12 @@ fn plain(text: &str, most: usize) -> String {
 }
 
 impl Message {
-    /// The message that tells of an error.
+    /// The message that carries an error.
     pub fn failure(error: &Error) -> Self {
         Self::Failure { kind: error.kind().name().into(), message: plain(&error.to_string(), SENTENCE_MAX) }
     }
 
-    /// The error that a failure tells of; any other message is out of turn.
+    /// The error that a failure carries; any other message is out of turn.
     pub fn into_error(self) -> Error {
         match self {
             Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),

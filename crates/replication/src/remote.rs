@@ -27,7 +27,7 @@ impl FromStr for Remote {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
         let host = match bare {
             Some(host) => host,
-            // An IPv6 address needs its brackets: otherwise nobody knows where the port begins.
+            // An IPv6 address needs its brackets: without them it is ambiguous where the port begins.
             None if host.contains(':') => return Err(wrong()),
             None => host,
         };

@@ -45,7 +45,7 @@ impl<S: ByteStream> Conversation<S> {
         self.established = true;
     }
 
-    /// Who is there.
+    /// The peer's name, for messages.
     pub fn peer(&self) -> &str {
         &self.peer
     }
@@ -59,7 +59,7 @@ impl<S: ByteStream> Conversation<S> {
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
                 Error::new(ErrorKind::Io, format!("{peer} has not been heard of for too long"))
             }
-            // What TLS has to say concerns keys and certificates, or somebody who changes bytes on the way.
+            // Errors of TLS concern keys and certificates, or bytes that were changed on the way.
             io::ErrorKind::InvalidData if !self.established => {
                 Error::new(ErrorKind::Invalid, format!("TLS with {peer}: {error}"))
             }

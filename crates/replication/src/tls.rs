@@ -1,4 +1,4 @@
-//! Who is who, and the encrypted stream.
+//! Authentication by certificates, and the encrypted stream.
 //!
 //! The session engine is rustls without its buffers: ciphertext is received into memory of ours in large pieces,
 //! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography
@@ -106,7 +106,7 @@ pub struct TlsStream {
     incoming: Vec<u8>,
     start: usize,
     end: usize,
-    /// Plaintext that nobody has asked for yet, from `plain_at` on.
+    /// Plaintext that has not been read yet, from `plain_at` on.
     plain: Vec<u8>,
     plain_at: usize,
     deadline: Option<Instant>,
@@ -155,7 +155,7 @@ impl Out {
     }
 }
 
-/// Does what the session engine wants now. Plaintext goes to `take`; `plain` is encrypted where that is possible.
+/// Does the next step of the session engine. Plaintext goes to `take`; `plain` is encrypted where that is possible.
 fn step<D>(
     status: UnbufferedStatus<'_, '_, D>,
     out: &mut Out,
@@ -206,7 +206,7 @@ fn step<D>(
         },
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
-        // There is no early data: nobody asks for it.
+        // There is no early data: neither side enables it.
         _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to a state that nobody asked for")),
     };
     Ok(step)
@@ -302,7 +302,7 @@ impl TlsStream {
                 break;
             }
         }
-        // Nobody can be told of a failure to tell.
+        // The connection ends in any case: an error of this last message changes nothing.
         let _ = self.out.send();
     }
 

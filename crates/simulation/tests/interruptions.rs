@@ -15,7 +15,7 @@ fn write(disk: u64, at: u64, length: u64, fill: u64) -> Operation {
     Operation::Write { disk, span: span(at, length), fill, again: false, fua: false }
 }
 
-/// Two disks; the first with two snapshots, a clone on the older of them, and writes that nobody flushed.
+/// Two disks; the first with two snapshots, a clone on the older of them, and writes without a flush.
 fn history() -> Vec<Operation> {
     vec![
         Operation::Create { capacity: 1 << 20, kind: 7 },

@@ -1,7 +1,7 @@
 //! The guest agent: QEMU's own (`qemu-ga`), reached through a serial port of the guest.
 //!
 //! 1. Whether an agent answers is found by asking with a number of our own and reading until it comes back
-//!    (`guest-sync-delimited`), so that half an answer to somebody before us is never taken for ours.
+//!    (`guest-sync-delimited`), so that half an answer to an earlier client is never taken for ours.
 //! 2. A guest without an agent is no error: [`Agent::connect`] says `None`.
 //! 3. A frozen guest is thawed again whatever happens: [`Frozen`] thaws when dropped.
 
@@ -81,7 +81,7 @@ impl Agent {
         Ok(Frozen { agent: Some(self), count })
     }
 
-    /// Thaws whatever somebody has frozen; how many file systems.
+    /// Thaws all frozen file systems, whichever client froze them; how many they were.
     pub fn thaw(&mut self) -> Result<u64> {
         Ok(self.client.execute("guest-fsfreeze-thaw", json!({}))?.as_u64().unwrap_or(0))
     }

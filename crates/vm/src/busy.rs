@@ -1,4 +1,4 @@
-//! What somebody else uses for a moment.
+//! Retries of operations that are `Busy` for a moment.
 
 use backend::{ErrorKind, Result};
 use std::thread;

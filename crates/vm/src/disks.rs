@@ -1,4 +1,4 @@
-//! What machines need of whoever keeps their disks.
+//! What machines need of the datastore that keeps their disks.
 
 use backend::Result;
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ pub struct Facts {
     pub capacity: u64,
     /// The disk and snapshot that it is a linked clone of.
     pub origin: Option<(String, String)>,
-    /// Who has it open now.
+    /// How many clients have it open now.
     pub clients: u64,
     /// When it was made, in seconds since 1970.
     pub created: u64,
@@ -48,10 +48,10 @@ pub trait Disks: Send + Sync {
     /// The snapshots of a disk.
     fn snapshots(&self, disk: &str) -> Result<Vec<SnapshotFacts>>;
 
-    /// Deletes a snapshot; `Busy` while clones stand on it or somebody reads it.
+    /// Deletes a snapshot; `Busy` while clones stand on it or a client has it open.
     fn delete_snapshot(&self, disk: &str, snapshot: &str) -> Result<()>;
 
-    /// Makes a disk that nobody uses as it was at a snapshot.
+    /// Makes a disk as it was at a snapshot; `Busy` while a client has it open.
     fn revert(&self, disk: &str, snapshot: &str) -> Result<()>;
 
     /// Makes linked clones of a snapshot: all of them or none.
@@ -67,11 +67,11 @@ pub trait Disks: Send + Sync {
         progress: &(dyn Fn(u64, u64) -> bool + Sync),
     ) -> Result<()>;
 
-    /// Deletes a disk with its snapshots; `Busy` when somebody uses it, or clones stand on it and are not to be given
-    /// what they stand on.
+    /// Deletes a disk with its snapshots; `Busy` while a client has it open, or if clones stand on it and `promote`,
+    /// which copies to them what they stand on, is not set.
     fn delete(&self, disk: &str, promote: bool) -> Result<()>;
 
-    /// Waits until what was asked by those who have gone meanwhile is done or given up: what is there afterwards, is
-    /// all there is.
+    /// Waits until the requests of closed connections are done or given up: no disk appears or goes afterwards on
+    /// their account.
     fn settle(&self) -> Result<()>;
 }

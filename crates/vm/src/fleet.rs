@@ -20,7 +20,7 @@ pub trait Watch: Sync {
     fn update(&self, done: usize, total: usize);
     /// So many bytes of all are copied.
     fn bytes(&self, _done: u64, _total: u64) {}
-    /// True once no more are wanted: those that are begun are finished or taken away by whoever makes them.
+    /// True once no more are wanted: the caller's `work` finishes or removes those that are begun.
     fn cancelled(&self) -> bool;
 }
 

@@ -12,8 +12,8 @@
 //! 1. Every command begins with [`Host::recover`]: whatever a killed one has left is taken away or let go on first.
 //! 2. Images and memory are only swept while no command works: references are found by looking, and one that works may
 //!    be about to make one.
-//! 3. Memory holds what guests hold. Its folder is its owner's alone, and one that somebody else has put there is
-//!    refused. It is there only while something lies in it, so that a datastore that is removed leaves nothing behind.
+//! 3. Memory files hold what guests hold. Only the owner of their folder can read it, and a folder that another user
+//!    has made is refused. It exists only while it is not empty: a datastore that is removed leaves none behind.
 
 use crate::disks::Disks;
 use crate::instant::image::Images;
@@ -55,7 +55,7 @@ pub struct Host {
     images: Images,
     qemu: PathBuf,
     features: OnceLock<Features>,
-    /// Something was begun that may leave memory to nobody.
+    /// An operation was begun that may leave memory files that no machine refers to.
     worked: AtomicBool,
 }
 
@@ -142,7 +142,7 @@ impl Host {
         let features = Features::detect(&self.qemu, &self.machines.folder().join(".probe"))?;
         if let Some(found) = found {
             let known = Known { found, features: features.clone() };
-            // Kept for speed alone: whoever cannot keep it asks again.
+            // Kept for speed alone: if it cannot be kept, the next command asks QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
                 tracing::debug!("what QEMU can do is not kept: {error}");
@@ -151,14 +151,14 @@ impl Host {
         Ok(features)
     }
 
-    /// Takes away or lets go on what a killed command has left, and sweeps what nobody refers to any more.
+    /// Removes or resumes what a killed command has left, and sweeps what no machine refers to any more.
     pub fn recover(&self) -> Result<()> {
         self.machines.recover()?;
         for machine in self.machines.list()? {
             if !machine.is_held() && !snapshots::is_unfinished(&machine) {
                 continue;
             }
-            // Somebody is at work on it.
+            // Another command is changing it.
             let Ok(change) = machine.change() else { continue };
             if let Err(error) = self.recover_one(&change) {
                 tracing::error!("machine '{}': {error}", machine.name());
@@ -170,7 +170,7 @@ impl Host {
         Ok(())
     }
 
-    /// Removes what no machine refers to any more, unless somebody is at work.
+    /// Removes what no machine refers to any more, unless another command is at work.
     fn sweep(&self) -> Result<()> {
         let lock = lock_file(&self.machines.folder().join(WORKING))?;
         if lock.try_lock().is_ok() {

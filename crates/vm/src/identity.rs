@@ -23,7 +23,7 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
 pub struct Uuid([u8; 16]);
 
 impl Uuid {
-    /// One that nobody has.
+    /// A new, random one.
     pub fn new() -> Result<Self> {
         let mut bytes: [u8; 16] = random()?;
         bytes[6] = bytes[6] & 0x0f | 0x40;

@@ -10,12 +10,12 @@
 //! machine      one machine: its folder, its process
 //! machines     all of them: made whole or not at all
 //! lifecycle    starting and stopping
-//! busy         what somebody else uses for a moment
+//! busy         retries of operations that are `Busy` for a moment
 //! durable      files that are replaced whole or not at all
 //! quiet        the disks of a machine at one point, its guest frozen around it
 //! snapshots    a machine's snapshots
 //! instant      memory images, and machines that go on from them
-//! personality  what makes a copy of a running guest somebody else
+//! personality  what gives a copy of a running guest an identity of its own
 //! clone        clones of every kind, one or many
 //! resize       a disk that gets larger while its machine runs
 //! fleet        many at once
@@ -25,7 +25,7 @@
 //! What holds:
 //!
 //! 1. A machine's process is its own: it goes on when we end or are killed, and is found again.
-//! 2. Nobody restarts a guest behind its user's back.
+//! 2. A guest is started only by a command of its user: there is no automatic restart.
 //! 3. Features of QEMU are asked for, not concluded from versions.
 
 #![forbid(unsafe_code)]

@@ -12,7 +12,7 @@ use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long disks may take to be free of whoever used them last.
+/// How long the last client of a disk may take to close it.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the guest's agent may take to answer before the power button is pressed instead.
 const AGENT_PATIENCE: Duration = Duration::from_secs(2);
@@ -48,7 +48,7 @@ pub fn start(change: &Change, machines: &Machines, images: &Images, features: &F
         let mut successor = child::set_up(change, machines, &image, features)?;
         let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
         change.take_over(&successor)?;
-        // From here on its disks may move on: nobody may start it from the image again.
+        // From here on its disks may change: it must not be started from the image again.
         freeze::forget(machine)?;
         // It is itself, not a copy of itself: its network is as it was.
         for index in 0..image.record.machine.networks.len() {
@@ -83,7 +83,7 @@ fn go(successor: &mut Successor, paused: bool) -> Result<()> {
     }
 }
 
-/// Waits until the disks of a machine are used by nobody: two that write to one disk destroy what is on it.
+/// Waits until no client uses the disks of a machine: two that write to one disk destroy what is on it.
 fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
     let definition = machine.definition()?;
     let deadline = Instant::now() + RELEASE_PATIENCE;
@@ -122,7 +122,7 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
 pub fn stop(change: &Change, how: Stop) -> Result<()> {
     let machine = change.machine();
     if how == Stop::Now && machine.process()?.is_none() && freeze::frozen(machine)?.is_some() {
-        // What is given up is a moment that nobody can go on from any more, or nobody wants to.
+        // The frozen state is given up: it cannot be resumed any more, or the user does not want it.
         freeze::forget(machine)?;
         return change.sweep();
     }
@@ -135,7 +135,7 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
                     format!("the guest of machine '{}' is paused and cannot hear; resume it first", machine.name());
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
-            // Whoever was told stays connected until it is done.
+            // The agent's connection stays open until the guest is off.
             let mut agent = machine.agent(AGENT_PATIENCE)?;
             match &mut agent {
                 Some(agent) => agent.shut_down()?,

@@ -10,10 +10,10 @@
 //!
 //! 1. A machine runs when the process behind `run` lives; nothing else says so, and nothing has to be kept in step.
 //! 2. Exchanging the link is how one process takes over from another: at every instant there is one that counts.
-//! 3. One change of a machine at a time ([`Machine::change`]); looking at it waits for nobody.
-//! 4. A process that the link does not name never executes a guest: it is a successor that did not come to take over,
-//!    or a predecessor that stands still. Whoever changes the machine next ends it ([`Change::sweep`]).
-//! 5. A guest that a command holds still goes on, whoever is killed: with the next command at the latest.
+//! 3. One change of a machine at a time ([`Machine::change`]); looking at it does not wait for a change.
+//! 4. A process that the link does not name never executes a guest: it is a successor that did not take over, or a
+//!    predecessor that stands still. The next change of the machine ends it ([`Change::sweep`]).
+//! 5. A guest that a command holds still is resumed if that command is killed: by the next command at the latest.
 
 use crate::agent::Agent;
 use crate::busy::while_busy;
@@ -140,7 +140,7 @@ impl Machine {
         Definition::parse(&text, &path.display().to_string())
     }
 
-    /// The right to change it, which somebody else may have for a moment.
+    /// The right to change it; waits while another command has it.
     pub fn change_within(&self, patience: Duration) -> Result<Change> {
         while_busy(patience, || self.change())
     }
@@ -196,7 +196,7 @@ impl Machine {
             .map_err(|error| error.context(format_args!("machine '{}'", self.name())))
     }
 
-    /// What it does, as far as that can be told at once: `Other` while somebody else talks to its monitor.
+    /// Its state, as far as it can be found at once: `Other` while another command uses its monitor.
     pub fn glance(&self) -> Result<State> {
         match self.process()? {
             None => Ok(State::Stopped),

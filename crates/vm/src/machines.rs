@@ -9,9 +9,9 @@
 //!
 //! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
 //!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
-//! 2. `intent.toml` is durable before the first disk is made. So what somebody who was killed leaves half done is told
-//!    by such a folder: disks that it names go while their machine's folder is still in it ([`Machines::recover`]).
-//! 3. Such a folder is locked while somebody works on it, and then left alone.
+//! 2. `intent.toml` is durable before the first disk is made. So such a folder says what a killed command left half
+//!    done: disks that it names are deleted if their machine's folder is still in it ([`Machines::recover`]).
+//! 3. A command locks such a folder while it works on it; recovery leaves a locked folder alone.
 
 mod intent;
 mod making;
@@ -100,7 +100,7 @@ impl Machines {
         durable::names(&self.folder)
     }
 
-    /// Held while a folder is begun or looked for: nobody meets one that is there and not yet locked.
+    /// Held while a folder is begun or looked for: no command finds one that exists and is not yet locked.
     fn lock(&self) -> Result<File> {
         lock_file(&self.folder.join(LOCK)).and_then(|lock| {
             lock.lock().during(|| format!("locking '{}'", self.folder.display()))?;
@@ -173,8 +173,8 @@ impl Machines {
         making::take_away(&folder, &intent, &*self.disks, making::Whose::Named { promote })
     }
 
-    /// Takes away what was half made or half deleted when somebody was killed. How many such folders there were; one
-    /// that cannot be taken away now stays for the next time, and is told in the log.
+    /// Removes what killed commands left half made or half deleted. How many such folders there were; one that cannot
+    /// be removed now stays for the next time, and is logged.
     pub fn recover(&self) -> Result<usize> {
         let unfinished = |name: &String| name.starts_with(NEW) || name.starts_with(OLD);
         if !self.folders()?.iter().any(unfinished) {
@@ -186,7 +186,7 @@ impl Machines {
             for name in self.folders()?.into_iter().filter(unfinished) {
                 let folder = self.folder.join(&name);
                 let Ok(lock) = File::open(&folder) else { continue };
-                // Locked: somebody is at work in it.
+                // Locked: another command works in it.
                 if lock.try_lock().is_ok() {
                     left.push((folder, name.starts_with(OLD), lock));
                 }

@@ -1,4 +1,5 @@
-//! What makes a copy of a running guest somebody else: done inside it by its agent before its network is plugged in.
+//! What gives a copy of a running guest an identity of its own: its agent does it inside the guest, before the network
+//! is plugged in.
 //!
 //! A guest that was copied with its memory knows the parent's host name, machine id and network address, and would draw
 //! the same random numbers: its kernel's pool has the same content. No device tells older kernels that they were copied

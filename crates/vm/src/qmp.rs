@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 /// Longest line taken from a peer: the schema of a QEMU has about a quarter of a MiB.
 const LINE_MAX: usize = 16 << 20;
 
-/// Events kept for whoever asks.
+/// Events kept until the caller asks for them.
 const EVENTS_MAX: usize = 1024;
 
 /// How often a socket that is not there yet is tried again.

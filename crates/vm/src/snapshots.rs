@@ -337,7 +337,8 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
     let features = host.features()?;
     let from = folder(machine).join(name);
     let file = host.images().new_memory()?;
-    // Killed from here on, it is off or it executes: no process is left that nobody knows, and none that stands still.
+    // If this process is killed from here on, the machine is off or it executes: no unknown process is left, and none
+    // whose guest stands still.
     let _holding = change.hold(Hold { resume: !paused, thaw: false })?;
     let begun = pages::copy_file(&from.join("memory"), &file).and_then(|_| {
         let mut successor = change.set_up(Start {
@@ -380,7 +381,7 @@ fn revert_disks(host: &Host, change: &Change, record: &Record) -> Result<()> {
     freeze::forget(machine)?;
     change.sweep()?;
     for snapshot in &record.disks {
-        // Whoever had it open was ended a moment ago.
+        // The process that had it open was ended a moment ago, and its connection may not be closed yet.
         while_busy(RELEASE_PATIENCE, || host.disks().revert(&snapshot.disk, &snapshot.name))?;
     }
     change.define(&record.machine)?;

@@ -17,7 +17,7 @@ use store::{Error, ErrorKind, IoContext, Result};
 const LEVEL: u32 = 6;
 /// Bytes collected for one write.
 const BUFFER: usize = 1 << 20;
-/// Memory of the machine that an archive describes: nobody says what it was.
+/// Memory of the machine that an archive describes: the source of a conversion does not record one.
 const MEMORY_MIB: u64 = 1024;
 /// Its virtual hardware: of ESXi 6.7, as in descriptors.
 const HARDWARE: &str = "vmx-14";
@@ -110,7 +110,7 @@ pub(super) struct StreamSink {
     file: Arc<dyn File>,
     capacity: u64,
     archive: bool,
-    /// While it is held, nobody takes the file for what a crash has left.
+    /// While it is held, no sweep removes the file as the remains of a crash.
     _lock: Box<dyn Lock>,
 }
 

@@ -1,8 +1,8 @@
 //! The engine: one thread reads pieces and finds the zeros in them, the caller's writes them.
 //!
-//! Buffers go round: a piece that was written is read into again, so that memory is bounded and stays warm. Whoever
-//! stops first, stops the other: a reader whose pieces nobody takes ends at the next one, a writer learns from the
-//! channel's end without an end mark that the reader has failed.
+//! Buffers are reused: the buffer of a piece that was written is read into again, so that memory is bounded and stays
+//! in the processor's caches. When either thread ends, so does the other: the reader ends at the next piece that it
+//! cannot send, and the writer detects a channel that closes without an end mark as a failed reader.
 
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
@@ -132,14 +132,14 @@ pub struct Pieces<'a> {
 }
 
 impl Pieces<'_> {
-    /// Hands the next piece to `take`; false after the last. What was done so far is told to whoever watches.
+    /// Hands the next piece to `take`; false after the last. Reports the bytes done so far to `progress`.
     pub fn next(&mut self, take: impl FnOnce(&Piece) -> Result<()>) -> Result<bool> {
         if self.ended {
             return Ok(false);
         }
         self.check()?;
         if let Some(buffer) = self.held.take() {
-            // The reader may have ended: then nobody needs it.
+            // The reader may have ended: then the buffer is not needed.
             let _ = self.empty.send(buffer);
         }
         let mut piece = match self.full.recv() {
@@ -162,7 +162,7 @@ impl Pieces<'_> {
         Ok(true)
     }
 
-    /// Fails when nobody wants the result any more.
+    /// Fails once the conversion is cancelled.
     fn check(&self) -> Result<()> {
         match self.progress.cancelled() {
             true => {
@@ -211,13 +211,13 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// Reads until the end, an error, or nobody takes pieces.
+    /// Reads until the end, an error, or the writer has ended.
     fn run(mut self) {
         let last = match self.read_all() {
             Ok(()) => Message::End,
             Err(error) => Message::Failed(error),
         };
-        // Nobody there: nobody to tell.
+        // Fails only if the writer has ended, which then needs no answer.
         let _ = self.to_writer.send(last);
     }
 

@@ -15,7 +15,7 @@ const ASK_EXTENTS: usize = 1024;
 /// A device, read from front to back.
 pub struct DeviceSource {
     device: Arc<dyn Device>,
-    /// The next byte that `extents` tells of.
+    /// Where the first of `extents` begins.
     at: u64,
     extents: VecDeque<StatusExtent>,
 }

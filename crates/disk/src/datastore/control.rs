@@ -111,7 +111,7 @@ impl Datastore {
         if native.is_empty() {
             self.snapshot_images(&images, &[], options, &mut || Ok(()))?;
         } else {
-            // The lock of the native disks is taken first: nobody's writes wait for that.
+            // The lock of the native disks is taken first: no write waits for that.
             taken = self.native.create_snapshots(&native, &mut |new, take| match images.is_empty() {
                 true => take(),
                 false => self.snapshot_images(&images, new, options, take),

@@ -1,7 +1,7 @@
-//! Who works on which disk: what a migration must not meet, and what must not meet a migration.
+//! Which operations work on which disk: a migration excludes other changes of its disk, and they exclude it.
 //!
 //! An operation that changes a disk or its snapshots uses the disk's name until it has ended; a migration has it alone.
-//! Whoever comes second is refused with the reason, and nobody waits.
+//! The operation that comes second is refused with the reason; it does not wait.
 
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ pub(crate) struct InUse {
 }
 
 impl Uses {
-    /// Uses a disk for a change: `Busy` while somebody has it alone.
+    /// Uses a disk for a change: `Busy` while another operation has it alone.
     pub fn share(self: &Arc<Self>, name: &str) -> Result<InUse> {
         let mut all = self.all.lock();
         match all.entry(name.to_owned()).or_insert(Use::Shared(0)) {
@@ -42,7 +42,7 @@ impl Uses {
         Ok(InUse { uses: Arc::clone(self), name: name.to_owned() })
     }
 
-    /// Has a disk alone, to be `what` (a participle): `Busy` while anybody uses it.
+    /// Has a disk alone, to be `what` (a participle): `Busy` while any operation uses it.
     pub fn alone(self: &Arc<Self>, name: &str, what: &'static str) -> Result<InUse> {
         let mut all = self.all.lock();
         match all.get(name) {

@@ -11,7 +11,7 @@ use store::{Error, ErrorKind, Result};
 use vmdk::CloneReference;
 
 impl Foreign {
-    /// Linked clones of a disk that are there now: those made elsewhere are believed in, for nobody here can look.
+    /// Linked clones of a disk that exist now. Those in other datastores count as existing: this one cannot check.
     pub(super) fn clones_there(&self, entry: &Entry) -> Vec<CloneReference> {
         let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
         let own = self.path.as_deref();
@@ -134,7 +134,7 @@ impl Foreign {
         let made = vmdk::Disk::create(home, &new, &self.options, &Watched(&crate::NoProgress));
         let outcome = made.and_then(|disk| {
             let target = ChainedDevice::new(name, disk.chain()?);
-            // Whoever made the disk deletes it.
+            // The sink deletes nothing on failure: this function made the disk and deletes it.
             let sink = DeviceSink::new(Arc::new(target), Box::new(|_| Ok(())));
             match copy_all(Box::new(DeviceSource::new(Arc::new(source))), Box::new(sink), progress) {
                 Ok(_) => Ok(disk),

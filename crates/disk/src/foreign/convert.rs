@@ -93,7 +93,7 @@ impl Source for ForeignSource<'_> {
     }
 }
 
-/// A disk that nobody can name yet, written from front to back.
+/// A disk without a name that clients can open, written from front to back.
 struct ForeignSink<'a> {
     foreign: &'a Foreign,
     replica: ForeignReplica,

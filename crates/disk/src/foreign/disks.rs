@@ -291,7 +291,7 @@ impl Foreign {
         for entry in self.entries() {
             sums.disks += 1;
             sums.snapshots += entry.disk.record().snapshots.len() as u64;
-            // What cannot be looked at is told of by 'check'.
+            // 'check' reports disks that cannot be read.
             sums.provisioned = sums.provisioned.saturating_add(entry.capacity().unwrap_or(0));
             let path = self.images()?.join(&entry.folder);
             for file in fs::read_dir(&path).during(|| format!("listing {}", path.display()))? {

@@ -15,8 +15,8 @@
 //!
 //! 1. A folder is a disk of the datastore when it has a record and no [`INCOMPLETE`] mark. Opening the datastore
 //!    removes what was being made; what cannot be opened is left alone and told by `check`.
-//! 2. Every record is read when the datastore is opened; images are opened when somebody uses the disk, and closed with
-//!    the datastore.
+//! 2. Every record is read when the datastore is opened; images are opened at the first use of the disk, and closed
+//!    with the datastore.
 //! 3. `Entry::clients` is held while a client comes, and while a disk is deleted or reverted: neither meets the other.
 //!    Long work does not hold it, and finds by itself what is in use.
 
@@ -78,7 +78,7 @@ impl Entry {
         Identity::Foreign { folder: self.folder.clone(), snapshot: snapshot.map(str::to_owned) }
     }
 
-    /// The head, counted as nobody's: for the datastore's own work.
+    /// The head, not counted as a client's: for the datastore's own work.
     pub fn head_device(&self) -> Result<Arc<ChainedDevice>> {
         let device = Arc::new(ChainedDevice::new(self.disk.name(), self.disk.chain()?));
         device.set_bases(self.disk.bases()?);
@@ -111,8 +111,8 @@ pub(crate) struct Foreign {
 }
 
 impl Foreign {
-    /// Opens what is there, but for folders that nobody may look into yet. Disks that cannot be opened do not keep the
-    /// others from it.
+    /// Opens every disk, but for those in the folders `kept`, whose migration is undecided. A disk that fails to open
+    /// does not keep the others from opening.
     pub fn open(
         native: &Arc<Native>,
         datastore: Option<&Path>,
@@ -166,7 +166,7 @@ impl Foreign {
                 self.remove_folder(folder)
             }
             Ok(disk) => {
-                // What a crash left of files that no record names: nobody else makes any in this folder.
+                // Files that a crash left and no record names: only this datastore creates files in this folder.
                 if let Err(error) = layer::descriptor::storage::sweep(&**disk.home().directory()) {
                     tracing::warn!(folder, %error, "what a crash has left could not be removed");
                 }

@@ -47,8 +47,8 @@ impl Foreign {
         Ok(ForeignOriginal { entry })
     }
 
-    /// Images that are there, as a disk that nobody can name yet, in a folder that goes with a crash until
-    /// [`Foreign::complete`].
+    /// Images that are there, as a disk without a name that clients can open, in a folder that recovery from a crash
+    /// removes until [`Foreign::complete`].
     pub fn adopt(
         &self,
         name: &str,

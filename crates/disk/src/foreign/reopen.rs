@@ -4,7 +4,7 @@
 //! 2. No request is inside the former chain when its images are opened again: neither a write, nor a read that was
 //!    planned and still fetches.
 //! 3. Writes that were acknowledged and not flushed may be lost, also where no flush of their client has failed. The
-//!    new chain has nothing to flush then: each client is told by an error of its first flush.
+//!    new chain has nothing to flush then: the first flush of each client fails, to report the loss.
 //! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
 
 use super::{Entry, Foreign};

@@ -62,7 +62,7 @@ pub fn check(path: &Path, options: &ImageOptions, repair: bool, progress: &dyn P
             below.extend(chain.images().iter().skip(1).map(|image| image.place().clone()));
             None
         }
-        // Who has no chain may still have an image.
+        // Without its parents the chain cannot be opened; the image itself may be.
         Err(error) if Image::open(place.clone(), &opening).is_ok() => Some(error),
         Err(error) if repair || error.kind() == ErrorKind::Corrupt => Some(error),
         Err(error) => return Err(error),

@@ -1,7 +1,7 @@
 //! Moving a disk to another datastore, which this process opens for that.
 //!
 //! Clients that have the disk open go on using it, so the other datastore stays open here as long as there are any: its
-//! lock is held meanwhile, and nobody else can serve it. It is closed with this one at the latest.
+//! lock is held meanwhile, and no other process can serve it. It is closed with this one at the latest.
 
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};

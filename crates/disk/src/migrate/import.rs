@@ -96,7 +96,7 @@ pub(crate) struct Imports {
     running: parking_lot::Mutex<Vec<(String, JoinHandle<()>)>>,
 }
 
-/// Nobody watches, but the datastore may be closed.
+/// Reports are dropped; closing the datastore cancels.
 struct Background(Arc<AtomicBool>);
 
 impl Progress for Background {

@@ -15,8 +15,8 @@
 //!    the step's range is held. So changes of one place reach both copies in one order, and none is missed.
 //! 2. **Ahead of the cursor the target is what it was.** A change that crosses the cursor reaches the target only up to
 //!    it, so that what the copier need not look at (never written, or not different from the base) is right as it is.
-//! 3. **Whoever is acknowledged before [`MirrorDevice::settle`] has begun is in the target, durably, when it ends** as
-//!    far as he flushed. From then on a flush covers both copies, so that the owner's record may turn at any moment.
+//! 3. **A write acknowledged before [`MirrorDevice::settle`] has begun is in the target when it ends**, durably if it
+//!    was flushed. From then on a flush covers both copies, so that the owner's record may turn at any moment.
 //! 4. **The target may fail until the record has turned**: that ends the migration, never a request. While the record
 //!    is being turned ([`MirrorDevice::commit`]), a request whose target part failed waits to learn which way it went.
 //! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
@@ -113,7 +113,7 @@ pub(super) fn stopped() -> Error {
 }
 
 impl MirrorDevice {
-    /// A mirror with nothing copied. Whoever writes to the source past it from now on spoils the copy.
+    /// A mirror with nothing copied. From now on a write to the source that bypasses the mirror corrupts the copy.
     pub fn new(source: Arc<dyn Device>, target: Arc<dyn Device>, base: Base) -> Result<Self> {
         let capacity = source.capacity();
         if target.capacity() != capacity || target.read_only() {
@@ -157,8 +157,8 @@ impl MirrorDevice {
         self.work.mark(&range);
     }
 
-    /// Has the copier look at everything that holds data. Asked past all locks: what is written meanwhile is marked by
-    /// whoever writes it.
+    /// Has the copier look at everything that holds data. Maps are read without any lock: a write meanwhile marks its
+    /// own range.
     pub fn mark_data(&self, progress: &dyn Progress) -> Result<()> {
         let mut at = 0;
         while at < self.capacity {
@@ -270,7 +270,7 @@ impl MirrorDevice {
             return at;
         }
         let _held = self.ranges.lock(at..end);
-        // Somebody may have written there before the range was ours.
+        // A write may have marked a piece of it before the range was locked.
         let end = until(end);
         self.cursor.store(end, Ordering::SeqCst);
         end
@@ -309,7 +309,7 @@ impl MirrorDevice {
     /// Ends with both copies durable and alike, and stays so: from here on a flush covers both.
     pub fn settle(&self) -> Result<()> {
         debug_assert_eq!(self.cursor.load(Ordering::SeqCst), self.capacity);
-        // Most of it before anybody has to wait for it.
+        // Most of the data, before flushes of clients have to wait for the target too.
         self.target.flush()?;
         self.settled.store(true, Ordering::SeqCst);
         self.target.flush()?;
@@ -358,7 +358,7 @@ impl MirrorDevice {
         Ok(())
     }
 
-    /// The source may have changed in part: whether the target is like it, nobody knows.
+    /// The source may have changed in part: whether the target is equal to it is unknown.
     fn source_failed(&self, error: Error) -> Error {
         let mut state = self.state.lock();
         if state.stage != Stage::Committed {
@@ -489,7 +489,7 @@ impl Device for MirrorDevice {
                 self.target_failed(error)?;
             }
         }
-        // Past the range: nobody waits for the medium on account of another's flush.
+        // The range is released first: another write to it does not wait for this one's flush.
         self.finish(fua)
     }
 

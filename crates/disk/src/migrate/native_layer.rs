@@ -28,7 +28,7 @@ pub struct NativeLayer {
 }
 
 impl NativeLayer {
-    /// The layer of a thin native disk, that nobody else changes.
+    /// The layer of a thin native disk. Only this layer may change the disk.
     pub fn new(disk: Arc<dyn Device>) -> Self {
         Self { disk }
     }

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use store::{Error, ErrorKind, Result};
 
-/// What nobody can decide yet: kept, and kept out of sight.
+/// Disks of migrations whose outcome is not known yet: kept, and not listed.
 #[derive(Debug, Default)]
 pub(crate) struct InDoubt {
     /// Names of native disks.

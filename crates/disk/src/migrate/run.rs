@@ -10,8 +10,8 @@
 //!    removes the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
 //! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and
 //!    go.
-//! 3. Nobody can open a disk by its name while the name changes hands (`turning`); requests of those who have it open
-//!    go on.
+//! 3. No client can open a disk by its name while the name moves to the other copy (`turning`); requests of clients
+//!    that have it open go on.
 
 use super::intent::{Copy, Intent, Intents, Stage};
 use super::mirror::MirrorDevice;
@@ -137,7 +137,7 @@ impl Target {
 /// How a record turned.
 enum Turned {
     Committed,
-    /// Nobody knows: both copies stay alike until the datastore is opened again and looks.
+    /// Not known: both copies are kept alike until the datastore is opened again and reads the record.
     Unknown(Error),
 }
 
@@ -246,7 +246,7 @@ impl Migration<'_> {
         self.away.map_or(self.home, |peer| &*peer.datastore)
     }
 
-    /// Everything up to the moment at which clients use the target. `Some` where nobody knows which copy is the disk.
+    /// Everything up to the moment at which clients use the target. `Some` where it is unknown which copy is the disk.
     fn run(&mut self, client: &Client) -> Result<Option<Error>> {
         self.announce()?;
         let mut tree = TreeCopy::new(self.source.original(), self.target.replica())?;

@@ -54,7 +54,7 @@ pub(crate) trait Original: Send + Sync {
     fn changes(&self, from: &str, to: Option<&str>, each: &mut dyn FnMut(Range<u64>)) -> Result<()>;
 }
 
-/// A disk that is being made as a copy of another. Nobody else uses it yet.
+/// A disk that is being made as a copy of another. Only the migration uses it yet.
 pub(crate) trait Replica: Send + Sync {
     /// Its head; opened again after [`Replica::go_back`] and [`Replica::resize`].
     fn head(&self) -> Result<Arc<dyn Device>>;

@@ -1,8 +1,8 @@
 //! Which pieces of a disk are still to be looked at: a bit for each.
 //!
-//! Marks are only ever added; who copies goes over them once, front to back, and what lies behind it does not matter
-//! any more. So a mark needs no lock: whoever changes a range ahead marks it while it holds the range, and whoever
-//! copies looks while it holds it.
+//! Marks are only ever added; the copier goes over them once, front to back, and marks behind it do not matter any
+//! more. So a mark needs no lock: a write to a range ahead marks it while it holds the range, and the copier reads the
+//! mark while it holds the range.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -3,7 +3,7 @@
 //! 1. What is being received has a name that no person can give and is incomplete, until it takes its place in one
 //!    change of the catalog, together with all that comes with it.
 //! 2. It begins empty, or as a clone of a snapshot that both sides have: then that snapshot cannot go meanwhile.
-//! 3. Nobody but the reception writes it, and never through the buffer: so its pieces may come in any order, and twice.
+//! 3. Only the reception writes it, and never through the buffer: so its pieces may come in any order, and twice.
 
 use super::{Native, is_visible, stored};
 use crate::info::Provisioning;
@@ -91,7 +91,7 @@ impl Native {
         self.engine.with_catalog(|catalog| catalog.disk(name).cloned()).filter(is_visible)
     }
 
-    /// The snapshot that a disk nobody uses stands on and has not been changed since.
+    /// The snapshot that a disk stands on, if no client uses the disk and it has not been changed since.
     pub fn unchanged_base(&self, disk: &Object) -> Result<Object> {
         self.refuse_in_use(disk.id, &format!("disk '{}'", disk.name))?;
         self.refuse_to_replace.get().map_or(Ok(()), |refuse| refuse(&disk.name))?;
@@ -247,7 +247,7 @@ impl Native {
         })
     }
 
-    /// The snapshot of a hidden disk; taken now, unless that was done before somebody was killed.
+    /// The snapshot of a hidden disk; taken now, unless an attempt that was cut short has taken it.
     fn hidden_snapshot(&self, disk: u64, name: &str, like: Likeness) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {

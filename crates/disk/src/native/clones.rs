@@ -119,7 +119,7 @@ impl Native {
                 }
             }
         };
-        // The snapshot holds still while this reads it; nobody else can name the new disk yet.
+        // The snapshot cannot change while this reads it; no client can open the new disk yet.
         let copied = self.copy(&source, &snapshot, id, progress);
         let _changes = self.changes.lock();
         drop(client);

@@ -82,7 +82,7 @@ impl Source for NativeSource {
     }
 }
 
-/// A native disk that nobody can name yet, written from front to back.
+/// A native disk without a name that clients can open, written from front to back.
 struct NativeSink {
     engine: Arc<Engine>,
     id: u64,

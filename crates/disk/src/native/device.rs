@@ -29,7 +29,7 @@ pub(crate) struct NativeDevice {
     pub thick: bool,
     /// As the datastore last set it.
     pub capacity: Arc<Capacity>,
-    /// Who resizes.
+    /// The native disks of the datastore, which resize this one.
     pub native: Weak<Native>,
 }
 

@@ -193,7 +193,7 @@ impl Native {
         let block = BLOCK_SIZE as u64;
         let (old, new) = (disk.capacity.div_ceil(block), capacity.div_ceil(block));
         if capacity < disk.capacity {
-            // Smaller first: nobody may write behind the new end any more when it is cleared.
+            // The capacity first: no write goes past the new end any more when the blocks there are cleared.
             self.engine.set_capacity(id, capacity)?;
             self.announce_capacity(id, capacity);
             let head = self.engine.head(id);

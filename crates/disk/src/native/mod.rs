@@ -161,7 +161,7 @@ impl Native {
         Ok(Arc::new(SwitchedDevice::over(name, read_only || object.is_snapshot(), client)))
     }
 
-    /// A device that counts as nobody's: for the datastore's own work.
+    /// A device that does not count as a client's: for the datastore's own work.
     fn device_of(&self, disk: &Object, object: &Object) -> Arc<dyn Device> {
         let (target, name) = if object.is_snapshot() {
             (Target::Snapshot(object.id), format!("{}@{}", disk.name, object.name))

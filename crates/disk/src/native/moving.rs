@@ -91,7 +91,7 @@ impl Native {
         Ok(true)
     }
 
-    /// A hidden disk, counted as nobody's.
+    /// A hidden disk, not counted as a client's.
     pub fn hidden_device(&self, name: &str) -> Result<Arc<dyn Device>> {
         let disk = self.engine.with_catalog(|catalog| catalog.disk(name).cloned());
         let disk = disk.ok_or_else(|| {

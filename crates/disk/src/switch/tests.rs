@@ -17,7 +17,7 @@ struct Memory {
     finished: AtomicU64,
     flushed: AtomicU64,
     refuses: bool,
-    /// Set once nobody may come any more.
+    /// Set once no request may begin any more.
     gone: AtomicBool,
 }
 
@@ -187,7 +187,7 @@ fn exchanges_under_load_lose_nothing() {
             });
         }
         for _ in 0..EXCHANGES {
-            // As a migration does it: the mirror first, the copy when nobody writes past it, then the target alone.
+            // As a migration does it: the mirror first, the copy once every write passes it, then the target alone.
             let target = Memory::new(vec![0; capacity]);
             let mirror = Arc::new(Mirror(Arc::clone(&current), Arc::clone(&target)));
             let before = switch.exchange(mirror);

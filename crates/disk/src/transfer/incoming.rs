@@ -10,8 +10,8 @@
 //! 1. A reception has one user at a time ([`Reception`]); between two of them it is kept, over restarts too.
 //! 2. A hidden disk without its record goes when the datastore is opened; a record without all of its disks too, with
 //!    those it has: either it was only about to begin, or all have taken their places.
-//! 3. Whoever resumes names the same disks and the same points, by their identities: so what is there is part of what
-//!    he sends.
+//! 3. A sender that resumes names the same disks and the same points, by their identities: so what was received before
+//!    is part of what it sends.
 
 use super::record::{self, Arriving, Found, RANGES_MAX, RECEPTIONS_MAX, Record, Records};
 use super::{DISKS_MAX, SEGMENT, SnapshotIdentity};
@@ -31,7 +31,7 @@ use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// A disk that somebody wants to send.
+/// A disk that a sender offers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewArrival {
@@ -53,10 +53,10 @@ pub struct NewArrival {
     pub update: bool,
 }
 
-/// Disks that somebody wants to send together.
+/// Disks that a sender offers together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewReception {
-    /// Who sends, for people.
+    /// The sender's name, for people.
     pub sender: String,
     /// The disks.
     pub disks: Vec<NewArrival>,
@@ -71,7 +71,7 @@ pub struct NewReception {
 pub struct ReceptionInfo {
     /// Its identity.
     pub id: String,
-    /// Who sends.
+    /// The sender's name.
     pub sender: String,
     /// When it began, in seconds since 1970.
     pub begun: u64,
@@ -79,7 +79,7 @@ pub struct ReceptionInfo {
     pub disks: Vec<String>,
     /// Bytes of data that are there for good.
     pub bytes: u64,
-    /// True while somebody is connected.
+    /// True while a sender is connected.
     pub active: bool,
     /// True when a machine comes with the disks.
     pub machine: bool,
@@ -111,7 +111,7 @@ pub struct Reception {
     /// Numbers of the hidden disks.
     ids: Vec<u64>,
     state: Mutex<Record>,
-    /// One writes the record at a time; true once the disks have taken their places and nobody may any more.
+    /// Held while a thread writes the record; true once the disks have taken their places: then none may write it.
     saving: Mutex<bool>,
     _names: Vec<Reservation>,
 }
@@ -320,7 +320,7 @@ impl Datastore {
     }
 
     fn go_on(&self, new: &NewReception, mut record: Record) -> Result<Arc<Reception>> {
-        // By these the sender will know them, should he not hear that they are there.
+        // If the answer to the commit is lost, the sender finds the disks by these identities.
         for (disk, new) in record.disks.iter_mut().zip(&new.disks) {
             disk.uuid.clone_from(&new.uuid);
         }
@@ -512,8 +512,8 @@ impl Reception {
         }
     }
 
-    /// The disks take their places. `expected` is what the sender calls whole: segments and bytes, disk by disk. Nobody
-    /// may write any more.
+    /// The disks take their places. `expected` is what the sender calls whole: segments and bytes, disk by disk. No
+    /// thread may write to the reception any more.
     pub fn commit(&self, expected: &[(u64, u64)]) -> Result<Vec<DiskInfo>> {
         let mut committed = self.saving.lock();
         let record = self.state.lock().clone();

@@ -46,7 +46,7 @@ impl Datastore {
         let device = self.device(&format!("{disk}@{snapshot}"), true)?;
         let info = self.disk(disk)?;
         if self.foreign.find(disk).is_some() {
-            // Images know their snapshots by name only: nobody else can have one of the same identity.
+            // Images name their snapshots without an identity: a new one is made, which no other datastore has.
             let uuid = names::uuid_text(&names::new_uuid()?);
             let taken = self.snapshots(Some(disk))?.into_iter().find(|known| known.name == snapshot);
             let created = taken.map_or(0, |taken| taken.created);

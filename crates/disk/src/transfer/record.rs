@@ -69,7 +69,7 @@ pub(crate) struct Arriving {
 pub(crate) struct Record {
     /// Its identity, and that of the file.
     pub id: String,
-    /// Who sends, as it called itself.
+    /// The sender's name, as the sender gave it.
     pub sender: String,
     /// When it began, in seconds since 1970.
     pub begun: u64,
@@ -106,7 +106,7 @@ pub(crate) enum Found {
     Record(Box<Record>),
     /// Of that identity, by a later version of this program.
     Newer(String),
-    /// Nobody knows what it says.
+    /// Its content cannot be read.
     Damaged(String, Error),
 }
 

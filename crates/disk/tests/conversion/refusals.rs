@@ -17,7 +17,7 @@ fn a_changed_parent_is_refused_unless_forced() {
     let outer = folder();
     let path = outer.path();
     let levels = make_chain(path, ImageKind::Thin, ImageKind::VmfsSparse, 2, 9);
-    // Somebody writes to the base.
+    // The base is written to directly.
     let options = layer::image::OpenOptions { writable: true, ..Default::default() };
     let opened = open_chain(Place::local(&levels[0].0, &[]).unwrap(), &options).unwrap();
     opened.images()[0].layer().write(0, &[&[0x11; 4096]]).unwrap();
@@ -116,7 +116,7 @@ fn what_is_there_is_not_written_over() {
         assert_eq!(std::fs::read(&to).unwrap(), b"mine");
         std::fs::remove_file(&to).unwrap();
     }
-    // Nor an extent, whoever named it.
+    // Nor is an extent overwritten that another descriptor may name.
     std::fs::write(path.join("vm-flat.vmdk"), "mine").unwrap();
     refused(&conversion(&from, &path.join("vm.vmdk"), TargetFormat::Image(ImageKind::Thin)), ErrorKind::Exists, "vm");
     assert_eq!(std::fs::read(path.join("vm-flat.vmdk")).unwrap(), b"mine");

@@ -279,7 +279,7 @@ impl Clients {
         Visit { shared: Arc::clone(&self.shared), number, stop, departure: Departure::Lost }
     }
 
-    /// Tells sessions of an export to finish what they have taken up and end; their numbers. Who calls this wakes
+    /// Tells sessions of an export to finish the requests they have begun and end; their numbers. The caller wakes
     /// them.
     pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
         let mut state = self.shared.state.lock();

@@ -28,7 +28,7 @@ impl Inbox {
         }
     }
 
-    /// Room for more; little of it while `streaming`. Empty only when the buffer is full of what nobody took.
+    /// Room for more; little of it while `streaming`. Empty only when the buffer is full of bytes not yet taken.
     pub fn space(&mut self, streaming: bool) -> &mut [u8] {
         // Moving what is left to the front costs a copy, so it waits until the room behind gets short.
         if self.start > 0 && self.bytes.len() - self.end < self.bytes.len() / 4 {

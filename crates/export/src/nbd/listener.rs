@@ -389,7 +389,7 @@ fn listen_unix(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile)> {
     Ok((socket, SocketFile { path: path.to_owned(), inode }))
 }
 
-/// True when the file is a socket on which nobody listens: left by a server that was killed.
+/// True when the file is a socket on which no process listens: left by a server that was killed.
 fn is_abandoned(path: &Path, name: &SocketAddrUnix) -> bool {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());

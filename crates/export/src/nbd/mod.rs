@@ -1,10 +1,10 @@
 //! The NBD server: disks for hypervisors, backup tools and block clients.
 //!
 //! A session goes through phases, one file each: [`listener`] accepts it, [`handshake`] agrees on an export and on
-//! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (the words),
-//! [`options`] and [`requests`] (what a client says, judged), [`replies`] (what it is told), [`reads`] (reads under
-//! way), [`ahead`] (what streams will ask for), [`status`] (metadata contexts), [`transport`] and [`tls`] (what carries
-//! the bytes), [`clients`] (who is connected, and who may come back), [`limits`] (every bound).
+//! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (constants, headers),
+//! [`options`] and [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`reads`] (reads in
+//! flight), [`ahead`] (read-ahead of streams), [`status`] (metadata contexts), [`transport`] and [`tls`] (sockets and
+//! encryption), [`clients`] (which clients are connected or may reconnect), [`limits`] (every bound).
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -64,7 +64,7 @@ pub trait Exports: Send + Sync {
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
 
-    /// What is told how long requests take, if anything is.
+    /// Receives how long requests take, if background work goes by it.
     fn foreground(&self) -> Option<Arc<Foreground>> {
         None
     }
@@ -145,8 +145,8 @@ impl Exports for Admission<'_> {
     }
 }
 
-/// Serves one client over any transport, from greeting to goodbye. An error is why the connection ended, when it was
-/// not by the client's wish; it is logged here, where the name of the export is known.
+/// Serves one client over any transport, from the greeting to the end. An error says why the connection ended, unless
+/// the client ended it; it is logged here, where the name of the export is known.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,

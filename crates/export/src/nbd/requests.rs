@@ -109,6 +109,9 @@ impl From<store::Error> for Refusal {
     fn from(error: store::Error) -> Self {
         let errno = match error.kind() {
             ErrorKind::NoSpace => errno::ENOSPC,
+            // What a system call refused says nothing of the request: a file system that a failing medium has made
+            // read-only is no export that may only be read.
+            _ if std::error::Error::source(&error).is_some() => errno::EIO,
             ErrorKind::ReadOnly | ErrorKind::Busy => errno::EPERM,
             // The protocol keeps ENOTSUP for fast zeroing.
             ErrorKind::Invalid | ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Unsupported => errno::EINVAL,
@@ -190,7 +193,7 @@ fn zero(head: &RequestHead, rules: &Rules, fua: bool) -> Result<Action, Refusal>
     let allocate = head.flags & flag::NO_HOLE != 0;
     if head.flags & flag::FAST_ZERO != 0 {
         // Unmapping whole blocks is work on the map alone. Taking space, or zeroing parts of blocks only, may cost as
-        // much as writing, and the protocol wants a refusal whenever that is not known beforehand.
+        // much as writing, and the protocol requires a refusal whenever that is not known beforehand.
         let block = u64::from(BLOCK_BYTES_PREFERRED);
         let aligned = |position: u64| position.is_multiple_of(block) || position == rules.capacity;
         if allocate || !aligned(head.offset) || !aligned(head.offset.saturating_add(length)) {

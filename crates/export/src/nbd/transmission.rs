@@ -51,8 +51,8 @@ pub struct Tally {
     pub farewell: bool,
 }
 
-/// Serves a connection to its end. `stop` asks it to finish what it has and leave; whoever sets it also shuts down
-/// the receiving side of the socket.
+/// Serves a connection to its end. `stop` asks it to finish what it has and leave; the thread that sets it also shuts
+/// down the receiving side of the socket.
 pub fn transmit(
     transport: &mut dyn Transport,
     device: Arc<dyn Device>,
@@ -97,7 +97,7 @@ enum Incoming {
     Head,
     /// In the payload of a write that goes straight into its memory: `filled` of the bytes before `end` are there.
     Payload { head: RequestHead, fua: bool, buffer: Buffer, filled: usize, end: usize },
-    /// In a payload nobody wants; the refusal follows it.
+    /// In the payload of a refused request, which is dropped; the refusal is sent after it.
     Skip { head: RequestHead, left: usize, refusal: Refusal },
 }
 
@@ -330,7 +330,7 @@ impl Session<'_> {
             Ok(Action::Write { length, fua }) => {
                 let start = (head.offset % BLOCK_SIZE as u64) as usize;
                 let mut buffer = self.pool.take(start + length);
-                // What the device is told to ignore, it shall not be able to store either.
+                // Bytes outside the request are zeroed, so that no fault can store old memory on the disk.
                 buffer[..start].fill(0);
                 buffer[start + length..].fill(0);
                 self.incoming = Incoming::Payload { head, fua, buffer, filled: start, end: start + length };

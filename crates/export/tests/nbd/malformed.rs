@@ -1,5 +1,5 @@
-//! Bytes nobody should send: random, and ordinary ones with random damage. Whatever comes, the session ends, in bounded
-//! time, without a panic, and without having said more than it may.
+//! Bytes that violate the protocol: random ones, and valid ones with random damage. Whatever comes, the session ends in
+//! bounded time, without a panic, and without having said more than it may.
 
 use crate::client::{Client, Mode};
 use crate::in_process::option;

@@ -212,7 +212,7 @@ fn block_status_of_several_contexts() {
 fn extended_headers_take_payload_and_length_as_they_say() {
     let (running, _disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Extended);
-    // A payload nobody asked for is swallowed.
+    // A payload of a command that takes none is read and dropped.
     assert_eq!(client.ask_with(CMD_READ, PAYLOAD, 0, 100_000, &vec![7; 100_000]).error, EINVAL);
     assert_eq!(client.ask_with(CMD_FLUSH, PAYLOAD, 0, 9, &[7; 9]).error, EINVAL);
     assert_eq!(client.ask(CMD_TRIM, 0, 0, 1 << 40).error, EINVAL);

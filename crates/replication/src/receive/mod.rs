@@ -64,7 +64,7 @@ pub struct ReceiverConfig {
     pub listen: SocketAddr,
     /// Who the server is, and who signs clients.
     pub tls: TlsConfig,
-    /// Names that a client's certificate has to be for: one of them. Empty for whoever has a certificate.
+    /// Names that a client's certificate has to be for: one of them. Empty admits every client that `tls` admits.
     pub clients: Vec<String>,
 }
 
@@ -103,7 +103,7 @@ impl Drop for Entry {
     }
 }
 
-/// Refuses to take disks from anybody on a network.
+/// Refuses an address beyond loopback unless clients need certificates.
 fn may_listen(config: &ReceiverConfig) -> Result<()> {
     let authorities = config.tls.client_authorities.is_some();
     if !config.clients.is_empty() && !authorities {
@@ -230,7 +230,7 @@ fn welcome(shared: &Arc<Shared>, socket: Arc<TcpStream>, peer: SocketAddr) {
         if let Err(error) = serve(&entry.shared, &socket, peer) {
             tracing::info!(%error, "connection ended by an error");
         }
-        // The peer learns of the end at once, whoever else still holds the socket.
+        // Ends the connection for the peer at once, although other threads may still hold the socket.
         let _ = socket.shutdown(Shutdown::Both);
     });
     if let Err(error) = spawned {

@@ -37,7 +37,7 @@ pub(super) struct Session {
     pub(super) reception: Arc<Reception>,
     /// Why it is over.
     failed: Mutex<Option<Message>>,
-    /// Set when it ends: nobody may join any more.
+    /// Set when it ends: no data connection may join any more.
     ended: AtomicBool,
     /// Data connections.
     streams: Mutex<Vec<Option<Arc<TcpStream>>>>,
@@ -133,7 +133,8 @@ impl Sessions {
         Self { datastore, attachments, open: Mutex::default() }
     }
 
-    /// Opens the reception of an offer; an earlier sender of the same has lost his line, or his mind.
+    /// Opens the reception of an offer. An open session for the same disks belongs to a stale duplicate sender: its
+    /// connections are cut.
     fn open(&self, offer: Offer, sender: String) -> Result<Opened> {
         let names: Vec<String> = offer.disks.iter().map(|disk| disk.name.clone()).collect();
         if let Some(text) = &offer.attachment {
@@ -194,7 +195,7 @@ pub(super) fn serve<S: ByteStream>(
         Err(error) => Err(error),
     };
     if let Err(error) = &outcome {
-        // Nobody there: nobody to tell.
+        // Fails if the sender is gone; the error is returned all the same.
         let _ = line.tell(&Message::failure(error));
     }
     outcome
@@ -205,7 +206,7 @@ fn work<S: ByteStream, T: Send>(line: &mut Conversation<S>, work: impl FnOnce() 
     std::thread::scope(|scope| {
         let (done, answer) = mpsc::channel();
         let spawned = std::thread::Builder::new().name("receive-work".to_owned()).spawn_scoped(scope, move || {
-            // Nobody waits when the line is broken: the work is done nonetheless.
+            // Fails if the connection is broken and the receiver of the answer is gone: the work is done nonetheless.
             let _ = done.send(work());
         });
         spawned.map_err(|error| Error::io("starting a thread to receive", error))?;

@@ -59,7 +59,7 @@ pub struct SendOptions {
     pub streams: usize,
     /// Most bytes of data a second; 0 for as fast as it goes.
     pub rate: u64,
-    /// Who is who.
+    /// The client's certificate, and the authorities that sign servers.
     pub tls: ClientTls,
 }
 

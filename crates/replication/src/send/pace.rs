@@ -3,10 +3,10 @@
 use parking_lot::Mutex;
 use std::time::{Duration, Instant};
 
-/// Longest sleep before it is asked again whether anybody still wants it.
+/// Longest sleep before it is checked again whether the work was cancelled.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
 
-/// What is saved up at most while nobody sends: a pause is not made up for.
+/// Largest credit that builds up while no thread sends: a longer pause is not made up for.
 const CREDIT: Duration = Duration::from_millis(100);
 
 /// A rate that several threads share.

@@ -164,7 +164,7 @@ fn a_server_that_is_not_there_is_given_up_on() {
     drop(here.disk("web", SEGMENT));
     here.snapshot("web", "monday");
     let until = Until { bytes: u64::MAX, reached: AtomicU64::new(0), stop: AtomicBool::new(false) };
-    // A port on which nobody listens; the wish to stop ends the attempts.
+    // A port on which no process listens; the request to stop ends the attempts.
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let error = std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -208,7 +208,7 @@ fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
         reception.write(0, 0, &Random(round).bytes(BLOCK_SIZE), None).unwrap();
         reception.finish_segment(0, 0, BLOCK_SIZE as u64).unwrap();
         reception.commit(&[(1, BLOCK_SIZE as u64)]).unwrap();
-        // As whoever records from time to time does that was waiting for this.
+        // As the thread does that saves the record from time to time, if it waited for the commit.
         reception.save().unwrap();
         drop(reception);
         assert!(there.datastore.receptions().unwrap().is_empty());

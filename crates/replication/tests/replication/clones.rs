@@ -179,6 +179,6 @@ fn an_empty_disk_and_a_rate() {
     let mut slow = options(&keys, 4);
     slow.rate = 16 << 20;
     let sent = send(&here.shipment(&[("web", "s", "w")]), &remote(&receiver), &slow, &NoProgress).unwrap();
-    // Never faster than asked for, but for what is saved up at the start; how much slower is nobody's concern here.
+    // Never faster than asked for, but for the credit at the start; how much slower is not tested here.
     assert!(sent.seconds + 0.2 >= sent.data as f64 / slow.rate as f64, "{sent:?}");
 }

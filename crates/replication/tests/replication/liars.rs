@@ -1,4 +1,4 @@
-//! Peers that lie, on either side: a clear end, and nothing of anybody's lost.
+//! Peers that send false values, on either side: the session ends with a clear error, and neither side loses data.
 
 use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};

@@ -43,7 +43,7 @@ impl Run {
             self.image_mut(&name).write(offset, &data);
             let flushed = device.flush();
             if written.is_ok() && flushed.is_ok() {
-                // Of what failed before nobody was told anything: only this is promised.
+                // Unflushed writes from before the failure may be lost: only the write above must be durable.
                 self.note("  a flush after the failure succeeds");
                 self.image_mut(&name).make_durable(offset, length);
             }

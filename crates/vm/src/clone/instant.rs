@@ -33,7 +33,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
         );
         return Err(Error::new(ErrorKind::Invalid, text));
     }
-    // The parent is free as soon as there is an image, which nobody sweeps while we work.
+    // The parent is free as soon as there is an image: no command sweeps it while this one works.
     let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
     let heirs: Vec<Definition> = names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
     let snapshots: Vec<Snapshot> = image.record.snapshots.iter().map(Into::into).collect();

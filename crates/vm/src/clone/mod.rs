@@ -10,7 +10,7 @@
 //!
 //! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
 //!    its network cards.
-//! 2. What cannot be made is told by its name, and takes nothing away from the others.
+//! 2. A clone that cannot be made is reported by its name; the others are made all the same.
 //! 3. All disks of a clone are of one point of its parent's life.
 
 mod full;

@@ -58,7 +58,7 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     };
     let mut monitor = machine.monitor()?;
     state::prepare(&mut monitor, features)?;
-    // What its children will have to be waited for: nobody can ask a guest that stands still.
+    // Asked now, because a guest that stands still cannot answer: whether to wait for the agents of its children.
     let agent = match executes {
         true => Some(machine.agent(AGENT_PATIENCE)?.is_some()),
         false => None,

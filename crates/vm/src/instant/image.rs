@@ -4,11 +4,11 @@
 //! DATASTORE/memory-images/ID/begun.toml   what the image is to be, before any of it is there
 //! DATASTORE/memory-images/ID/image.toml   the same, renamed: with it, and not before, the image exists
 //! DATASTORE/memory-images/ID/state        device state
-//! FOLDER FOR MEMORY/image-ID              the guest's memory, which nobody writes any more
+//! FOLDER FOR MEMORY/image-ID              the guest's memory, which no process writes any more
 //! ```
 //!
-//! An image that was begun and not finished, and one that nobody refers to, are removed by what their records name. As
-//! long as a clone's disk stands on a snapshot, the record stays too, so that the snapshot goes with its last clone.
+//! An image that was not finished, and one that no machine refers to, are removed by what their records name. As long
+//! as a clone's disk stands on a snapshot, the record stays too, so that the snapshot goes with its last clone.
 //!
 //! Memory lies in a folder of its own, by default in `/dev/shm`: on a file system with a medium below, the kernel would
 //! write a running parent's memory out again and again.
@@ -106,7 +106,7 @@ impl Images {
         Ok(images)
     }
 
-    /// Whether the folder for memory is there. Once it is, nobody else can put another in its place.
+    /// Whether the folder for memory is there. Once it is, no other user can put another in its place.
     fn has_memory_folder(&self) -> Result<bool> {
         let memory = self.memory.display();
         let found = match fs::symlink_metadata(&self.memory) {
@@ -135,7 +135,7 @@ impl Images {
             .during(|| format!("closing '{}' to others", memory.display()))
     }
 
-    /// Removes the folder for memory if nothing lies in it. Nobody may be making or starting machines meanwhile.
+    /// Removes the folder for memory if it is empty. No command may make or start machines meanwhile.
     pub fn remove_empty_folder(&self) {
         let _ = fs::remove_dir(&self.memory);
     }
@@ -221,8 +221,8 @@ impl Images {
         }
     }
 
-    /// Removes images that no machine refers to, with their snapshots, and memory that belongs to nobody. Nobody may be
-    /// making or starting machines meanwhile. How many went.
+    /// Removes images that no machine refers to, with their snapshots, and memory that belongs to no image or machine.
+    /// No command may make or start machines meanwhile. How many were removed.
     pub fn sweep(&self, machines: &Machines) -> Result<usize> {
         let mut used = BTreeSet::new();
         let mut kept: BTreeSet<PathBuf> = BTreeSet::new();

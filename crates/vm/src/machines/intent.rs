@@ -45,7 +45,7 @@ pub struct Intended {
 pub struct OwnDisk {
     /// Its name.
     pub name: String,
-    /// The snapshot that it is a linked clone of: one of that name that stands on another is somebody else's.
+    /// The snapshot that it is a linked clone of: a disk of that name that stands on another snapshot is not this one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Snapshot>,
 }

@@ -131,7 +131,7 @@ impl Drop for Making {
     }
 }
 
-/// Removes what is still in a folder: processes, disks, the machines themselves, and snapshots that nobody needs.
+/// Removes what is still in a folder: processes, disks, the machines themselves, and snapshots without clones.
 pub(super) fn take_away(folder: &Path, intent: &Intent, disks: &dyn Disks, whose: Whose<'_>) -> Result<()> {
     let left: Vec<&Intended> = intent.machines.iter().filter(|machine| folder.join(&machine.name).exists()).collect();
     let mut claims = Vec::new();
@@ -177,7 +177,7 @@ fn is_ours(disk: &OwnDisk, facts: &Facts, begun: u64) -> bool {
     origin == has && facts.created + 1 >= begun
 }
 
-/// Deletes a disk that somebody may only just be letting go of.
+/// Deletes a disk that a process which is ending may still have open.
 fn delete(disks: &dyn Disks, disk: &str, promote: bool) -> Result<()> {
     match while_busy(RELEASE_PATIENCE, || disks.delete(disk, promote)) {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),

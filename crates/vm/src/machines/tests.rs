@@ -1,4 +1,4 @@
-//! Machines as folders: made whole or not at all, whoever is interrupted when.
+//! Machines as folders: made whole or not at all, whenever a command is interrupted.
 
 #![allow(clippy::unwrap_used)]
 use super::*;
@@ -154,7 +154,7 @@ fn somebody_elses_disk_of_that_name_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web"]).unwrap();
-    // Killed before its own disk was made; meanwhile somebody else has made one.
+    // Killed before its own disk was made; meanwhile another command has made one.
     disks.delete("web-disk", false).unwrap();
     disks.add("web-disk", None);
     killed(making);

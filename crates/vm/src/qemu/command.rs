@@ -157,7 +157,7 @@ pub fn arguments(machine: &Machine<'_>, features: &Features) -> Vec<OsString> {
         let backend = match &network.link {
             Link::User => format!("user,id=net{index}"),
             Link::Bridge(bridge) => format!("bridge,id=net{index},br={}", value(bridge)),
-            // A hub with nobody else on it.
+            // A hub with no other port.
             Link::None => format!("hubport,id=net{index},hubid={}", 1000 + index),
         };
         add("-netdev", backend);

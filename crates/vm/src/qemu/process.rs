@@ -2,10 +2,10 @@
 //!
 //! 1. It is started in a process group of its own, with nothing of ours but what its command line names, so that
 //!    neither a signal to us nor our end reaches it.
-//! 2. It holds a lock on its pid file for as long as it lives (`-pidfile`), and the kernel says who holds a lock: so it
-//!    is found again by the file, whoever was killed when, and a number that went to another process means nothing.
+//! 2. It holds a lock on its pid file for as long as it lives (`-pidfile`), and the kernel reports which process holds
+//!    a lock: so it is found again by the file after any kill, even if its number was given to another process.
 //! 3. Signals go through a descriptor of the process (pidfd), taken before the lock is looked at once more: never to
-//!    somebody who got its number meanwhile.
+//!    another process that got its number meanwhile.
 
 use super::command::RunFolder;
 use crate::qmp::Client;
@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 const POLL: Duration = Duration::from_millis(1);
 /// How long one that is ended may take.
 const END_PATIENCE: Duration = Duration::from_secs(20);
-/// Most of a complaint that is told.
+/// Most characters of QEMU's error output that go into a message.
 const COMPLAINT_MAX: usize = 2000;
 
 /// A process that was found alive.
@@ -86,7 +86,7 @@ impl Starting {
         match answered {
             Ok(ready) => {
                 let mut child = self.child;
-                // Whoever waits for the child keeps it from staying a zombie while we live.
+                // A thread that waits for the child keeps it from staying a zombie while this process lives.
                 let name = format!("qemu {}", child.id());
                 let waiter = thread::Builder::new().name(name).spawn(move || child.wait());
                 waiter.during(|| "starting a thread".into())?;
@@ -175,7 +175,7 @@ impl Process {
     /// Has QEMU end itself, and ends it if it does not: told by its monitor, it lets its own requests to the disks end.
     /// The guest is not asked.
     pub fn quit(&self, monitor: Option<&mut Client>) -> Result<()> {
-        // The connection stays until it has: QEMU forgets what it was told by somebody who has gone.
+        // The connection stays open until then: QEMU may drop a command whose connection is closed.
         let told = monitor.is_some_and(|monitor| monitor.send(&json!({ "execute": "quit" })).is_ok());
         match told && self.wait(END_PATIENCE)? {
             true => Ok(()),
@@ -196,7 +196,7 @@ impl Process {
     }
 }
 
-/// Who holds the lock on a file.
+/// The process that holds the lock on a file.
 fn holder(file: &Path) -> Result<Option<Pid>> {
     let opened = match fs::OpenOptions::new().read(true).write(true).open(file) {
         Ok(opened) => opened,
@@ -246,7 +246,7 @@ mod tests {
     fn one_that_comes_too_late_does_not_come_to_life() {
         let folder = tempfile::tempdir().unwrap();
         let run = RunFolder(folder.path().into());
-        // Whoever holds it is ended.
+        // A claim ends the process that holds the pid file.
         start(&run, "none").unwrap();
         let claim = Process::claim(&run.pid_file()).unwrap();
         let mut late = begin(&run, "none").unwrap();

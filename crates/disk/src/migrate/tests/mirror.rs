@@ -225,7 +225,7 @@ fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
     mirror.copy(&NoProgress).unwrap();
     assert!(target.bytes() == source.bytes());
     assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "nobody asked how the target is doing");
-    // Who stops it does not wait until the copier is behind either.
+    // A request to stop does not wait until the target has room again either.
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     let stopped = mirror.copy(&Throttled { progress: &CancelAfter(AtomicU64::new(4)), rate: 0 });

@@ -105,7 +105,7 @@ fn a_power_cut_anywhere_leaves_one_of_the_two() {
             let at = from + random.below(operations - from);
             world.medium.cut_after(world.medium.operations() + at);
             if let Ok(datastore) = open(&world.medium) {
-                // Whether it was told of is no matter.
+                // Whether it reports the cut is not tested.
                 let _ = datastore.migrate("a", &to_thick(), &NoProgress);
             }
             let what = format!("seed {seed}, cut at {at} of {operations}");

@@ -1,6 +1,6 @@
 //! The record of clients: what the next owner of a datastore has to know about those of this one.
 //!
-//! The layout is in `docs/format/clients.md`. A record that cannot be read is told in the log and counts as none: it
+//! The layout is in `docs/format/clients.md`. A record that cannot be read is logged and counts as none: it
 //! protects against a mistake for a few minutes, and is no reason to keep a datastore closed.
 
 use super::Peer;
@@ -33,7 +33,7 @@ pub struct Gone {
     /// The name it asked for, where the disk has been renamed since.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub asked: Option<String>,
-    /// Who it is.
+    /// The client's process or address.
     pub peer: Peer,
     /// When it connected, in seconds since 1970.
     pub connected: u64,

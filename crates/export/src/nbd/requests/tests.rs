@@ -291,3 +291,16 @@ fn the_payload_of_block_status_is_a_length_and_distinct_contexts() {
     assert_eq!(parse(u64::MAX, &form(1, &[1])), Err(errno::EINVAL));
     assert_eq!(parse(1, &form(u64::MAX, &[1])), Err(errno::EINVAL));
 }
+
+#[test]
+fn what_a_system_call_refuses_is_an_error_of_input_and_output() {
+    use std::io;
+    use store::Error;
+    let refused = |kind: io::ErrorKind| Refusal::from(Error::io("writing", kind.into())).errno;
+    assert_eq!(refused(io::ErrorKind::StorageFull), errno::ENOSPC);
+    // A file system that was mounted read-only because its medium fails, a file that is gone, a call that is not there.
+    for kind in [io::ErrorKind::ReadOnlyFilesystem, io::ErrorKind::NotFound, io::ErrorKind::Unsupported] {
+        assert_eq!(refused(kind), errno::EIO, "{kind}");
+    }
+    assert_eq!(Refusal::from(Error::new(ErrorKind::ReadOnly, "open for reading only")).errno, errno::EPERM);
+}
