@@ -202,9 +202,9 @@ fn bad_names_are_usage_errors() {
     run("snapshot create vm1@a vm2 -d /nowhere").fails(2, "DISK@SNAPSHOT");
     run("snapshot diff vm1@a vm2@b -d /nowhere").fails(2, "different disks");
     run("clone vm1 vm2@a -d /nowhere").fails(2, "vm2@a");
-    let empty: Done = lamina().args(["disk", "show", "", "-d", "/nowhere"]).output().unwrap().into();
+    let empty: Done = process::output(lamina().args(["disk", "show", "", "-d", "/nowhere"])).into();
     empty.fails(2, "empty");
-    let control: Done = lamina().args(["disk", "show", "a\nb", "-d", "/nowhere"]).output().unwrap().into();
+    let control: Done = process::output(lamina().args(["disk", "show", "a\nb", "-d", "/nowhere"])).into();
     control.fails(2, "name");
 }
 

@@ -14,7 +14,7 @@ const MIB: usize = 1 << 20;
 
 /// Runs `lamina` in a folder.
 fn run_in(folder: &Path, arguments: &str) -> Done {
-    lamina().current_dir(folder).args(arguments.split_whitespace()).output().unwrap().into()
+    process::output(lamina().current_dir(folder).args(arguments.split_whitespace())).into()
 }
 
 /// A disk with something in it: bytes, a hole and odd ends.
@@ -123,7 +123,7 @@ fn disks_come_and_go() {
     let bytes = make_raw(&path.join("a.raw"), 16);
     let on = |arguments: &str| {
         let mut command = store.command(arguments);
-        Done::from(command.current_dir(path).output().unwrap())
+        Done::from(process::output(command.current_dir(path)))
     };
     let round = |label: &str| {
         let text = on(&format!("convert -f raw a.raw disk:{label} -d native")).ok();

@@ -70,7 +70,7 @@ fn delta_of(disk: &str) -> &str {
 
 /// Runs a command that may be cut off; true when it was done.
 fn attempt(store: &Store, arguments: &str) -> bool {
-    let outcome = store.command(arguments).stdout(Stdio::null()).stderr(Stdio::piped()).output().unwrap();
+    let outcome = process::output(&mut store.command(arguments));
     outcome.status.success()
 }
 

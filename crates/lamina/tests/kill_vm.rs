@@ -51,7 +51,7 @@ fn parents(fleet: &Fleet) {
 /// What must hold after the command that follows a killed one.
 fn look(fleet: &Fleet, what: &str) {
     // The command that follows: whatever it is, it takes away what was left first, and says so.
-    let next = fleet.command("list").output().unwrap();
+    let next = process::output(&mut fleet.command("list"));
     let what = &format!("{what}; then it was said: {}", String::from_utf8_lossy(&next.stderr));
     assert!(next.status.success(), "{what}");
     let list = fleet.list();

@@ -15,7 +15,7 @@ const DIRECTORY: usize = 4096 * 512;
 const TABLES: usize = 6144 * 512;
 
 fn run_in(folder: &Path, arguments: &str) -> Done {
-    lamina().current_dir(folder).args(arguments.split_whitespace()).output().unwrap().into()
+    process::output(lamina().current_dir(folder).args(arguments.split_whitespace())).into()
 }
 
 /// What a verb says in JSON that warns on the way.
@@ -122,7 +122,7 @@ fn disks_of_a_datastore_are_mended() {
         let bytes = make_raw(&folder.path().join("a.raw"));
         let on = |arguments: &str| {
             let mut command = store.command(arguments);
-            Done::from(command.current_dir(folder.path()).output().unwrap())
+            Done::from(process::output(command.current_dir(folder.path())))
         };
         on(&format!("convert -f raw a.raw disk:vm -d {format}")).ok();
         let file = file_of(&store.path(), end);

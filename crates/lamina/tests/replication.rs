@@ -205,7 +205,7 @@ fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
             // An earlier session may still be ending.
             let mut sent = None;
             until("it is sent", || {
-                let outcome: Done = command(goal).output().unwrap().into();
+                let outcome: Done = process::output(&mut command(goal)).into();
                 sent = serde_json::from_str::<Value>(&outcome.stdout).ok();
                 sent.is_some()
             });
@@ -260,7 +260,7 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
         let has = |disk: &str| disks.iter().any(|known| known == disk);
         assert_eq!((has(&name), has(&format!("{name}-2"))), (is_machine, is_machine), "{name}: {disks:?}");
         if !is_machine {
-            let outcome: Done = command(&name).output().unwrap().into();
+            let outcome: Done = process::output(&mut command(&name)).into();
             outcome.json();
         }
         assert!(content(&there, &name) == content(&here, "web"));
@@ -273,13 +273,13 @@ fn a_machine_arrives_with_all_its_disks_or_not_at_all() {
     let (parent, copy) = (shown(&here, "web"), shown(&there, "copy7"));
     assert_ne!(parent["uuid"], copy["uuid"]);
     fill(&here, "web", 9, 40..42);
-    let outcome: Done = command("last").output().unwrap().into();
+    let outcome: Done = process::output(&mut command("last")).into();
     let sent = outcome.json();
     assert_eq!(sent["incremental"], 2, "{sent}");
     // The first copy of each name is a full one unless what it is compared with has another name: snapshots of the
     // earlier ones are on both sides.
     assert!(sent["data"].as_u64().unwrap() <= 2 * PIECE, "{sent}");
-    let outcome: Done = command("last").output().unwrap().into();
+    let outcome: Done = process::output(&mut command("last")).into();
     outcome.fails(1, "there is a machine 'last' already");
     drop(theirs);
     there.is_clean();

@@ -281,6 +281,6 @@ fn the_console_of_a_machine() {
     process::send(first.id(), "INT");
     assert_eq!(wait(&mut first), Some(130));
     let mut alone = lamina();
-    let done: process::Done = alone.args(["vm", "list"]).output().unwrap().into();
+    let done: process::Done = process::output(alone.args(["vm", "list"])).into();
     done.fails(2, "which datastore?");
 }

@@ -294,7 +294,7 @@ impl Family {
         self.cut_off = Some(change);
         let mut last = None;
         process::until("the command is done or the server killed", || {
-            let done: Done = match store.command(&arguments).output().unwrap() {
+            let done: Done = match process::output(&mut store.command(&arguments)) {
                 output if output.status.code().is_some() => output.into(),
                 output => panic!("{arguments}: {output:?}"),
             };

@@ -5,7 +5,7 @@
 
 use crate::nbd::Client;
 use crate::pattern;
-use crate::process::{Done, Serving, Store};
+use crate::process::{Done, Serving, Store, output};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ impl Fleet {
     }
 
     pub fn run(&self, arguments: &str) -> Done {
-        self.command(arguments).output().unwrap().into()
+        output(&mut self.command(arguments)).into()
     }
 
     /// A machine with a disk of its own; without network cards.

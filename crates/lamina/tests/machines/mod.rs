@@ -3,7 +3,7 @@
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::unwrap_used)]
 
-use crate::process::{Done, Serving, Store, tool};
+use crate::process::{Done, Serving, Store, output, tool};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -53,7 +53,7 @@ impl Room {
         let line = format!("console=ttyS0 quiet panic=-1 {append}");
         let mut command = self.store.command(&format!("vm create {name} {arguments} --disk-size 1G --start"));
         command.arg("--kernel").arg(kernel).arg("--initrd").arg(initrd).args(["--append", &line]);
-        let done: Done = command.output().unwrap().into();
+        let done: Done = output(&mut command).into();
         done.ok();
         self.until_says(name, "guest: up");
         if !append.contains("noagent") {
@@ -91,7 +91,7 @@ impl Room {
     #[track_caller]
     pub fn shell(&self, name: &str, line: &str) -> String {
         let mut command = self.store.command(&format!("vm exec {name} -- /bin/sh -c"));
-        let done: Done = command.arg(line).output().unwrap().into();
+        let done: Done = output(command.arg(line)).into();
         assert_eq!(done.code, 0, "{name}: {line}: {done:?}");
         done.stdout.trim().to_string()
     }

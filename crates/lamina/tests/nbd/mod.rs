@@ -88,6 +88,7 @@ impl Client {
     pub fn connect(socket: &Path, export: &str) -> io::Result<Self> {
         let stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(crate::process::PATIENCE))?;
+        stream.set_write_timeout(Some(crate::process::PATIENCE))?;
         let replies = BufReader::with_capacity(256 << 10, stream.try_clone()?);
         let mut client = Self { stream, replies, in_flight: HashMap::new(), next: 0, vanishes: false, size: 0 };
         client.handshake(export)?;

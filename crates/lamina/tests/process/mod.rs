@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// How long anything here may take before the test fails.
 pub const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a command or the start of a server may take: long enough for a check of all data on a loaded machine.
+const COMMAND_MAX: Duration = Duration::from_secs(300);
 
 /// The program, in an environment without our variables.
 pub fn lamina() -> Command {
@@ -68,7 +70,33 @@ impl Done {
 
 /// Runs `lamina` with arguments separated by spaces.
 pub fn run(arguments: &str) -> Done {
-    lamina().args(arguments.split_whitespace()).output().unwrap().into()
+    output(lamina().args(arguments.split_whitespace())).into()
+}
+
+/// Runs a command to its end. One that does not end fails the test, with what each of its threads waits for.
+#[track_caller]
+pub fn output(command: &mut Command) -> Output {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (pid, said) = (child.id(), format!("{command:?}"));
+    let (sender, ended) = std::sync::mpsc::channel();
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    match ended.recv_timeout(COMMAND_MAX) {
+        Ok(output) => output.unwrap(),
+        Err(_) => stuck(pid, &said),
+    }
+}
+
+/// Ends a process that should have ended or answered long ago, and the test with it.
+#[track_caller]
+fn stuck(pid: u32, what: &str) -> ! {
+    let mut threads = String::new();
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+        let read = |name| std::fs::read_to_string(thread.path().join(name)).unwrap_or_default();
+        let [name, system_call, stack] = ["comm", "syscall", "stack"].map(read);
+        threads += &format!("{} {}: system call {}\n{stack}", thread.path().display(), name.trim(), system_call.trim());
+    }
+    let _ = Command::new("kill").args(["-KILL", &pid.to_string()]).status();
+    panic!("no end after {COMMAND_MAX:?}: {what}; its threads:\n{threads}");
 }
 
 /// A datastore in a temporary folder.
@@ -80,7 +108,7 @@ impl Store {
     /// A new one.
     pub fn new() -> Self {
         let store = Self { folder: tempfile::tempdir().unwrap() };
-        let done: Done = lamina().args(["init", "--journal-size", "8M"]).arg(store.path()).output().unwrap().into();
+        let done: Done = output(lamina().args(["init", "--journal-size", "8M"]).arg(store.path())).into();
         done.ok();
         store
     }
@@ -97,15 +125,14 @@ impl Store {
     }
 
     pub fn run(&self, arguments: &str) -> Done {
-        self.command(arguments).output().unwrap().into()
+        output(&mut self.command(arguments)).into()
     }
 
     /// Makes a datastore in a folder of the caller's choice.
     pub fn at(folder: &Path, journal_size: &str) -> Self {
         let folder = tempfile::Builder::new().tempdir_in(folder).unwrap();
         let store = Self { folder };
-        let done: Done =
-            lamina().args(["init", "--journal-size", journal_size]).arg(store.path()).output().unwrap().into();
+        let done: Done = output(lamina().args(["init", "--journal-size", journal_size]).arg(store.path())).into();
         done.ok();
         store
     }
@@ -158,8 +185,13 @@ impl Serving {
         let log = tempfile::tempfile().unwrap();
         let mut child = command.stdout(Stdio::piped()).stderr(log.try_clone().unwrap()).spawn().unwrap();
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
-        let mut ready = String::new();
-        stdout.read_line(&mut ready).unwrap();
+        let (sender, first) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut ready = String::new();
+            let _ = stdout.read_line(&mut ready);
+            sender.send((ready, stdout))
+        });
+        let Ok((ready, stdout)) = first.recv_timeout(COMMAND_MAX) else { stuck(child.id(), &format!("{command:?}")) };
         let serving = Self { child, _stdout: stdout, log, ready: ready.trim_end().into() };
         assert!(!serving.ready.is_empty(), "the server ended before it was ready: {}", serving.log());
         serving
