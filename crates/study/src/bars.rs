@@ -10,6 +10,7 @@ pub mod grains;
 mod layout;
 mod load;
 pub mod migrate;
+pub mod neighbour;
 pub mod peers_chain;
 pub mod reclaim;
 pub mod reclaim_sesparse;
@@ -75,6 +76,7 @@ pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
         Study::Background => background::measure(setting),
         Study::Endurance => background::endurance::measure(setting),
         Study::Connections => connections::measure(setting),
+        Study::Neighbour => neighbour::measure(setting),
         Study::Chains => chains::measure(setting),
         Study::Grains => grains::measure(setting),
         Study::PeersChain => peers_chain::measure(setting),

@@ -47,6 +47,8 @@ pub enum Study {
     Endurance,
     /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness (bar 13)
     Connections,
+    /// A cached disk's reads beside a disk whose reads miss the metadata cache (bar 14)
+    Neighbour,
     /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
     Chains,
     /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
@@ -73,7 +75,7 @@ pub enum Study {
 
 impl Study {
     /// Every study but [`Study::All`], in the order of the bars.
-    pub const EACH: [Study; 21] = [
+    pub const EACH: [Study; 22] = [
         Study::Speed,
         Study::Thin,
         Study::Depth,
@@ -85,6 +87,7 @@ impl Study {
         Study::Background,
         Study::Endurance,
         Study::Connections,
+        Study::Neighbour,
         Study::Chains,
         Study::Grains,
         Study::PeersChain,
@@ -111,6 +114,7 @@ impl Study {
             Study::Background => "background",
             Study::Endurance => "endurance",
             Study::Connections => "connections",
+            Study::Neighbour => "neighbour",
             Study::Chains => "chains",
             Study::Grains => "grains",
             Study::PeersChain => "peers-chain",
@@ -169,7 +173,7 @@ pub struct Settings {
     /// The lamina to measure [default: the one beside this program]
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub lamina: Option<PathBuf>,
-    /// speed, wide: another lamina to measure in the same run, of a release for example
+    /// speed, wide, neighbour: another lamina to measure in the same run, of a release for example
     #[arg(long, global = true, value_name = "PROGRAM")]
     pub baseline: Option<PathBuf>,
     /// Work folder; its file system is what is measured on
@@ -219,7 +223,7 @@ pub struct Settings {
     /// clones: how many [default: 10000, quick 1000]
     #[arg(long, global = true)]
     pub clones: Option<u32>,
-    /// wide: blocks written [default: 2000000, quick 200000]
+    /// wide, neighbour: blocks written [default: 2000000, quick 200000]
     #[arg(long, global = true)]
     pub blocks: Option<u32>,
 }
@@ -257,7 +261,7 @@ pub struct Plan {
     pub snapshots: u32,
     /// Linked clones.
     pub clones: u32,
-    /// Blocks of the wide disk.
+    /// Blocks of the disk of 16 TiB.
     pub blocks: u32,
 }
 
