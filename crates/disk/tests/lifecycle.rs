@@ -48,6 +48,23 @@ fn a_disk_gets_no_name_that_means_something_else() {
 }
 
 #[test]
+fn a_full_clone_of_a_thin_disk_takes_no_space_for_blocks_never_written() {
+    let (_dir, ds) = made();
+    ds.create_disk("thick", &NewDisk::native(8 << 20, Provisioning::ZeroedThick), &NoProgress).unwrap();
+    let dev = ds.device("thick", false).unwrap();
+    dev.write(1 << 20, Buffer::with_bytes(1 << 20), 1 << 20, true).unwrap();
+    drop(dev);
+    ds.create_snapshots(&[("thick".into(), "s".into())], &SnapshotOptions::default()).unwrap();
+    ds.clone_linked("thick", &Point::Snapshot("s".into()), &["linked".to_owned()], &NoProgress).unwrap();
+    ds.clone_full("linked", &Point::Head, "thin", &NoProgress).unwrap();
+    let thin = ds.disk("thin").unwrap();
+    assert_eq!((thin.provisioning, thin.blocks_allocated), (Provisioning::Thin, Some(256)));
+    ds.clone_full("thick", &Point::Head, "copy", &NoProgress).unwrap();
+    let thick = ds.disk("copy").unwrap();
+    assert_eq!((thick.provisioning, thick.blocks_allocated), (Provisioning::ZeroedThick, Some(2048)));
+}
+
+#[test]
 fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("ds");

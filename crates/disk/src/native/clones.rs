@@ -138,7 +138,8 @@ impl Native {
 
     fn copy(&self, source: &Object, snapshot: &Object, to: u64, progress: &dyn Progress) -> Result<()> {
         let end = snapshot.capacity.div_ceil(BLOCK_SIZE as u64);
-        let total = self.engine.count_blocks(snapshot.id)?.allocated * BLOCK_SIZE as u64;
+        let counts = self.engine.count_blocks(snapshot.id)?;
+        let total = (counts.allocated - counts.unwritten) * BLOCK_SIZE as u64;
         let writer = BulkWriter::new(&self.engine, to);
         let thick = source.provisioning != Provisioning::Thin;
         let title = format!("{}@{}", source.name, snapshot.name);
@@ -168,9 +169,9 @@ impl Native {
                             throttle.wait(length);
                         }
                     }
-                    Condition::Zero => writer.reserve(range)?,
-                    Condition::Hole if thick => writer.reserve(range)?,
-                    Condition::Hole => {}
+                    Condition::Zero | Condition::Hole if thick => writer.reserve(range)?,
+                    // A thin disk has zeros without space, also those that the source shares with a thick disk.
+                    Condition::Zero | Condition::Hole => {}
                 }
             }
         }
