@@ -6,7 +6,7 @@
 //!
 //! 1. `written` and `unwritten` are disjoint, but for the moment in which [`Blocks::write`] moves a block.
 //! 2. The counters are the numbers of bits in the sets. They change by what an atomic change of a word reports, so
-//!    that they are right whoever else changes the same word.
+//!    that they are right when several threads change the same word.
 //! 3. A block is in `written` before a write to it is acknowledged, and leaves it only under the block's lock
 //!    ([`super::locks`]) after its bytes read as zeros. What is not in `written` reads as zeros.
 //!
@@ -133,7 +133,7 @@ impl Blocks {
         }
     }
 
-    /// Learns from the file system what every block is. Nobody else may change anything meanwhile.
+    /// Reads from the file system what every block is. No other thread may change the extent meanwhile.
     pub(super) fn load(&self, file: &dyn File, name: &str) -> Result<()> {
         let mut at = self.bytes.start;
         while at < self.bytes.end {

@@ -12,8 +12,8 @@
 //! ```
 //!
 //! 1. From the beginning discards keep their space: what was found to be whole stays so.
-//! 2. A block that was never written by anybody is told from our own account, not from the file system's: that knows
-//!    nothing of bytes which still wait in the page cache.
+//! 2. Whether a block was ever written is read from the layer's own block sets, not from the file system's extent map,
+//!    which lacks the bytes that are still dirty in the page cache.
 //! 3. Written back is what was read, so a power cut between the two changes nothing, sector by sector.
 //! 4. Stopped, it leaves an extent of its old type with more space than before. Run again it goes on.
 

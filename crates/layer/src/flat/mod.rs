@@ -14,7 +14,7 @@
 //!
 //! 1. A flat extent has no parent to ask: what is not written reads as zeros.
 //! 2. The counters ([`Flat::counters`]) are true whenever no change is under way, and after each reopening: see
-//!    [`blocks`] for the model and [`locks`] for who may change what at once.
+//!    [`blocks`] for the model and [`locks`] for which changes may run at once.
 //! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction,
 //!    with or without the guest writing, power cuts included.
 //! 4. After a failed flush nothing is known of what was written before: every later change and flush fails, until the
@@ -110,7 +110,7 @@ pub struct Flat {
     file: Arc<dyn File>,
     /// The extent's bytes in the file.
     bytes: Range<u64>,
-    /// Whether the file ends with the extent, so that the rest of its last page belongs to nobody else.
+    /// Whether the file ends with the extent, so that the rest of its last page belongs to no other extent.
     owns_tail: bool,
     writable: bool,
     /// Index in [`Provisioning::ALL`].

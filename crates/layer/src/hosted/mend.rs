@@ -99,7 +99,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Whether the file is as a writer left it who did not close it: then its copies may differ without damage.
+    /// Whether the last writer did not close the file: then its copies may differ without damage.
     fn has_crashed(&self) -> bool {
         self.header.unclean && self.writer.is_none()
     }

@@ -16,7 +16,7 @@
 //! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
 //!    used.
 //! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
-//!    after nobody can read it by its old name: see `space.rs`.
+//!    after no reader can reach it by its old entry: see `space.rs`.
 //! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!

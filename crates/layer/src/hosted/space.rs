@@ -4,8 +4,8 @@
 //! that no table names any more is *retired*. Its place is used again only after
 //!
 //! 1. a commit that took the table without it has ended, so that no crash brings the name back, and
-//! 2. everybody who asked the map before that commit has let go of the [`Epoch`] he held: reads go to places without a
-//!    lock, and writes in place too.
+//! 2. every thread that asked the map before that commit has dropped its [`Epoch`]: reads go to places without a lock,
+//!    and writes in place too.
 //!
 //! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name
 //! are found when the image is opened for writing the next time.
@@ -25,7 +25,7 @@ const FREE_RUNS_MAX: usize = 1 << 16;
 /// First sector that no 32-bit entry can name as the start of a grain; the largest number is kept for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
-/// Held by whoever uses places that the map told him.
+/// Held by each operation while it uses places that the map gave it.
 pub(super) struct Epoch;
 
 /// Grains retired in one epoch.
@@ -100,7 +100,7 @@ impl Space {
         self.state.lock().free.values().sum()
     }
 
-    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and nobody names them.
+    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and no table names them.
     pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<Run>) -> Result<()> {
         let mut state = self.state.lock();
         let mut left = grains * self.grain;
@@ -187,7 +187,7 @@ impl Space {
         Retired { epoch, places: std::mem::take(&mut state.retired) }
     }
 
-    /// After a commit: frees what nobody can be looking at any more. Commits do not overlap, and neither do calls.
+    /// After a commit: frees what no reader can reach any more. Commits do not overlap, and neither do calls.
     pub(super) fn release(&self, retired: Retired, file: &dyn File) {
         let mut places: Vec<u32> = Vec::new();
         {
@@ -206,7 +206,7 @@ impl Space {
         runs.into_iter().for_each(|run| self.free_run(run, file));
     }
 
-    /// Punches a run that nobody names and makes it free. What cannot be punched stays dead: nobody misses it.
+    /// Punches a run that no table names and makes it free. What cannot be punched stays dead: only space is lost.
     pub(super) fn free_run(&self, run: Run, file: &dyn File) {
         if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
             tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");

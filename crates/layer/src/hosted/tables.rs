@@ -1,10 +1,10 @@
 //! Grain tables in memory: a bounded cache of what is on the medium, and the tables changed since the last commit.
 //!
-//! 1. A table is in memory once: whoever changes it and whoever reads it see the same words.
+//! 1. A table is in memory once: readers and writers share the same words.
 //! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`, then it may
 //!    be forgotten. So what is read from the medium is never older than what was committed.
-//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion nobody
-//!    else can have loaded, changed, committed and forgotten it.
+//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion no
+//!    other thread can have loaded, changed, committed and forgotten it.
 //! 4. A table with entries that neither copy proves is read as far as it goes and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};

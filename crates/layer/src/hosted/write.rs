@@ -159,7 +159,7 @@ impl Hosted {
         if range.is_empty() {
             return Ok(());
         }
-        // Held to the end: a grain overwritten in place must not be given to somebody else under the write.
+        // Held to the end: a grain overwritten in place must not be given to another owner under the write.
         let _epoch = writer.epoch();
         let first = start / self.grain_bytes();
         let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
@@ -388,7 +388,7 @@ impl Hosted {
         }
     }
 
-    /// Commits, unless the image was closed: nothing is left to do then, and its places may be somebody else's.
+    /// Commits, unless the image was closed: nothing is left to do then, and its places may have other owners.
     pub(super) fn flush_open(&self, writer: &Writer) -> Result<()> {
         match *writer.gate.read() {
             true => self.commit(writer),

@@ -279,7 +279,7 @@ fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
             }
         }
         if at <= begun {
-            return Err(Error::new(ErrorKind::Corrupt, format!("nobody knows what is at byte {at}")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("the image's map has no answer for byte {at}")));
         }
         if watch(Step { done: at, total: capacity, moved: 0 }).is_break() {
             return Err(stopped_check());

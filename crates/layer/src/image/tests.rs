@@ -184,7 +184,7 @@ fn raw_files_need_no_descriptor() {
     assert_eq!(error(open(&directory, "extent", &writing())).0, ErrorKind::Invalid);
     let insisting = OpenOptions { format: Some(Format::HostedSparse), ..writing() };
     assert_ne!(error(open(&directory, "extent", &insisting)).0, ErrorKind::Busy);
-    // What a guest wrote is not believed when the user knows better.
+    // A format that the user gives goes before a signature that a guest may have written.
     put(&directory, "guest.img", b"# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n");
     assert_eq!(error(open(&directory, "guest.img", &OpenOptions::default())).0, ErrorKind::Corrupt);
     let raw = OpenOptions { format: Some(Format::Flat), ..OpenOptions::default() };

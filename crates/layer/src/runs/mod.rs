@@ -102,7 +102,7 @@ pub(crate) struct RunList {
     runs: Vec<Packed>,
     /// How far the places of neighbours are apart.
     stride: u32,
-    /// What a format wants to know of a table beside its entries.
+    /// What a format keeps of a table beside its entries.
     pub(crate) note: u32,
 }
 

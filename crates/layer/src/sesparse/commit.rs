@@ -16,7 +16,7 @@
 //! * A bit is cleared, and an owner forgotten, only by a commit that begins after the table that gave the grain up was
 //!   durable ([`super::epoch`]).
 //! * A slot that names a new table becomes durable in 2; the table and the count did in 1. What a table names while no
-//!   slot names it is nobody's.
+//!   slot names it has no owner.
 //! * The journal stays empty and `replayJournal` zero, so that no reader has to replay what it cannot check.
 //!
 //! What a cut between 1 and 2 leaves is allocated and named by nothing; the mark says where to look for it.
@@ -203,7 +203,7 @@ impl SeSparse {
         }
     }
 
-    /// Gives long runs back to the file system, where that is asked for. Nobody has them yet.
+    /// Gives long runs back to the file system, where that is asked for. They are not handed out yet.
     fn punch_runs(&self, runs: &[super::entry::Run]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
@@ -261,7 +261,7 @@ impl SeSparse {
     }
 }
 
-/// The error of work that somebody stopped.
+/// The error of work that its caller stopped.
 pub(super) fn interrupted(name: &str, what: &str) -> Error {
     Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; what it did so far is kept"))
 }

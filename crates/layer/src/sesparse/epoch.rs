@@ -3,11 +3,11 @@
 //! A grain given up by a table waits in a batch until
 //!
 //! 1. a commit that began after it was given up is complete, so that no table on the medium names it, and
-//! 2. nobody holds the token of the batch or of an older one: whoever asked the map, or writes in place, took the
-//!    token that was current then.
+//! 2. no thread holds the token of the batch or of an older one: a thread that asks the map, or writes in place, takes
+//!    the token that is current then.
 //!
 //! Batches are freed in order. A batch is closed, and a new token made current, at the start of each commit and
-//! whenever somebody wants to wait for all who began before ([`Retirement::rotate`]).
+//! whenever a caller has to wait for all operations that began before ([`Retirement::rotate`]).
 
 use super::entry::Run;
 use super::header::PAGE_ENTRIES;
@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// never ends lets it come to that.
 pub(super) const WAITING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
-/// Whoever uses an answer of the map holds one.
+/// Held by each operation while it uses an answer of the map.
 #[derive(Debug)]
 pub(super) struct Token;
 
@@ -84,7 +84,7 @@ impl Retirement {
         self.completed = self.completed.max(commit);
     }
 
-    /// True when nobody holds a token of that rotation or an older one.
+    /// True when no thread holds a token of that rotation or an older one.
     pub(super) fn is_quiet(&mut self, number: u64) -> bool {
         let mut older = self.batches.iter_mut().take_while(|batch| batch.number <= number);
         older.all(|batch| Arc::get_mut(&mut batch.token).is_some())

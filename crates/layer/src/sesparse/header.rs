@@ -238,7 +238,7 @@ pub(super) struct Volatile {
     pub free_table: u64,
     /// The sequence number that the journal's next transaction gets. We write no transactions, so it stays.
     pub next_sequence: u64,
-    /// Not zero: the journal has to be replayed before anything else is believed.
+    /// Not zero: the journal has to be replayed before any metadata is used.
     pub replay: u64,
 }
 

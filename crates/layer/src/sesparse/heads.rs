@@ -1,4 +1,4 @@
-//! Mending the headers of an image that carries our mark, before anything else is believed of it.
+//! Mending the headers of an image that carries our mark, before anything else in it is used.
 //!
 //! Every word of the constant header follows from the capacity, which stands in it twice; of the volatile header the
 //! magic number and the padding are known, the sequence number stands in the journal header and the mark too, and the

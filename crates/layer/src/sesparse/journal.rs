@@ -1,7 +1,7 @@
 //! The journal of ESXi's: read when an image was left with one that was not replayed, never written.
 //!
-//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Nobody outside VMware
-//! knows how its checksum is made, so a torn transaction cannot be told from a whole one by its own bytes. What can be
+//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. How its checksum
+//! is made is not published, so a torn transaction cannot be told from a whole one by its own bytes. What can be
 //! proven:
 //!
 //! * a transaction that a later one follows was complete before the later one was begun;

@@ -170,7 +170,7 @@ impl SeSparse {
     }
 
     /// Counts bits of the bitmap as it is in memory. Dead are grains that were handed out once and are free or waiting
-    /// to be, as far as they take space: not what was punched, nor what the file has grown by and nobody wrote.
+    /// to be, as far as they take space: not what was punched, nor what the file has grown by and was never written.
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();

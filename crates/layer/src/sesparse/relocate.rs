@@ -1,9 +1,9 @@
 //! Moving grains under guests, and finding out for sure that one holds only zeros.
 //!
-//! Guests overwrite grains in place without a lock. So whoever moves grains
+//! Guest writes go to grains in place without a lock. So a move of grains
 //!
-//! 1. announces them: a writer who plans from now on says that he disturbed them;
-//! 2. waits until everybody who took a token before has let go of it: nobody who planned earlier still writes;
+//! 1. announces them: a write that is planned from now on marks them as disturbed;
+//! 2. waits until every token taken before is dropped: no write that was planned earlier is still under way;
 //! 3. copies, without a lock;
 //! 4. points the tables to the copies, but for grains that were disturbed, or whose entry changed meanwhile: those
 //!    copies are thrown away.
@@ -56,7 +56,7 @@ impl Drop for Announced<'_> {
 }
 
 impl SeSparse {
-    /// Announces grains and waits until nobody is left who does not know.
+    /// Announces grains and waits until every write that was planned before the announcement has ended.
     pub(super) fn announce<'a>(&'a self, held: &[Held], work: &mut Work) -> Result<Announced<'a>> {
         let (number, announced) = {
             let mut state = self.state.lock();

@@ -8,13 +8,13 @@
 //! 3. free runs however small, when the end is the capacity, or when so much is free in the middle that the file would
 //!    grow to no purpose ([`slack`]).
 //!
-//! Guests write several files at once, and so several streams of requests take turns. Whoever goes on where he was gets
-//! grains set aside, more with each time, so that each stream lies together however they mix.
+//! Guests write several files at once, and so several streams of requests take turns. A stream that goes on where it
+//! ended gets grains set aside, more with each time, so that each stream lies together however they mix.
 //!
 //! What must hold, all of it under the lock of the layer:
 //!
-//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, nobody reads
-//!    it any more, and its bit in the bitmap is clear.
+//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, no reader
+//!    uses it any more, and its bit in the bitmap is clear.
 //! 2. Grains from `fresh` on were never handed out, or are as good as that.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
 //! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not tell them apart, so streams give back what
@@ -78,7 +78,7 @@ pub(super) struct Space {
     pub(super) limit: u64,
     /// Page of the bitmap to be searched next; `None` when all have been, or must not be.
     cursor: Option<u64>,
-    /// The bitmap may be believed.
+    /// The bitmap is known to be right.
     trusted: bool,
     /// Runs were forgotten since the search began.
     forgot: bool,
@@ -118,7 +118,7 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap, which is to be believed, once more from the start.
+    /// Searches the bitmap, which is now known to be right, once more from the start.
     pub(super) fn search_again(&mut self) {
         self.trusted = true;
         self.cursor = Some(0);
@@ -344,7 +344,7 @@ mod tests {
                 space.use_aside(guest, found.count);
                 places.push(found.start);
             }
-            // And somebody writes here and there.
+            // And another stream writes at scattered places.
             let Choice::Run(found) = space.set_aside(1_000_000 + step * 7, 1) else { panic!("there is room") };
             space.use_aside(1_000_000 + step * 7, found.count);
         }

@@ -1,4 +1,4 @@
-//! What the layer knows, behind one lock that is never held over I/O.
+//! The layer's state in memory, behind one lock that is never held over I/O.
 //!
 //! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
 //! has changed anything. [`super::SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure
@@ -35,7 +35,7 @@ pub(super) enum Need {
     Growth,
     /// A commit: too much is dirty or freed.
     Commit,
-    /// A free grain; there may be some after a commit, if who asks lets go of his token.
+    /// A free grain; there may be some after a commit, if the caller drops its token.
     Full,
     /// Nothing helps.
     Failed(Error),
@@ -69,7 +69,7 @@ pub(super) struct State {
     /// The marks of earlier sessions whose regions were not recounted.
     pub suspect: Option<Touched>,
     pub retirement: Retirement,
-    /// Grains being moved; true once somebody wrote to one.
+    /// Grains being moved; true once a writer has written to one.
     pub moving: FxHashMap<Grain, bool>,
     pub census: Option<Census>,
     /// Grains that the file holds: places beyond are damage.
@@ -207,7 +207,7 @@ impl State {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
         let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
         if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
-            // Somebody was faster: what he entered is given up, one by one.
+            // Another writer was faster: the grains that it entered are given up, one by one.
             for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
                 self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
             }
@@ -240,7 +240,7 @@ impl State {
         self.cache.set(backmap_page(grain), page_index(grain), owner.map_or(0, Owner::encode));
     }
 
-    /// Who owns a grain, as the backmap has it.
+    /// The owner of a grain, as the backmap has it.
     pub(super) fn owner(&mut self, grain: u64) -> Step<Option<Owner>> {
         Ok(Owner::decode(self.word(backmap_page(grain), page_index(grain))?))
     }
@@ -387,7 +387,7 @@ impl State {
         self.cache.get(key).cloned().ok_or(Need::Page(key))
     }
 
-    /// Makes grains of one page of the bitmap free: nothing names them and nobody reads them.
+    /// Makes grains of one page of the bitmap free: no table names them and no reader uses them.
     pub(super) fn release(&mut self, run: Run) -> Step<()> {
         self.need(bitmap_page(run.start))?;
         self.need_backmap(run)?;

@@ -4,9 +4,9 @@
 //! have none, next to each other; writes them without a lock, adjoining grains by one call; then enters the new ones
 //! into the table. Grains that have a place are overwritten there.
 //!
-//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. Whoever
-//! zeroes a grain while another overwrites it in place wins likewise, and the place waits for the token that the
-//! writer holds: each step takes the current one before it looks for places.
+//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. A writer
+//! that zeroes a grain while another overwrites it in place wins likewise, and the place is not reused before the other
+//! writer drops its token: each step takes the current token before it looks for places.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_ENTRIES, TABLE_SPAN, Table};
@@ -56,7 +56,7 @@ impl SeSparse {
     }
 
     fn write_step(&self, at: u64, length: u64, slices: &[&[u8]]) -> Result<()> {
-        // The last grain of a disk may be cut, and direct I/O wants whole blocks: then what is written is a copy.
+        // The last grain of a disk may be cut, and direct I/O requires whole blocks: then what is written is a copy.
         let fits = |slice: &&[u8]| aligned(slice.len()) && aligned(slice.as_ptr().addr());
         if !length.is_multiple_of(GRAIN) || (self.file.mode() == IoMode::Direct && !slices.iter().all(fits)) {
             let mut whole = Buffer::zeroed(length.div_ceil(GRAIN) as usize);
@@ -77,7 +77,7 @@ impl SeSparse {
         let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
         let mut pauses = 0;
         let (plan, _token) = loop {
-            // Taken before any grain is: a wipe waits for whoever has grains and has not entered them.
+            // Taken before any grain is: a wipe waits for every writer that has taken grains and not entered them.
             let token = Arc::clone(&self.token.lock());
             let mut claimed = Vec::new();
             let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
@@ -284,7 +284,7 @@ impl State {
     }
 }
 
-/// Tells whoever moves one of these grains that it is being written.
+/// Marks those of these grains that are being moved as written, so that the move gives them up.
 fn announce(state: &mut State, pieces: &[Piece]) {
     if state.moving.is_empty() {
         return;

@@ -4,11 +4,11 @@
 //! A round goes like this, with `target` where the file would end if nothing in it were dead:
 //!
 //! ```text
-//! commit, and wait for everybody who was told of places before: now what no table names is nobody's
+//! commit, and wait for every reader that was given places before: now what no table names is unused
 //! find the holes below the target; from here on new grains are put there too
 //! step by step: copy grains and tables from beyond the target into holes, enter the new places
 //! commit: copies are durable before the entries that name them
-//! wait for everybody who was told of the old places, and cut the file
+//! wait for every reader that was given the old places, and cut the file
 //! ```
 //!
 //! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the
@@ -117,7 +117,7 @@ impl VmfsSparse {
         Ok(used.next_multiple_of(ALIGNMENT).min(end))
     }
 
-    /// Makes all changes durable, and waits for everybody who may use places that are named no more.
+    /// Makes all changes durable, and waits for every operation that may use places that no table names any more.
     fn settle(&self, writer: &Writer) -> Result<()> {
         self.flush_writes(writer)?;
         match writer.epochs.leave_behind(PATIENCE) {
@@ -178,7 +178,7 @@ impl VmfsSparse {
         }
         drop(table);
         self.back_table(round.writer, index)?;
-        // From here on nobody writes and nobody commits; reads may go on.
+        // From here on there are no writes and no commits; reads may go on.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
         let _commit = round.writer.commit.lock();

@@ -210,7 +210,7 @@ impl VmfsSparse {
         }
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
-        // In the cache before anybody can look for it in the file.
+        // In the cache before a reader can look for it in the file.
         self.tables.cache.insert_new(index, RunList::new(self.header.grain() as u32), PARTS_ALL);
         self.tables.set_place(index, place);
         Ok(())
@@ -265,8 +265,8 @@ impl VmfsSparse {
 
     fn write_zeros(&self, offset: u64, length: u64, keep: bool, new: bool) -> std::io::Result<()> {
         if length >= PUNCH_MIN && !keep {
-            // The last sector is written, should the file end before it: setting the length would race with others
-            // who make it longer. A place that is no new one lies in the file.
+            // The last sector is written, should the file end before it: setting the length would race with
+            // writes that make it longer. A place that is no new one lies in the file.
             if new {
                 self.file.write_at(&[&ZEROS[..SECTOR as usize]], offset + length - SECTOR, false)?;
             }

@@ -4,8 +4,8 @@
 //!    without a lock.
 //! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as
 //!    changed, before the root says that it is stored, and written before the root's block is.
-//! 3. Pages are changed under their lock in the cache. Whoever logs the change does so under the same lock: the order
-//!    in the log is that in memory.
+//! 3. Pages are changed under their lock in the cache, and the change is logged under the same lock: the order in the
+//!    log is that in memory.
 
 use super::header::Header;
 use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};

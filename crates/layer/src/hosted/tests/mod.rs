@@ -36,7 +36,7 @@ fn small(directory: &dyn Directory, capacity: u64, zero_grains: bool) -> Arc<dyn
     file
 }
 
-/// Takes tables out of both directories, as a writer leaves them who makes tables on demand.
+/// Takes tables out of both directories, as a writer that makes tables on demand leaves them.
 fn drop_tables(file: &dyn File, mut which: impl FnMut(u64) -> bool) {
     let header = super::read_header(file).unwrap();
     for index in 0..header.directory_entries() {

@@ -142,7 +142,7 @@ fn after_a_failed_write_nothing_more_is_written() {
         let mut run = Run { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
         disk.fail_operation(disk.operations() + random_steps);
         if !run.change(&layer, 200) {
-            // A hole that could not be punched: nobody misses it.
+            // A hole that could not be punched: only space is lost.
             tolerated += 1;
             continue;
         }

@@ -1,4 +1,4 @@
-//! Dead space is found and returned, whoever reads or writes meanwhile.
+//! Dead space is found and returned while other threads read and write.
 
 use super::*;
 use crate::Step;
