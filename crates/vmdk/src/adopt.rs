@@ -2,8 +2,8 @@
 //!
 //! The chain below the image that was named is followed by its hints. If there is a list of snapshots (`.vmsd`) in its
 //! folder, the images that it names are opened too, each with its chain: those that end in the same base are other
-//! branches of the same disk. A list says nothing that is believed: an entry whose image is missing, or belongs to
-//! another disk of the machine, is passed over.
+//! branches of the same disk. A list is checked against the images: an entry whose image is missing, or belongs to
+//! another disk of the machine, is ignored.
 //!
 //! 1. Adopting changes nothing outside of the record's folder.
 //! 2. What others could stand on is never written: images in other folders than the named one's, the image that a

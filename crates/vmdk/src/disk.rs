@@ -91,7 +91,7 @@ pub(crate) struct State {
     pub lost: bool,
     /// Opening found no room to finish what was under way.
     pub unsettled: bool,
-    /// The record's last replacement failed so that nobody knows which one the medium has.
+    /// The record's last replacement failed, and the medium may have the old record or the new one.
     pub failed: bool,
 }
 
@@ -308,7 +308,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Replaces the record. If nobody can say which one the medium has, nothing more is written.
+    /// Replaces the record. After an error that leaves open which record is durable, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
         self.check_owner()?;
         let bytes = record.encode()?;
@@ -350,7 +350,7 @@ impl Disk {
                 if failed.uncertain {
                     self.state.lock().failed = true;
                     if let Some(line) = &*self.head.lock() {
-                        // Nothing may be acknowledged that only one of the two records knows.
+                        // Nothing may be acknowledged that only one of the two records names.
                         let _ = line.chain.close();
                     }
                 }
@@ -480,7 +480,7 @@ impl Disk {
         self.commit(record)
     }
 
-    /// Notes what lies above the head, for whoever put it there.
+    /// Notes what lies above the head, for the caller that put it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
         let _operation = self.begin("noting the overlay")?;
         let mut record = self.record();
@@ -522,7 +522,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::Busy, text));
         }
         match self.carry_out(&record) {
-            // What is put right there goes as well, unless images are left to whoever made them.
+            // The files that the unfinished work needs are removed too, unless adopted images have to be kept.
             Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
             other => other?,
         }

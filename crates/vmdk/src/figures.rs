@@ -136,7 +136,7 @@ impl Disk {
             levels_max: tuning.levels_max.unwrap_or(levels_max),
         };
         let now = *now;
-        // The chain knows what can be; it is asked before anything is kept.
+        // The chain checks the values before any is kept.
         let chain = self.head_line()?;
         let chain = &chain.chain;
         chain.set_tunables(chain::Tunables {

@@ -16,7 +16,7 @@
 //!    down, the state that F was a snapshot of is given up when F is first written, so its name goes before; a level
 //!    that is left over is merged by the next deletion or consolidation, or found by [`Disk::redundant`]. Merging up,
 //!    the snapshot stays until the commit.
-//! 2. The image that is written is open twice at no time, and nobody reads it through another chain.
+//! 2. The image that is written is never open twice, and no other chain reads it.
 //! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
 //!    is held until one child is left.
 
@@ -145,7 +145,7 @@ impl Disk {
                 None => continue,
             };
             match merged {
-                // Somebody reads it: another time.
+                // A reader has it open: a later run merges it.
                 Err(error) if error.kind() == ErrorKind::Busy => {}
                 other => other?,
             }
@@ -176,7 +176,7 @@ impl Disk {
             None => {}
         }
         if !can_down {
-            // Nobody wants a whole foreign base copied without having asked for it.
+            // A whole foreign base is copied only when the user asks for it.
             return Ok(None);
         }
         if can_up {
@@ -245,7 +245,7 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before anything is given up: what somebody else has open for writing is found out here.
+        // Opened before anything is given up: an image that another process has open for writing fails here.
         let writable = match below.image.layer().writable() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
@@ -456,7 +456,7 @@ impl Disk {
         let is_head = self.record().head == target && self.open_head().is_some_and(|head| head.level(target).is_some());
         let closed = match line.level(target) {
             Some(level) if !is_head && level.image.layer().writable() => {
-                // Descriptors are put right when nobody has the image open for writing.
+                // A descriptor is corrected while no chain has the image open for writing.
                 let last = line.levels().first().is_some_and(|top| top.node == target);
                 drop(level);
                 if last { line.chain.close() } else { self.set_reading(line, target) }

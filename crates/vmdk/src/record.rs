@@ -7,7 +7,7 @@
 //!
 //! 1. The checksum covers everything behind the first line. A text that fails it, or that contradicts itself, is
 //!    refused, not guessed.
-//! 2. Nodes form trees: parents exist, and nobody is his own ancestor. The head is a node, and nothing stands on it.
+//! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
 //! 3. Names of files are plain names; where they are is said by the folder, and only by that.
 
 use crate::{Error, ErrorKind, Result};
@@ -97,7 +97,7 @@ pub enum Standing {
     Made,
     /// Adopted for writing: changed, merged and removed as needed, left alone when the disk is deleted.
     Adopted,
-    /// Somebody else's: only read.
+    /// Owned by another disk or program: only read.
     Foreign,
 }
 
@@ -365,7 +365,7 @@ pub struct Record {
     pub last_uid: u32,
     /// Tunables.
     pub tunables: Tunables,
-    /// What lies above the head, as whoever put it there says it.
+    /// What lies above the head, in the words of the caller that put it there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<String>,
     /// The snapshot that it is a clone of.

@@ -98,7 +98,7 @@ impl Disk {
 
     /// Finishes or takes back what the record says is under way.
     pub(crate) fn finish_pending(&self) -> Result<()> {
-        // Where nobody knows which record the medium has, both may need the files.
+        // While either of two records may be the durable one, both may need the files.
         self.check_usable()?;
         let mut record = self.record();
         if record.pending.is_none() {

@@ -82,11 +82,11 @@ struct Prepared<'a> {
 }
 
 /// Takes a snapshot of each disk, all at one point in time: no disk has a write that began after the point of another.
-/// `between` is called at that point, while nobody writes; what it fails with is what this fails with, and nothing has
-/// happened then.
+/// `between` is called at that point, while all writes are held off; its error is returned, and then no snapshot was
+/// taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
-    // One order for everybody, so that two groups never wait for each other.
+    // The same order in every group, so that two groups never wait for each other.
     order.sort_by_key(|(disk, _)| disk.uuid());
     let mut prepared = Vec::with_capacity(order.len());
     for (disk, new) in order {
@@ -244,7 +244,7 @@ impl Disk {
         match self.commit(after) {
             Ok(()) => Ok(prepared),
             Err(error) => {
-                // The record still announces the files, or nobody knows: see `settle`.
+                // The record announces the files still, or possibly: see `settle`.
                 if let Err(second) = prepared.take_back() {
                     tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
                 }
@@ -253,8 +253,8 @@ impl Disk {
         }
     }
 
-    /// Makes an empty delta above an image, announced in the record, and opens it for writing. Who commits it puts it
-    /// among the nodes.
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit puts
+    /// it among the nodes.
     #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
     pub(crate) fn make_delta(
         &self,
@@ -309,7 +309,7 @@ impl Disk {
             Some(descriptor) => Some(descriptor),
             None => crate::images::load_descriptor(&below)?,
         };
-        // What has no descriptor has no identity that anybody could compare.
+        // An image without a descriptor has no identity to compare.
         let descriptor = descriptor.unwrap_or_else(|| {
             let mut none = Descriptor::base(CreateType::Other("custom".to_owned()), Vec::new());
             none.content = ContentId::INITIAL;
