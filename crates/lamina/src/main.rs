@@ -39,7 +39,7 @@ enum End {
     Failed(Error),
     /// With a complaint about the command line.
     Usage(String),
-    /// Nobody reads the output any more; nothing to say, and nobody to say it to.
+    /// The reader of the output has closed it: end without a message.
     Unread,
 }
 

@@ -133,7 +133,7 @@ fn fill_up(folder: &Path) {
     other.verify(&mut vm2);
     whole.verify(&mut thick);
 
-    // Discards make room, without anybody doing anything else.
+    // Discards alone make room.
     let given: Vec<u64> = written.0.keys().copied().step_by(2).collect();
     for block in &given {
         vm1.trim(block * BLOCK, BLOCK as u32).unwrap();

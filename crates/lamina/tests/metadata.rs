@@ -266,7 +266,7 @@ fn one_good_copy_of_the_superblock_is_enough() {
             let copy = copy_of(&store, folder.path());
             let file = File::options().write(true).open(copy.join("superblock")).unwrap();
             file.write_all_at(&[0xff; 512], copy_number * PAGE).unwrap();
-            // The older copy may lead to a journal that has been overwritten since: then it must not be believed.
+            // The older copy may lead to a journal that has been overwritten since: then it must not be used.
             match try_serve(&copy, &folder.path().join("log")) {
                 Some(mut server) => {
                     let errors = verify(&copy.join("nbd.sock"), &contents, &format!("copy {copy_number} lost"));

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 
-/// One certificate for everybody: it is for this machine, and signed by itself.
+/// One certificate for both ends: it names this machine and is self-signed.
 struct Keys {
     folder: tempfile::TempDir,
 }

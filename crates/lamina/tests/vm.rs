@@ -29,7 +29,7 @@ fn a_machine_from_its_making_to_its_end() {
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
     assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }]));
     assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
-    // Nobody serves: said with what to do, and nothing is left.
+    // No server runs: the message says what to do, and nothing is left.
     fleet.server.take().unwrap().stop("TERM");
     fleet.run("start web").fails(1, "run 'lamina serve");
     assert_eq!((fleet.names(), fleet.memory_files()), (vec!["web".to_string()], 0));

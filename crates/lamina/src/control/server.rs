@@ -147,7 +147,7 @@ impl Shared {
     }
 }
 
-/// Whether whoever is at the other end has closed it.
+/// Whether the peer has closed the connection.
 fn has_gone(stream: &UnixStream) -> bool {
     let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     let mut entries = [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::RDHUP)];
@@ -181,7 +181,7 @@ fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
             }
         }
         if !entries[1].revents().is_empty() {
-            // Whoever knocked in time is told that nothing of his request was begun.
+            // A client that connected in time gets the answer that its request was not begun.
             while let Ok((stream, _)) = listener.accept() {
                 let _ = refuse(&stream, "the server of this datastore is stopping: try again");
             }
@@ -417,7 +417,7 @@ impl Watch for Follower<'_> {
     fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
         self.connection
             .send(&FromServer::Extents(batch))
-            .map_err(|error| Error::new(ErrorKind::Interrupted, format!("nobody reads the answer any more: {error}")))
+            .map_err(|error| Error::new(ErrorKind::Interrupted, format!("the client closed its connection: {error}")))
     }
 }
 

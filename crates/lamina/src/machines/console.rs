@@ -63,7 +63,7 @@ pub fn attach(machine: &Machine, log: bool, quiet: Duration) -> std::result::Res
     let lock = machine.run().0.join("console.lock");
     let lock = File::create(&lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
-        let text = format!("somebody else is attached to the console of machine '{}'", machine.name());
+        let text = format!("another process is attached to the console of machine '{}'", machine.name());
         return Err(Error::new(ErrorKind::Busy, text).into());
     }
     let socket = machine.run().console();

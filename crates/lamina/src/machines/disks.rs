@@ -1,4 +1,4 @@
-//! The disks of machines: a datastore, by way of whoever owns it.
+//! The disks of machines: a datastore, through the server that owns it or opened by this process.
 
 use crate::control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
 use crate::session;

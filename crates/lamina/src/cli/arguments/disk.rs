@@ -167,7 +167,7 @@ pub struct DiskImport {
 }
 
 impl DiskImport {
-    /// The request: paths mean what they mean here, whoever serves the datastore.
+    /// The request, with absolute paths: the server runs in another folder.
     fn request(&self) -> Result<DiskRequest, String> {
         let absolute = |path: &PathBuf| {
             std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))

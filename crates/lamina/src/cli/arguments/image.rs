@@ -92,7 +92,7 @@ impl ConvertArguments {
             rate: self.rate.unwrap_or(0),
         };
         if conversion.needs_datastore() {
-            // Whoever serves the datastore stands in another folder.
+            // The server of the datastore runs in another folder.
             for end in [&mut conversion.from, &mut conversion.to] {
                 if let Address::Path(path) = end {
                     *path = absolute(path)?;

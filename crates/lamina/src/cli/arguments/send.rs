@@ -36,7 +36,7 @@ pub struct SendArguments {
 }
 
 impl SendArguments {
-    /// The request to send these disks: paths mean what they mean here, whoever serves the datastore.
+    /// The request to send these disks, with absolute paths: the server runs in another folder.
     pub fn request(&self, remote: &Remote, disks: Vec<SentDisk>, point: SendPoint) -> Result<SendRequest, String> {
         let authorities = self.tls_ca.as_deref().ok_or(
             "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \

@@ -69,7 +69,7 @@ pub struct ServeArguments {
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket, octal: who may connect.
+    /// Permission bits of that socket, octal: they decide which users may connect.
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub socket_mode: u32,
     /// Also listen on TCP, such as 127.0.0.1:10809. Beyond loopback it needs TLS with client certificates.
