@@ -8,7 +8,7 @@
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};
-use crate::metadata::holders::{self, NOBODY, SPAN_BLOCKS, UNKNOWN};
+use crate::metadata::holders::{self, NO_LEVEL, SPAN_BLOCKS, UNKNOWN};
 use crate::{Error, ErrorKind, Result};
 use layer::{Content, Extent};
 use std::ops::Range;
@@ -192,7 +192,7 @@ const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 /// Which level holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
 pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
     let block = holders::BLOCK;
-    let mut found = [NOBODY; SPAN_BLOCKS];
+    let mut found = [NO_LEVEL; SPAN_BLOCKS];
     let mut answer: Vec<Extent> = Vec::with_capacity(16);
     let mut left = (span.end - span.start).div_ceil(block) as usize;
     found[left..].fill(UNKNOWN);
@@ -203,7 +203,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         // The block that `at` lies in, and all from there to `end`, become `holder` unless a level above has them.
         let mut settle = |at: u64, end: u64, holder: u8| {
             let blocks = ((at - span.start) / block) as usize..(end - span.start).div_ceil(block) as usize;
-            for known in found[blocks].iter_mut().filter(|known| **known == NOBODY) {
+            for known in found[blocks].iter_mut().filter(|known| **known == NO_LEVEL) {
                 (*known, left) = (holder, left - 1);
             }
         };
@@ -217,7 +217,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         }
         answer.clear();
         level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
-        let holder = if level.number() < NOBODY { level.number() } else { UNKNOWN };
+        let holder = if level.number() < NO_LEVEL { level.number() } else { UNKNOWN };
         // Runs of what the level has: it holds the blocks within a run whole, those at its borders only in part.
         let mut run = span.start..span.start;
         let mut close = |run: &Range<u64>| {

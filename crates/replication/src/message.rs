@@ -168,7 +168,7 @@ impl Message {
             Self::Hello { versions, program } => {
                 let fits = !versions.is_empty() && versions.len() <= STREAMS_MAX && program.len() <= PROGRAM_MAX;
                 if !fits {
-                    return Err(refuse("introduces nobody".into()));
+                    return Err(refuse("does not name its sender".into()));
                 }
                 1
             }

@@ -207,7 +207,7 @@ fn step<D>(
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
         // There is no early data: neither side enables it.
-        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to a state that nobody asked for")),
+        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to an unexpected state")),
     };
     Ok(step)
 }

@@ -70,7 +70,7 @@ impl Drop for Host {
         if self.worked.load(Ordering::Relaxed)
             && let Err(error) = self.sweep()
         {
-            tracing::debug!("what nobody refers to any more is left to the next command: {error}");
+            tracing::debug!("unused memory images are left to the next command: {error}");
         }
     }
 }
@@ -165,7 +165,7 @@ impl Host {
             }
         }
         if let Err(error) = self.sweep() {
-            tracing::error!("memory that belongs to nobody stays until the next command: {error}");
+            tracing::error!("an unused memory image stays until the next command: {error}");
         }
         Ok(())
     }

@@ -151,7 +151,7 @@ impl Machine {
         match lock.try_lock() {
             Ok(()) => Ok(Change { machine: self.clone(), _lock: lock }),
             Err(fs::TryLockError::WouldBlock) => {
-                let text = format!("machine '{}' is being changed by somebody else; try again", self.name());
+                let text = format!("machine '{}' is being changed by another command; try again", self.name());
                 Err(Error::new(ErrorKind::Busy, text))
             }
             Err(fs::TryLockError::Error(e)) => Err(Error::io(format!("locking machine '{}'", self.name()), e)),

@@ -182,7 +182,7 @@ fn disk_target<'a>(
         TargetFormat::Native => datastore.native.conversion_target(name, capacity)?,
         TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
         TargetFormat::StreamOptimized | TargetFormat::Ova => {
-            let text = format!("disk '{name}' cannot be {format}: nobody can write into that; choose another format");
+            let text = format!("disk '{name}' cannot be {format}: that format is read-only; choose another format");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
     };

@@ -59,7 +59,7 @@ fn a_server_has_to_be_who_it_is_called() {
 }
 
 #[test]
-fn nobody_receives_from_everybody() {
+fn a_receiver_without_client_names_is_refused() {
     let (keys, there) = (Keys::new(), Site::new());
     let start = |listen: &str, authorities: bool, clients: &[&str]| {
         let mut tls = keys.server();

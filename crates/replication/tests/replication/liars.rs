@@ -222,7 +222,7 @@ fn a_receiver_that_lies_is_found_out() {
         ("segments that there are not", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
         ("bytes that there are not", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
         ("bytes without segments", accept(vec![known(None, &[], 1)])),
-        ("a snapshot that nobody has", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
+        ("a snapshot that does not exist", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
         ("too few disks", accept(vec![known(None, &[], 0); 2])),
         ("something else", Message::Committed { disks: vec!["web".into()] }),
         ("a question", Message::Ping),

@@ -114,7 +114,7 @@ impl Images {
             found => found.during(|| format!("looking at '{memory}'"))?,
         };
         if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() {
-            let text = format!("'{memory}' belongs to somebody else: the memory of guests is not put there");
+            let text = format!("'{memory}' belongs to another user: the memory of guests is not put there");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         Ok(true)
