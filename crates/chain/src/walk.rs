@@ -18,7 +18,7 @@ const EXTENTS_AT_ONCE: usize = 256;
 
 /// A run that is resolved, or not yet.
 #[derive(Clone, Copy)]
-struct Piece {
+struct WalkPiece {
     start: u64,
     end: u64,
     to: Option<To>,
@@ -79,14 +79,14 @@ impl Walk<'_> {
     }
 
     fn run_parts(&self) -> Result<Found> {
-        let mut pieces: Vec<Piece> = Vec::with_capacity(4);
+        let mut pieces: Vec<WalkPiece> = Vec::with_capacity(4);
         let (window, demand) = (&self.window, &self.demand);
         for range in [window.start..demand.start, demand.clone(), demand.end..window.end] {
             if range.start < range.end && (self.most > 0 || range == *demand) {
-                pieces.push(Piece { start: range.start, end: range.end, to: None });
+                pieces.push(WalkPiece { start: range.start, end: range.end, to: None });
             }
         }
-        let mut next: Vec<Piece> = Vec::with_capacity(pieces.len());
+        let mut next: Vec<WalkPiece> = Vec::with_capacity(pieces.len());
         let mut answer: Vec<Extent> = Vec::new();
         let mut asked = 0;
         for index in self.among.clone() {
@@ -107,14 +107,14 @@ impl Walk<'_> {
                 }
                 if piece.end > visible {
                     // Nothing further down shows through past the end of this level.
-                    next.push(Piece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
+                    next.push(WalkPiece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
                 }
             }
             std::mem::swap(&mut pieces, &mut next);
             self.trim(&mut pieces);
         }
         let mut mappings = Vec::with_capacity(pieces.len());
-        for Piece { start, end, to } in pieces {
+        for WalkPiece { start, end, to } in pieces {
             let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
             if start == demand.start || start == demand.end {
                 // The cache keeps what was asked for and what was prefetched as separate entries.
@@ -127,7 +127,7 @@ impl Walk<'_> {
     }
 
     /// Asks one level for one gap.
-    fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<Piece>) -> Result<()> {
+    fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<WalkPiece>) -> Result<()> {
         let level = &self.levels.stack[index];
         let demanded = gap.start >= self.demand.start && gap.end <= self.demand.end;
         let mut at = gap.start;
@@ -147,12 +147,12 @@ impl Walk<'_> {
                     Some(last) if absent && last.to.is_none() && last.end == extent.start => {
                         // A gap grows only within the gap it came from: the demand's borders stay.
                         if extent.start == gap.start {
-                            out.push(Piece { start: extent.start, end, to });
+                            out.push(WalkPiece { start: extent.start, end, to });
                         } else {
                             last.end = end;
                         }
                     }
-                    _ => out.push(Piece { start: extent.start, end, to }),
+                    _ => out.push(WalkPiece { start: extent.start, end, to }),
                 }
             }
             if answer.is_empty() {
@@ -166,7 +166,7 @@ impl Walk<'_> {
     }
 
     /// Lets go of what is farthest from the demand, down to `most` pieces outside it.
-    fn trim(&self, pieces: &mut Vec<Piece>) {
+    fn trim(&self, pieces: &mut Vec<WalkPiece>) {
         let demand = &self.demand;
         let mut first = 0;
         let mut last = pieces.len();

@@ -16,7 +16,7 @@
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
-use crate::foreign::{Entry, Foreign};
+use crate::foreign::{Foreign, ForeignDisk};
 use crate::names;
 use crate::native::Native;
 use crate::sealed::{self, Kind, TEMPORARY};
@@ -96,7 +96,7 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
 }
 
 /// The disk of a snapshot, if it is open, and whether it has the snapshot.
-fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<Entry>, bool)> {
+fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<ForeignDisk>, bool)> {
     let entry = foreign.entries().into_iter().find(|entry| entry.folder == image.folder)?;
     let is_it = |snapshot: &vmdk::SnapshotRecord| snapshot.name == image.snapshot && snapshot.uid == image.uid;
     let taken = entry.disk.record().snapshots.iter().any(is_it);

@@ -2,9 +2,9 @@
 //! model kept in memory.
 //!
 //! The engine under test is the real one, on [`backend::simulated`] and without threads, so that a seed decides
-//! everything that happens and a failure can be had again. [`run::Run`] carries out [`operation::Operation`]s on the
-//! datastore and on the [`model::Model`] and compares what both answer; [`scenario`] makes whole runs of them, finds
-//! shorter ones that fail as well, and says how to repeat them.
+//! everything that happens and a failure can be repeated. [`run::SimulationRun`] carries out [`operation::Operation`]s
+//! on the datastore and on the [`model::Model`] and compares what both answer; [`scenario`] makes whole runs of them,
+//! finds shorter ones that fail as well, and says how to repeat them.
 //!
 //! What a run demands is section 4 of the design, in the words of the model:
 //!

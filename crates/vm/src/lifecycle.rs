@@ -3,7 +3,7 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
-use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
+use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
@@ -130,7 +130,7 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     match how {
         Stop::Now => process.quit(machine.monitor().ok().as_mut())?,
         Stop::Ask(patience) => {
-            if machine.state()? == State::Paused {
+            if machine.state()? == MachineState::Paused {
                 let text =
                     format!("the guest of machine '{}' is paused and cannot hear; resume it first", machine.name());
                 return Err(Error::new(ErrorKind::Invalid, text));

@@ -25,7 +25,7 @@ use crate::disks::Disks;
 use crate::durable;
 use crate::identity::Uuid;
 use crate::instant::freeze;
-use crate::machine::{DEFINITION, Machine, State};
+use crate::machine::{DEFINITION, Machine, MachineState};
 use backend::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
 use std::collections::BTreeMap;
@@ -139,7 +139,7 @@ impl Machines {
         let machine = self.get(name)?;
         let change = machine.change()?;
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
-        if machine.state()? != State::Stopped {
+        if machine.state()? != MachineState::Stopped {
             return busy(format!("machine '{name}' runs; stop it first"));
         }
         for disk in disks {
@@ -149,8 +149,8 @@ impl Machines {
             };
             let for_clones = |name: &str| [clone::PREFIX, freeze::PREFIX].iter().any(|prefix| name.starts_with(prefix));
             for snapshot in of_disk.iter().filter(|snapshot| for_clones(&snapshot.name)) {
-                let heirs = snapshot.clones.iter().cloned();
-                snapshots.extend(heirs.map(|disk| Snapshot { disk, name: snapshot.name.clone() }));
+                let clones = snapshot.clones.iter().cloned();
+                snapshots.extend(clones.map(|disk| Snapshot { disk, name: snapshot.name.clone() }));
             }
             let clones: Vec<String> = of_disk.into_iter().flat_map(|snapshot| snapshot.clones).collect();
             if !clones.is_empty() && !promote {

@@ -11,7 +11,7 @@
 
 use crate::disk::{Disk, Options, adapter_of, fresh_record};
 use crate::images::format_name;
-use crate::record::{Fate, NODES_MAX, Node, Pending, Record, SnapshotRecord, Standing};
+use crate::record::{Fate, ImageOwnership, NODES_MAX, Node, Pending, Record, SnapshotRecord};
 use crate::vmsd::{self, Vmsd};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{Access, IoContext, IoMode};
@@ -157,7 +157,7 @@ impl Tree<'_> {
                 folder: reference,
                 descriptor: image.place().name.clone(),
                 format: format_name(image),
-                standing: if self.writable && beside { Standing::Adopted } else { Standing::Foreign },
+                standing: if self.writable && beside { ImageOwnership::Adopted } else { ImageOwnership::Foreign },
                 accepted: below.and_then(|below| changed_parent(image, below)),
                 replay: self.options.journal == DirtyJournal::Replay && image.layer().format() == "sesparse",
             });

@@ -8,7 +8,7 @@
 
 use crate::disk::{Disk, Options, check_name, fresh_record};
 use crate::owner::lock_is_free;
-use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};
+use crate::record::{self, CloneRecord, Fate, ImageOwnership, OriginRecord, Pending};
 use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};
 use layer::descriptor::Adapter;
@@ -56,7 +56,7 @@ impl Disk {
         // The images below, as the clone has to call them.
         for id in record.line(snapshot.node)?.iter().rev() {
             let mut node = record.node(*id)?.clone();
-            node.standing = Standing::Foreign;
+            node.standing = ImageOwnership::Foreign;
             node.folder = Some(node.folder.unwrap_or_else(|| here.clone()));
             fresh.nodes.push(node);
         }

@@ -3,7 +3,7 @@
 use crate::images::{load_descriptor, remove};
 use crate::line::Line;
 use crate::owner::{LOCK_NAME, Owner};
-use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
+use crate::record::{Fate, FileRecord, ImageOwnership, Node, Pending, Record, Tunables};
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{IoMode, clock};
@@ -137,7 +137,7 @@ impl Disk {
                 folder: None,
                 descriptor: name.clone(),
                 format,
-                standing: Standing::Made,
+                standing: ImageOwnership::Made,
                 accepted: None,
                 replay: false,
             });
@@ -230,7 +230,7 @@ impl Disk {
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
         if record.is_going() {
             // A descriptor goes after the extents that only it names: what a crash leaves can still be found.
-            let made = record.nodes.iter().filter(|node| node.standing == Standing::Made);
+            let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
         }
         self.remove_files(&record, &files)?;

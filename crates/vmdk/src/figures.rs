@@ -1,7 +1,7 @@
 //! Figures of a disk for people, and the tunables that they turn.
 
 use crate::disk::Disk;
-use crate::record::{Standing, Tunables};
+use crate::record::{ImageOwnership, Tunables};
 use crate::{DeltaFormat, Result};
 use chain::Statistics;
 use layer::Usage;
@@ -30,7 +30,7 @@ pub struct FileInfo {
     /// Its path, or its name where there are no paths.
     pub path: String,
     /// Whose it is.
-    pub standing: Standing,
+    pub standing: ImageOwnership,
     /// Which image has it.
     pub node: u32,
 }

@@ -64,7 +64,7 @@ pub use disk::{Disk, FolderFinder, NewDisk, Options};
 pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;
-pub use record::{DeltaFormat, Node, Record, SnapshotRecord, Standing};
+pub use record::{DeltaFormat, ImageOwnership, Node, Record, SnapshotRecord};
 pub use snapshot::{NewSnapshot, Snapshot, snapshot_group};
 
 pub use backend::{Error, ErrorKind, Result};

@@ -92,7 +92,7 @@ impl std::str::FromStr for DeltaFormat {
 /// Whose an image is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Standing {
+pub enum ImageOwnership {
     /// Made by this disk: changed, merged and removed as needed, and removed with the disk.
     Made,
     /// Adopted for writing: changed, merged and removed as needed, left alone when the disk is deleted.
@@ -119,7 +119,7 @@ pub struct Node {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Whose it is.
-    pub standing: Standing,
+    pub standing: ImageOwnership,
     /// The CID of the image below that was taken on demand when this one was adopted, though it was made above another.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accepted: Option<u32>,
@@ -131,7 +131,7 @@ pub struct Node {
 impl Node {
     /// Whether this disk may change it.
     pub fn is_own(&self) -> bool {
-        self.standing != Standing::Foreign
+        self.standing != ImageOwnership::Foreign
     }
 }
 
@@ -413,7 +413,7 @@ impl Record {
 
     /// Whether images were adopted, which stay when the disk goes.
     pub(crate) fn has_adopted(&self) -> bool {
-        self.nodes.iter().any(|node| node.standing == Standing::Adopted)
+        self.nodes.iter().any(|node| node.standing == ImageOwnership::Adopted)
     }
 
     /// Whether the disk is being deleted.

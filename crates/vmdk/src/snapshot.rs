@@ -17,7 +17,7 @@
 
 use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
-use crate::record::{Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord, Standing};
+use crate::record::{ImageOwnership, Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::clock;
 use layer::descriptor::{ContentId, CreateType, Descriptor};
@@ -277,7 +277,7 @@ impl Disk {
             folder,
             descriptor: name,
             format: None,
-            standing: Standing::Made,
+            standing: ImageOwnership::Made,
             accepted: None,
             replay: false,
         };

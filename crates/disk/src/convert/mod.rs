@@ -27,7 +27,7 @@ mod source;
 mod target;
 
 pub(crate) use copy::copy as copy_all;
-pub use copy::{Piece, Pieces, Run, Sink, Source, Zeros};
+pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
 pub use device::{DeviceSink, DeviceSource};
 pub use format::{SourceFormat, TargetFormat};
 pub use source::ChainSource;

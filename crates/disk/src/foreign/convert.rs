@@ -1,8 +1,8 @@
 //! Disks in VMware's formats as ends of a conversion.
 
 use super::snapshots::TEMPORARY;
-use super::{Entry, Foreign, ForeignReplica};
-use crate::convert::{DeviceSource, Piece, Pieces, Run, Sink, Source};
+use super::{Foreign, ForeignDisk, ForeignReplica};
+use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
 use crate::info::ImageKind;
 use crate::progress::{NoProgress, Progress};
 use backend::BLOCK_SIZE;
@@ -18,7 +18,7 @@ impl Foreign {
     /// goes, and when the datastore is opened after a crash.
     pub(crate) fn conversion_source<'a>(
         &'a self,
-        entry: &Arc<Entry>,
+        entry: &Arc<ForeignDisk>,
         snapshot: Option<&str>,
     ) -> Result<Box<dyn Source + 'a>> {
         let point = match snapshot {
@@ -61,7 +61,7 @@ impl Foreign {
 /// A snapshot for the time of a conversion.
 struct Point<'a> {
     foreign: &'a Foreign,
-    entry: Arc<Entry>,
+    entry: Arc<ForeignDisk>,
     name: String,
 }
 
@@ -84,7 +84,7 @@ impl Source for ForeignSource<'_> {
         self.inner.capacity()
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         self.inner.next(start)
     }
 
@@ -108,7 +108,7 @@ impl Sink for ForeignSink<'_> {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let chain = &self.chain;
-        let take = |piece: &Piece| {
+        let take = |piece: &CopyPiece| {
             piece.runs.iter().try_for_each(|run| chain.write(piece.start + run.start as u64, piece.bytes(run)))
         };
         while pieces.next(take)? {}

@@ -3,7 +3,7 @@
 //! The copy's folder is marked as incomplete until it takes the place of the original, the original's from then on; so
 //! opening the datastore removes whichever is not the disk.
 
-use super::{ChainedDevice, Entry, Foreign};
+use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
 use crate::info::{DeltaFormat, ImageKind};
 use crate::migrate::{Node, Original, Replica};
@@ -24,7 +24,7 @@ const LOOK: u64 = 1 << 30;
 
 /// A disk that moves away.
 pub(crate) struct ForeignOriginal {
-    pub entry: Arc<Entry>,
+    pub entry: Arc<ForeignDisk>,
 }
 
 /// A disk that is being made as a copy.
@@ -37,7 +37,7 @@ pub(crate) struct ForeignReplica {
 
 impl Foreign {
     /// A disk to be copied.
-    pub fn original(&self, entry: Arc<Entry>) -> Result<ForeignOriginal> {
+    pub fn original(&self, entry: Arc<ForeignDisk>) -> Result<ForeignOriginal> {
         let clones: Vec<String> = entry.disk.clones().into_iter().map(|clone| clone.name).collect();
         if !clones.is_empty() {
             let (name, clones) = (entry.disk.name(), crate::native::list(clones.iter().map(String::as_str)));
@@ -58,7 +58,7 @@ impl Foreign {
     ) -> Result<ForeignOriginal> {
         let (folder, home) = self.new_folder(name, true)?;
         match vmdk::Disk::adopt(home, name, what, how, options) {
-            Ok(disk) => Ok(ForeignOriginal { entry: Entry::new(folder, disk) }),
+            Ok(disk) => Ok(ForeignOriginal { entry: ForeignDisk::new(folder, disk) }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
                     tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");

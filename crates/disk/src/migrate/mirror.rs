@@ -85,7 +85,7 @@ enum Stage {
     Committed,
 }
 
-struct State {
+struct MirrorState {
     stage: Stage,
     /// Why the target is not a copy any more.
     failure: Option<Error>,
@@ -104,7 +104,7 @@ pub struct MirrorDevice {
     settled: AtomicBool,
     /// The target is not written any more.
     failed: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<MirrorState>,
 }
 
 /// The error of what was stopped on request.
@@ -138,7 +138,7 @@ impl MirrorDevice {
             cursor: AtomicU64::new(0),
             settled: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            state: Mutex::new(State { stage: Stage::Copying, failure: None }),
+            state: Mutex::new(MirrorState { stage: Stage::Copying, failure: None }),
         })
     }
 

@@ -26,7 +26,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use store::buffer::Checksums;
-use store::engine::Likeness;
+use store::engine::DiskIdentity;
 use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -529,7 +529,7 @@ impl Reception {
         self.commit_data()?;
         let mut arrived = Vec::with_capacity(record.disks.len());
         for (index, disk) in record.disks.iter().enumerate() {
-            let like = Likeness { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
+            let like = DiskIdentity { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
             let base = disk.base.as_deref().map(parse).transpose()?;
             arrived.push(Arrived {
                 hidden: record.hidden(index),

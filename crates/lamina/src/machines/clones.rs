@@ -9,7 +9,7 @@ use disk::ErrorKind;
 use serde_json::{Value, json};
 use std::io::Write;
 use vm::clone::{self, Inside, Made, Options, Outcome, Source};
-use vm::definition::Way;
+use vm::definition::CloneKind;
 use vm::host::Host;
 
 /// Names told one by one when many machines are made at once.
@@ -19,9 +19,9 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
     let names = arguments.names().map_err(End::Usage)?;
     let way = match (arguments.full, arguments.instant) {
-        (true, _) => Way::Full,
-        (_, true) => Way::Instant,
-        _ => Way::Linked,
+        (true, _) => CloneKind::Full,
+        (_, true) => CloneKind::Instant,
+        _ => CloneKind::Linked,
     };
     let options = Options {
         way,
@@ -45,7 +45,7 @@ pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
     report(outcome, way, form)
 }
 
-fn report(outcome: Outcome, way: Way, form: Form) -> Result<End, End> {
+fn report(outcome: Outcome, way: CloneKind, form: Form) -> Result<End, End> {
     let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
     if form == Form::Json {
         let made = |one: &Made| {

@@ -37,7 +37,7 @@ pub(crate) use create::{SPLIT_SECTORS, check_capacity, fill_extent};
 
 use crate::{CAPACITY_MAX, Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
-use blocks::{Blocks, State};
+use blocks::{BlockType, Blocks};
 use locks::Locks;
 use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
@@ -330,17 +330,17 @@ impl Flat {
     fn look_again(&self, blocks: Range<u64>) {
         for block in blocks {
             let alone = self.locks.alone(block..block + 1);
-            if self.blocks.state(block) != State::Written {
-                self.blocks.set(block, self.look(block).unwrap_or(State::Written));
+            if self.blocks.state(block) != BlockType::Written {
+                self.blocks.set(block, self.look(block).unwrap_or(BlockType::Written));
             }
             drop(alone);
         }
     }
 
     /// What the file system says of one block.
-    fn look(&self, block: u64) -> std::io::Result<State> {
+    fn look(&self, block: u64) -> std::io::Result<BlockType> {
         let bytes = self.blocks.bytes_of(block..block + 1);
-        let mut state = State::Hole;
+        let mut state = BlockType::Hole;
         let mut at = bytes.start;
         while at < bytes.end {
             let placements = self.file.placements(at)?;
@@ -348,8 +348,8 @@ impl Flat {
             at = last.range.end.max(at + 1);
             for placement in placements.iter().filter(|placement| placement.range.start < bytes.end) {
                 match placement.written {
-                    true => return Ok(State::Written),
-                    false => state = State::Unwritten,
+                    true => return Ok(BlockType::Written),
+                    false => state = BlockType::Unwritten,
                 }
             }
         }

@@ -71,13 +71,13 @@ impl Batch {
     }
 }
 
-struct State {
+struct TablesState {
     cache: ClockCache<usize, Arc<Table>>,
     changed: FxHashMap<usize, Arc<Table>>,
     writing: FxHashMap<usize, Arc<Table>>,
 }
 
-impl State {
+impl TablesState {
     fn get(&self, index: usize) -> Option<&Arc<Table>> {
         self.changed.get(&index).or_else(|| self.writing.get(&index)).or_else(|| self.cache.get(index))
     }
@@ -87,7 +87,7 @@ impl State {
 pub(crate) struct Tables {
     image: String,
     directories: RwLock<Directories>,
-    state: RwLock<State>,
+    state: RwLock<TablesState>,
     loading: Mutex<()>,
     table_entries: usize,
 }
@@ -95,7 +95,7 @@ pub(crate) struct Tables {
 impl Tables {
     pub(crate) fn new(image: &str, directories: Directories, table_entries: u32) -> Self {
         let table_entries = table_entries as usize;
-        let state = State {
+        let state = TablesState {
             cache: ClockCache::new(CACHE_BYTES / (table_entries * 4)),
             changed: FxHashMap::default(),
             writing: FxHashMap::default(),

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A descriptor and where it is written.
-pub(super) struct Home {
+pub(super) struct StoredDescriptor {
     pub(super) place: Place,
     /// The extent that embeds it, and where.
     pub(super) embedded: Option<(Arc<dyn File>, Range<u64>)>,
@@ -27,7 +27,7 @@ pub(super) struct Home {
     renewed: AtomicBool,
 }
 
-impl Home {
+impl StoredDescriptor {
     pub(super) fn new(
         place: Place,
         descriptor: Descriptor,
@@ -92,7 +92,7 @@ impl Home {
 /// The extents of an image that has a descriptor, opened for writing.
 pub(super) struct Identified {
     pub(super) inner: Arc<dyn Layer>,
-    pub(super) home: Arc<Home>,
+    pub(super) home: Arc<StoredDescriptor>,
 }
 
 impl Layer for Identified {

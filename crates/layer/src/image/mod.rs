@@ -45,7 +45,7 @@ use crate::{Error, ErrorKind, IoContext, Layer, Result, Step, Watch};
 use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
-use home::{Home, Identified};
+use home::{Identified, StoredDescriptor};
 use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::Range;
@@ -114,7 +114,7 @@ pub struct ParentReference {
 /// An open image: one level of a chain.
 pub struct Image {
     place: Place,
-    home: Option<Arc<Home>>,
+    home: Option<Arc<StoredDescriptor>>,
     layer: Arc<dyn Layer>,
     flats: Vec<Arc<Flat>>,
     engines: Vec<Engine>,
@@ -231,7 +231,7 @@ impl Image {
         // The lines of an embedded descriptor name the file that it is in; the size is taken from the header.
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
-        let home = Home::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
+        let home = StoredDescriptor::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
         let engines = opened.engine.into_iter().collect();
         Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
     }
@@ -272,13 +272,13 @@ impl Image {
                 Concatenated::new(parts, options.writable).map_err(|error| error.context(format!("'{label}'")))?,
             ),
         };
-        let home = Home::new(place.clone(), descriptor, None, Arc::clone(&options.random));
+        let home = StoredDescriptor::new(place.clone(), descriptor, None, Arc::clone(&options.random));
         Ok(Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock))
     }
 
     fn assemble(
         place: Place,
-        home: Home,
+        home: StoredDescriptor,
         layer: Arc<dyn Layer>,
         (flats, engines): (Vec<Arc<Flat>>, Vec<Engine>),
         only_flat: bool,

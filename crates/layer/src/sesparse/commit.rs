@@ -204,7 +204,7 @@ impl SeSparse {
     }
 
     /// Gives long runs back to the file system, where that is asked for. They are not handed out yet.
-    fn punch_runs(&self, runs: &[super::entry::Run]) -> Result<()> {
+    fn punch_runs(&self, runs: &[super::entry::GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
         for run in runs.iter().filter(|run| run.count * grain >= least) {

@@ -27,12 +27,12 @@ pub(super) struct Table(pub u32);
 
 /// Adjoining grains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct GrainRun {
     pub start: u64,
     pub count: u64,
 }
 
-impl Run {
+impl GrainRun {
     pub(super) fn end(self) -> u64 {
         self.start + self.count
     }

@@ -66,7 +66,7 @@ use epoch::Token;
 use header::Layout;
 use journal::Overlay;
 use parking_lot::{Condvar, Mutex, RwLock};
-use state::State;
+use state::LayerState;
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -109,7 +109,7 @@ pub struct SeSparse {
     file: Arc<dyn File>,
     layout: Layout,
     options: Options,
-    state: Mutex<State>,
+    state: Mutex<LayerState>,
     /// Signalled when a page has been read.
     loaded: Condvar,
     /// Held while an answer of the map is in use.

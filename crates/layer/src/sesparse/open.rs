@@ -13,7 +13,7 @@ use super::journal::{self, Overlay, Replayed};
 use super::read::read_sectors;
 use super::recover::NamedTables;
 use super::space::Space;
-use super::state::State;
+use super::state::LayerState;
 use super::touched::Touched;
 use super::{DirtyJournal, Options, SeSparse};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -154,7 +154,7 @@ impl SeSparse {
         let ours = mark.is_some();
         let touched = mark.clone().filter(|_| options.write);
         let held = layout.grains_in(length);
-        let state = State {
+        let state = LayerState {
             name: Arc::clone(&name),
             layout,
             cache: Cache::new((options.cache / BLOCK_SIZE).max(CACHE_PAGES_MIN)),

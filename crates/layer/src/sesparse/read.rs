@@ -4,7 +4,7 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{Entry, GRAIN, TABLE_SPAN};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::state::{Need, State, Step, page_index, table_page};
+use super::state::{LayerState, Need, Step, page_index, table_page};
 use crate::{Content, Extent, IoContext, Result, SECTOR, Usage};
 use backend::{BLOCK_SIZE, Buffer, IoMode};
 use std::ops::Range;
@@ -76,7 +76,7 @@ impl SeSparse {
     }
 
     /// Adds what one page of a table says, or an absent table; returns how far it came.
-    fn map_page(&self, state: &mut State, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
+    fn map_page(&self, state: &mut LayerState, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
         let at = range.start;
         let Some(table) = state.table_of(at / TABLE_SPAN)? else {
             let end = (at / TABLE_SPAN + 1).saturating_mul(TABLE_SPAN).min(range.end);

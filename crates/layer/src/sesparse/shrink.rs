@@ -4,7 +4,7 @@
 //! instruction: what was moved and committed is moved, the rest is where it was, and a later shrink goes on.
 
 use super::SeSparse;
-use super::entry::{GRAIN, Run};
+use super::entry::{GRAIN, GrainRun};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
 use crate::{Error, ErrorKind, Result, Watch};
@@ -68,7 +68,7 @@ impl SeSparse {
         let (mut batches, mut searched) = (0, true);
         while end > 0 {
             let start = (end - 1) / BATCH * BATCH;
-            let run = Run { start, count: end - start };
+            let run = GrainRun { start, count: end - start };
             let (held, allocated) = self.held(run)?;
             let moved = self.relocate(&held, work)?;
             // A page of the backmap, and grains read and written.

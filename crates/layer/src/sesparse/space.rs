@@ -20,7 +20,7 @@
 //! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not tell them apart, so streams give back what
 //!    they have before it is searched, and before the end is lowered.
 
-use super::entry::Run;
+use super::entry::GrainRun;
 use std::collections::BTreeMap;
 
 /// Shortest free run that is used while there is room at the end, in grains: 64 KiB.
@@ -43,7 +43,7 @@ const AHEAD_MAX: u64 = 256;
 struct Stream {
     /// The grain of the guest with which it would go on.
     next: u64,
-    aside: Run,
+    aside: GrainRun,
     /// Grains to set aside the next time.
     ahead: u64,
     /// When it last took some.
@@ -58,7 +58,7 @@ fn slack(fresh: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice {
     /// Here.
-    Run(Run),
+    Run(GrainRun),
     /// At the end, once the file is longer.
     Growth,
     /// Nowhere now: all of the grain area is taken, or waits for a commit or a reader.
@@ -92,7 +92,7 @@ impl Space {
     pub(super) fn new(length: u64, limit: u64, trusted: bool) -> Self {
         let length = length.min(limit);
         let cursor = (trusted && length > 0).then_some(0);
-        let idle = Stream { next: u64::MAX, aside: Run { start: 0, count: 0 }, ahead: 0, used: 0 };
+        let idle = Stream { next: u64::MAX, aside: GrainRun { start: 0, count: 0 }, ahead: 0, used: 0 };
         Self {
             runs: BTreeMap::new(),
             free: 0,
@@ -158,7 +158,7 @@ impl Space {
             self.streams[index].aside = run;
         }
         let Stream { aside, .. } = self.streams[index];
-        Choice::Run(Run { start: aside.start, count: aside.count.min(want) })
+        Choice::Run(GrainRun { start: aside.start, count: aside.count.min(want) })
     }
 
     /// Takes the first grains that were set aside for `guest`.
@@ -166,7 +166,7 @@ impl Space {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = count.min(stream.aside.count);
             stream.next += count;
-            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+            stream.aside = GrainRun { start: stream.aside.start + count, count: stream.aside.count - count };
             stream.ahead = (stream.ahead * 2).clamp(AHEAD_MIN, AHEAD_MAX);
         }
     }
@@ -175,7 +175,7 @@ impl Space {
     pub(super) fn skip_aside(&mut self, guest: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = 1.min(stream.aside.count);
-            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+            stream.aside = GrainRun { start: stream.aside.start + count, count: stream.aside.count - count };
         }
     }
 
@@ -189,7 +189,7 @@ impl Space {
 
     fn end_stream(&mut self, index: usize) {
         let stream = &mut self.streams[index];
-        let aside = std::mem::replace(&mut stream.aside, Run { start: 0, count: 0 });
+        let aside = std::mem::replace(&mut stream.aside, GrainRun { start: 0, count: 0 });
         if aside.count > 0 && !self.put_last(aside) {
             self.put(aside);
         }
@@ -199,19 +199,19 @@ impl Space {
     fn choose(&mut self, want: u64) -> Choice {
         let least = if self.free > slack(self.fresh) { 1 } else { want.min(WORTHWHILE) };
         if let Some(run) = self.run_near(least) {
-            return Choice::Run(Run { start: run.start, count: run.count.min(want) });
+            return Choice::Run(GrainRun { start: run.start, count: run.count.min(want) });
         }
         if self.runs.len() < RUNS_MAX / 2 {
             self.search_forgotten();
         }
         if self.fresh < self.length {
-            return Choice::Run(Run { start: self.fresh, count: want.min(self.length - self.fresh) });
+            return Choice::Run(GrainRun { start: self.fresh, count: want.min(self.length - self.fresh) });
         }
         if self.length < self.limit {
             return Choice::Growth;
         }
         if let Some(run) = self.run_near(1) {
-            return Choice::Run(Run { start: run.start, count: run.count.min(want) });
+            return Choice::Run(GrainRun { start: run.start, count: run.count.min(want) });
         }
         self.search_forgotten();
         Choice::Full
@@ -227,22 +227,22 @@ impl Space {
     }
 
     /// A run of at least `least` grains from the last allocation onwards, then from the start.
-    fn run_near(&self, least: u64) -> Option<Run> {
+    fn run_near(&self, least: u64) -> Option<GrainRun> {
         if self.free < least {
             return None;
         }
         let behind = self.runs.range(self.next..).chain(self.runs.range(..self.next));
         let found = behind.take(LOOKS_MAX).find(|(_, count)| **count >= least);
-        found.map(|(&start, &count)| Run { start, count })
+        found.map(|(&start, &count)| GrainRun { start, count })
     }
 
     /// The lowest free run, for moving grains down.
-    pub(super) fn lowest(&self) -> Option<Run> {
-        self.runs.first_key_value().map(|(&start, &count)| Run { start, count })
+    pub(super) fn lowest(&self) -> Option<GrainRun> {
+        self.runs.first_key_value().map(|(&start, &count)| GrainRun { start, count })
     }
 
     /// Takes grains that [`Space::lowest`] named, or that were chosen.
-    pub(super) fn take(&mut self, run: Run) {
+    pub(super) fn take(&mut self, run: GrainRun) {
         if run.start == self.fresh {
             self.fresh = run.end();
             return;
@@ -256,7 +256,7 @@ impl Space {
     }
 
     /// Takes free grains back. Those known to be free already may be among them.
-    pub(super) fn put(&mut self, run: Run) {
+    pub(super) fn put(&mut self, run: GrainRun) {
         if run.count == 0 || run.start >= self.fresh {
             return;
         }
@@ -282,7 +282,7 @@ impl Space {
     }
 
     /// Takes back grains that were just handed out at the end and never used.
-    pub(super) fn put_last(&mut self, run: Run) -> bool {
+    pub(super) fn put_last(&mut self, run: GrainRun) -> bool {
         let last = run.end() == self.fresh;
         if last {
             self.fresh = run.start;
@@ -311,8 +311,8 @@ impl Space {
 mod tests {
     use super::*;
 
-    fn run(start: u64, count: u64) -> Run {
-        Run { start, count }
+    fn run(start: u64, count: u64) -> GrainRun {
+        GrainRun { start, count }
     }
 
     #[test]

@@ -9,9 +9,9 @@
 //! writer drops its token: each step takes the current token before it looks for places.
 
 use super::SeSparse;
-use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_ENTRIES, TABLE_SPAN, Table};
+use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};
 use super::read::PAGE_SPAN;
-use super::state::{Need, State, Step, page_index, table_page};
+use super::state::{LayerState, Need, Step, page_index, table_page};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer, IoMode};
 use std::ops::Range;
@@ -27,16 +27,16 @@ const ZEROS: usize = 256 << 10;
 
 /// Adjoining grains of a step with adjoining places.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct WritePiece {
     /// First entry, counted from the first of the step.
     first: u64,
-    place: Run,
+    place: GrainRun,
     new: bool,
 }
 
 struct Plan {
     table: Table,
-    pieces: Vec<Piece>,
+    pieces: Vec<WritePiece>,
 }
 
 impl SeSparse {
@@ -99,7 +99,7 @@ impl SeSparse {
             }
         };
         if let Err(error) = self.write_pieces(&plan.pieces, slices) {
-            let new: Vec<Run> = plan.pieces.iter().filter(|piece| piece.new).map(|piece| piece.place).collect();
+            let new: Vec<GrainRun> = plan.pieces.iter().filter(|piece| piece.new).map(|piece| piece.place).collect();
             self.give_back(&new);
             return Err(error);
         }
@@ -110,7 +110,7 @@ impl SeSparse {
         Ok(())
     }
 
-    fn write_pieces(&self, pieces: &[Piece], slices: &[&[u8]]) -> Result<()> {
+    fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         if let [piece] = pieces {
             return self.write_places(piece.place, slices);
         }
@@ -137,7 +137,7 @@ impl SeSparse {
 
     /// Finds the places of grains, and takes new ones where there are none. `claimed` outlives tries that lack
     /// something.
-    fn plan(state: &mut State, slot: u64, entries: &Range<u64>, claimed: &mut Vec<Run>) -> Step<Plan> {
+    fn plan(state: &mut LayerState, slot: u64, entries: &Range<u64>, claimed: &mut Vec<GrainRun>) -> Step<Plan> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
         if claimed.is_empty()
@@ -169,15 +169,15 @@ impl SeSparse {
             && let Some(last) = claimed.last().copied()
         {
             let count = last.count.min(surplus);
-            state.give_back(Run { start: last.end() - count, count })?;
+            state.give_back(GrainRun { start: last.end() - count, count })?;
             surplus -= count;
             claimed.pop();
             if last.count > count {
-                claimed.push(Run { count: last.count - count, ..last });
+                claimed.push(GrainRun { count: last.count - count, ..last });
             }
         }
         let mut fresh = claimed.iter().flat_map(|run| run.start..run.end());
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<WritePiece> = Vec::new();
         for (first, raw) in (0..).zip(words) {
             let (place, new) = match Entry::decode(raw) {
                 Some(Entry::Data(grain)) => (Some(grain.0), false),
@@ -186,7 +186,7 @@ impl SeSparse {
             let Some(place) = place else { return Err(state.corrupt("fewer grains were claimed than counted")) };
             match pieces.last_mut() {
                 Some(last) if last.new == new && last.place.end() == place => last.place.count += 1,
-                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new }),
+                _ => pieces.push(WritePiece { first, place: GrainRun { start: place, count: 1 }, new }),
             }
         }
         announce(state, &pieces);
@@ -195,14 +195,14 @@ impl SeSparse {
     }
 
     /// Writes adjoining grains by one call.
-    pub(super) fn write_places(&self, place: Run, slices: &[&[u8]]) -> Result<()> {
+    pub(super) fn write_places(&self, place: GrainRun, slices: &[&[u8]]) -> Result<()> {
         let offset = self.grain_offset(Grain(place.start))?;
         let written = self.file.write_at(slices, offset, false);
         written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
     }
 
     /// Gives up grains that were taken and not entered. If that fails they stay allocated, for wipe to find.
-    pub(super) fn give_back(&self, runs: &[Run]) {
+    pub(super) fn give_back(&self, runs: &[GrainRun]) {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
                 if let Err(error) = self.settle(|state| state.give_back(part)) {
@@ -231,18 +231,18 @@ impl SeSparse {
     }
 
     /// Makes entries of one page say zero; with `keep`, leaves those that have places and returns them.
-    fn zero_entries(state: &mut State, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<Piece>> {
+    fn zero_entries(state: &mut LayerState, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<WritePiece>> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
         state.need_backed(table_page(table, entries.start))?;
         let page = state.page(table_page(table, entries.start))?;
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<WritePiece> = Vec::new();
         for (entry, raw) in entries.clone().zip(page.words_from(page_index(entries.start))) {
             match Entry::decode(raw) {
                 Some(Entry::Zero) => {}
                 Some(Entry::Data(grain)) if keep && grain.0 < state.readable => match pieces.last_mut() {
                     Some(last) if last.place.end() == grain.0 => last.place.count += 1,
-                    _ => pieces.push(Piece { first: 0, place: Run { start: grain.0, count: 1 }, new: false }),
+                    _ => pieces.push(WritePiece { first: 0, place: GrainRun { start: grain.0, count: 1 }, new: false }),
                 },
                 _ => state.set_entry(Owner { table, entry: entry as u16 }, Entry::Zero)?,
             }
@@ -251,25 +251,25 @@ impl SeSparse {
         Ok(pieces)
     }
 
-    fn write_zeros(&self, place: Run) -> Result<()> {
+    fn write_zeros(&self, place: GrainRun) -> Result<()> {
         let zeros = Buffer::with_bytes(ZEROS);
         let step = (ZEROS / BLOCK_SIZE) as u64;
         for start in (place.start..place.end()).step_by(step as usize) {
             let count = step.min(place.end() - start);
-            self.write_places(Run { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
+            self.write_places(GrainRun { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
         }
         Ok(())
     }
 }
 
-impl State {
+impl LayerState {
     /// Where the grains of these entries are, if all of them have places: the usual case, without a copy or a change.
-    fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<Piece>>> {
+    fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<WritePiece>>> {
         let key = table_page(table, entries.start);
         let readable = self.readable;
         let page = self.cache.get(key).ok_or(Need::Page(key))?;
         let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
-        let mut pieces: Vec<Piece> = Vec::with_capacity(1);
+        let mut pieces: Vec<WritePiece> = Vec::with_capacity(1);
         for (first, raw) in (0..).zip(words) {
             let Some(Entry::Data(Grain(place))) = Entry::decode(raw) else { return Ok(None) };
             if place >= readable {
@@ -277,7 +277,7 @@ impl State {
             }
             match pieces.last_mut() {
                 Some(last) if last.place.end() == place => last.place.count += 1,
-                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new: false }),
+                _ => pieces.push(WritePiece { first, place: GrainRun { start: place, count: 1 }, new: false }),
             }
         }
         Ok(Some(pieces))
@@ -285,7 +285,7 @@ impl State {
 }
 
 /// Marks those of these grains that are being moved as written, so that the move gives them up.
-fn announce(state: &mut State, pieces: &[Piece]) {
+fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     if state.moving.is_empty() {
         return;
     }
@@ -299,7 +299,7 @@ fn announce(state: &mut State, pieces: &[Piece]) {
 }
 
 /// Enters the new places of a plan into the table.
-fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
+fn enter(state: &mut LayerState, plan: &Plan, first: u64) -> Step<()> {
     // All at once: what was entered before a second try could have been given up in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {

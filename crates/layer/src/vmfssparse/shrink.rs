@@ -20,7 +20,7 @@ use super::commit::Writer;
 use super::header::TABLE_SECTORS;
 use super::space::{ALIGNMENT, Place};
 use super::tables::{DATA, PARTS_ALL, parts_of};
-use crate::runs::Run;
+use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
 use std::time::Duration;
@@ -171,7 +171,7 @@ impl VmfsSparse {
         let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
         let grain = self.header.grain();
         let target = round.target;
-        let beyond = |run: &Run| run.kind == DATA && run.place + u64::from(run.count) * grain > target;
+        let beyond = |run: &EntryRun| run.kind == DATA && run.place + u64::from(run.count) * grain > target;
         let table_beyond = self.tables.place(index) + TABLE_SECTORS > round.target;
         if !table_beyond && !table.runs().any(|run| beyond(&run)) {
             return Ok(false);
@@ -187,7 +187,7 @@ impl VmfsSparse {
             return Ok(true);
         }
         let load = || self.tables.load(&self.file, index);
-        let runs: Vec<Run> = self.tables.cache.read(index, load, |table| table.runs().filter(beyond).collect())?;
+        let runs: Vec<EntryRun> = self.tables.cache.read(index, load, |table| table.runs().filter(beyond).collect())?;
         let before = round.moved;
         let mut unmoved = if table_beyond { TABLE_SECTORS } else { 0 };
         for run in runs {

@@ -8,7 +8,7 @@
 use super::header::{HEADER_SECTORS, Header, TABLE_ENTRIES, TABLE_SECTORS, TABLE_SIZE};
 use crate::aligned::AlignedFile;
 use crate::runs::cache::RunCache;
-use crate::runs::{Run, RunList};
+use crate::runs::{EntryRun, RunList};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
@@ -189,7 +189,7 @@ impl Tables {
                 _ if self.may_be_named(place, self.grain, limit) => (DATA, place),
                 _ => (DAMAGED, place),
             };
-            list.push(Run { first: at, count: 1, kind, place });
+            list.push(EntryRun { first: at, count: 1, kind, place });
         }
         list.shrink_to_fit();
         list

@@ -47,7 +47,7 @@ use crate::{Content, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file,
 use backend::File;
 use commit::Writer;
 use header::Header;
-use map::{Map, State};
+use map::{Map, PageState};
 use page::{DATA, ZERO, ZERO_RESERVED};
 use std::ops::Range;
 use std::sync::Arc;
@@ -123,9 +123,9 @@ impl Layer for VsanSparse {
                 (start, ((first + count) * BLOCK).min(range.end) - start)
             };
             let whole = match self.map.state(index) {
-                State::Absent => Some(Content::Absent),
-                State::Zero => Some(Content::Zero),
-                State::Stored => None,
+                PageState::Absent => Some(Content::Absent),
+                PageState::Zero => Some(Content::Zero),
+                PageState::Stored => None,
             };
             if let Some(content) = whole {
                 let (start, length) = clip(base + u64::from(entries.start), entries.len() as u64);

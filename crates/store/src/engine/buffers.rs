@@ -5,7 +5,7 @@
 
 use super::read::gone;
 use crate::Result;
-use crate::buffer::{Layers, Piece};
+use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, RwLock};
 use rustc_hash::FxHashMap;
@@ -64,7 +64,7 @@ impl Buffer {
     }
 
     /// What the oldest layer holds, from where write-back goes on, up to `most` blocks.
-    pub fn oldest_pieces(&mut self, most: u64) -> Vec<Piece> {
+    pub fn oldest_pieces(&mut self, most: u64) -> Vec<DirtyPiece> {
         let cursor = self.cursor;
         let (layer, _) = self.layers.oldest();
         let pieces = layer.take(cursor, most);

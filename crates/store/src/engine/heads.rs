@@ -11,7 +11,7 @@ use super::log::Cost;
 use super::metadata::Effects;
 use super::reserve::aside;
 use super::{Engine, Head, NewSnapshot};
-use crate::catalog::{Catalog, Object, State};
+use crate::catalog::{Catalog, Object, ObjectState};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
@@ -108,7 +108,7 @@ impl Engine {
                 ids[i] = id;
                 let snapshot = Object {
                     id,
-                    state: State::Unsealed,
+                    state: ObjectState::Unsealed,
                     incomplete: new.incomplete,
                     root: None,
                     disk: disk.id,

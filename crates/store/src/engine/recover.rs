@@ -25,7 +25,7 @@ use super::reserve::{KEPT, Reserves, table_bytes, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
 use super::{Counters, Engine, EngineOptions, Owner};
-use crate::catalog::{Catalog, Object, Provisioning, State};
+use crate::catalog::{Catalog, Object, ObjectState, Provisioning};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
@@ -352,7 +352,7 @@ impl Engine {
             let mut unsealed: Vec<u64> = meta
                 .catalog
                 .objects()
-                .filter(|object| object.state == State::Unsealed && meta.catalog.find(object.disk).is_some())
+                .filter(|object| object.state == ObjectState::Unsealed && meta.catalog.find(object.disk).is_some())
                 .map(|object| object.id)
                 .collect();
             unsealed.sort_unstable();

@@ -33,22 +33,22 @@ const FORMATS: [&str; 3] = ["vmfssparse", "sesparse", "vsansparse"];
 /// Requests in flight.
 const DEPTHS: [u32; 2] = [1, 16];
 
-struct State {
+struct CacheShare {
     word: &'static str,
     /// Blocks of the disk for each entry of the cache, in halves.
     halves: u64,
     share_min: f64,
 }
 
-const STATES: [State; 2] = [
-    State { word: "warm", halves: 1, share_min: WARM_SHARE_MIN },
-    State { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
+const STATES: [CacheShare; 2] = [
+    CacheShare { word: "warm", halves: 1, share_min: WARM_SHARE_MIN },
+    CacheShare { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
 ];
 
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
-    let name = |state: &State, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
+    let name = |state: &CacheShare, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
     let all: Vec<String> = STATES.iter().flat_map(|state| DEPTHS.map(|depth| name(state, depth))).collect();
     if !all.iter().any(|cell| plan.wants(cell)) {
         return Err(no_cell(plan, &all));
@@ -93,7 +93,7 @@ const BASE: &str = "base";
 const OTHER_BASE: &str = "other-base";
 
 /// Two flat disks and one with 32 levels for each format, all with the same content: names and what they are.
-fn build(setting: &Setting, datastore: &Datastore, state: &State, size: u64) -> Result<Vec<(String, String)>> {
+fn build(setting: &Setting, datastore: &Datastore, state: &CacheShare, size: u64) -> Result<Vec<(String, String)>> {
     let mut disks = vec![(BASE.to_string(), "flat".to_string()), (OTHER_BASE.to_string(), "flat".to_string())];
     for (disk, _) in &disks {
         datastore.create_vmdk(disk, size, "thin", None)?;
@@ -152,7 +152,7 @@ fn measure_cell(
     Ok(rates)
 }
 
-fn judge(state: &State, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
+fn judge(state: &CacheShare, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
     outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
     for ((disk, format), of) in disks.iter().zip(rates).skip(1) {
         let share = share(of, &rates[0]);
@@ -166,7 +166,7 @@ fn judge(state: &State, cell: &str, disks: &[(String, String)], rates: &[Vec<f64
 }
 
 /// What the cache says of itself.
-fn memory(state: &State, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
+fn memory(state: &CacheShare, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
     let metadata = &statistics["metadata"];
     let field = |name: &str| {
         metadata[name].as_f64().ok_or_else(|| Error::Answer(format!("disk stats has no metadata.{name}: {statistics}")))

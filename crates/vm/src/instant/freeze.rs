@@ -4,7 +4,7 @@ use super::image::{Image, Images};
 use super::{pages, state};
 use crate::disks::Disks;
 use crate::durable;
-use crate::machine::{Change, Machine, MemoryRecord, State, remove_if_there};
+use crate::machine::{Change, Machine, MachineState, MemoryRecord, remove_if_there};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
@@ -49,8 +49,8 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let machine = change.machine();
     let process = machine.running()?;
     let executes = match machine.state()? {
-        State::Running => true,
-        State::Paused => false,
+        MachineState::Running => true,
+        MachineState::Paused => false,
         _ => {
             let text = format!("machine '{}' neither runs nor is it paused", machine.name());
             return Err(Error::new(ErrorKind::Invalid, text));

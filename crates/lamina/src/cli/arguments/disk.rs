@@ -5,7 +5,7 @@ use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use crate::control::{DiskRequest, Reconnect, Request};
 use clap::{Args, Subcommand, ValueEnum};
-use disk::migrate::{ImportOptions, ImportWay, MigrateOptions};
+use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
@@ -173,9 +173,9 @@ impl DiskImport {
             std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
         };
         let way = match (self.in_place, self.live) {
-            (true, _) => ImportWay::InPlace,
-            (false, true) => ImportWay::Live,
-            (false, false) => ImportWay::Copy,
+            (true, _) => ImportMode::InPlace,
+            (false, true) => ImportMode::Live,
+            (false, false) => ImportMode::Copy,
         };
         Ok(DiskRequest::Import {
             name: self.name.clone(),
