@@ -1,4 +1,4 @@
-//! Bar 3 of VMware's formats: random 4 KiB reads through 32 levels of deltas against the flat base alone.
+//! Random 4 KiB reads through 32 levels of deltas against the flat base alone.
 //!
 //! Every block lies in a level of its own choice, so that hardly two neighbours share one: each block is an entry of
 //! the metadata cache, the worst there is. Two sizes of disk: one whose blocks all fit into the cache, read once before
@@ -13,12 +13,12 @@ use crate::datastore::{Datastore, Serving};
 use crate::error::{Error, Result};
 use crate::fio::Pattern;
 use crate::nbd::{Client, Request};
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-const BAR: Bar = Bar::Vmdk(3);
+const PROPERTY: &str = "deep chains";
 /// Least share of the base's rate with a warm cache ...
 const WARM_SHARE_MIN: f64 = 0.95;
 /// ... and with one that overflows.
@@ -153,14 +153,14 @@ fn measure_cell(
 }
 
 fn judge(state: &CacheShare, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
-    outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
+    outcome.findings.push(Finding::note(PROPERTY, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
     for ((disk, format), of) in disks.iter().zip(rates).skip(1) {
         let share = share(of, &rates[0]);
         outcome.findings.push(if disk == OTHER_BASE {
-            Finding::note(BAR, format!("{cell}, another flat disk: share (noise)"), share, "")
+            Finding::note(PROPERTY, format!("{cell}, another flat disk: share (noise)"), share, "")
         } else {
             let what = format!("{cell}, {DEPTH} levels of {format}: share of the base");
-            Finding::at_least(BAR, what, share, state.share_min, "")
+            Finding::at_least(PROPERTY, what, share, state.share_min, "")
         });
     }
 }
@@ -175,9 +175,9 @@ fn memory(state: &CacheShare, format: &str, statistics: &Value, outcome: &mut Ou
     let (hits, misses) = (field("hits")?, field("misses")?);
     let what = |text: &str| format!("{} {format}: {text}", state.word);
     outcome.findings.extend([
-        Finding::note(BAR, what("hit rate"), ratio(hits, hits + misses), ""),
-        Finding::note(BAR, what("entries"), entries, ""),
-        Finding::at_most(BAR, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
+        Finding::note(PROPERTY, what("hit rate"), ratio(hits, hits + misses), ""),
+        Finding::note(PROPERTY, what("entries"), entries, ""),
+        Finding::at_most(PROPERTY, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
     ]);
     Ok(())
 }
