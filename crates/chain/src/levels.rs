@@ -42,7 +42,7 @@ pub(crate) struct Identities {
     next_key: AtomicU64,
 }
 
-/// A number in the caches, and a key for the world.
+/// The number of a level in the caches, and its key in the public interface.
 pub(crate) struct Identity {
     pub number: u8,
     pub key: LevelKey,

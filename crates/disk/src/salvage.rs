@@ -199,7 +199,7 @@ impl SalvageRequest {
         })
     }
 
-    /// Copies to where it goes; format, bytes and name of what was made.
+    /// Copies to the target; returns the target's format, bytes and name.
     fn copy(
         &self,
         extract: &Extract,

@@ -107,7 +107,7 @@ fn file_name(id: &str) -> Result<String> {
     match names::parse_uuid(id) {
         Some(uuid) if names::uuid_text(&uuid) == id => Ok(format!("{PREFIX}{id}")),
         _ => {
-            let text = format!("'{}' is no identity of a group of snapshots", id.escape_debug());
+            let text = format!("'{}' is not the id of a group of snapshots", id.escape_debug());
             Err(Error::new(ErrorKind::Corrupt, text))
         }
     }
@@ -169,17 +169,20 @@ fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
 /// not keep the datastore shut: the disk cannot be opened, or the file system is full.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
     let Some((entry, taken)) = found(foreign, image) else {
-        tracing::warn!(folder = image.folder, "a snapshot of a broken-off group is left until the disk can be opened");
+        tracing::warn!(
+            folder = image.folder,
+            "a snapshot of an interrupted group is kept until its disk can be opened"
+        );
         return false;
     };
     if !taken {
         return true;
     }
-    tracing::info!(folder = image.folder, snapshot = image.snapshot, "taking back a snapshot of a broken-off group");
+    tracing::info!(folder = image.folder, snapshot = image.snapshot, "deleting a snapshot of an interrupted group");
     entry
         .take_back_snapshot(&image.snapshot)
         .inspect_err(|error| {
-            tracing::error!(folder = image.folder, %error, "the snapshot of a broken-off group stays for now");
+            tracing::error!(folder = image.folder, %error, "a snapshot of an interrupted group was not deleted");
         })
         .is_ok()
 }

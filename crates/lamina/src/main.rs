@@ -119,7 +119,7 @@ fn run(cli: Cli) -> Result<End, End> {
             Ok(End::Code(0))
         }
         // Every other verb has a request.
-        (_, None) => Err(End::Usage("this verb is not known".into())),
+        (_, None) => Err(End::Usage("unknown command".into())),
     }
 }
 

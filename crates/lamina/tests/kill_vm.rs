@@ -80,7 +80,8 @@ fn look(fleet: &Fleet, what: &str) {
         ran.sort();
         ran == running
     });
-    // Snapshots of machines are whole or absent; those of clones are there for clones, those of images for images.
+    // A machine's snapshot covers all of its disks or none. A snapshot made for clones has clones, one made for a
+    // memory image has that image.
     let images: BTreeSet<String> = process::files(&fleet.store.path().join("memory-images")).into_iter().collect();
     for (snapshot, clones) in fleet.snapshots() {
         let (disk, name) = snapshot.split_once('@').unwrap();

@@ -226,7 +226,7 @@ impl Definition {
         disks: impl Iterator<Item = &'a String>,
     ) -> Result<()> {
         if version != known {
-            let text = format!("'{origin}' is of version {version}, this program knows {known}");
+            let text = format!("'{origin}' has version {version}, this program supports {known}");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{origin}': {what}"));

@@ -145,7 +145,7 @@ impl Host {
             // Kept for speed alone: if it cannot be kept, the next command asks QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
-                tracing::debug!("what QEMU can do is not kept: {error}");
+                tracing::debug!("the list of QEMU's features could not be cached: {error}");
             }
         }
         Ok(features)
@@ -165,7 +165,7 @@ impl Host {
             }
         }
         if let Err(error) = self.sweep() {
-            tracing::error!("an unused memory image stays until the next command: {error}");
+            tracing::error!("an unused memory image is removed by the next command: {error}");
         }
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Host {
     fn recover_one(&self, change: &Change) -> Result<()> {
         let name = change.machine().name();
         if change.let_go_on()? {
-            tracing::warn!(machine = name, "a command that held it still was interrupted; it goes on");
+            tracing::warn!(machine = name, "a command that had paused it was interrupted; it runs again");
         }
         snapshots::recover(change, self)
     }

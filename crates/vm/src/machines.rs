@@ -198,7 +198,7 @@ impl Machines {
         // What the killed one had asked for may still be under way.
         self.disks.settle()?;
         for (folder, deleting, _lock) in &left {
-            tracing::warn!(folder = %folder.display(), "taking away what was left when a command was interrupted");
+            tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
                     let whose = match deleting {
@@ -211,7 +211,7 @@ impl Machines {
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
-                tracing::error!("'{}' stays until the next command: {error}", folder.display());
+                tracing::error!("'{}' is removed by the next command: {error}", folder.display());
             }
         }
         Ok(left.len())

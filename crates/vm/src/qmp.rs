@@ -203,7 +203,7 @@ impl Client {
                 return match serde_json::from_slice(text) {
                     Ok(message) => Ok(Some(message)),
                     Err(e) => {
-                        let text = format!("'{}' sent what is no message: {e}", self.path.display());
+                        let text = format!("'{}' sent something that is no message: {e}", self.path.display());
                         Err(Error::new(ErrorKind::Invalid, text))
                     }
                 };
@@ -237,7 +237,7 @@ impl Client {
     fn odd(&self, message: &Value) -> Error {
         let mut text = message.to_string();
         text.truncate(text.char_indices().nth(200).map_or(text.len(), |(index, _)| index));
-        Error::new(ErrorKind::Invalid, format!("'{}' said what was not expected: {text}", self.path.display()))
+        Error::new(ErrorKind::Invalid, format!("'{}' sent an unexpected message: {text}", self.path.display()))
     }
 }
 

@@ -191,7 +191,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         Ok(taken) => taken,
         Err(error) => {
             if let Err(second) = undo(disks, &new) {
-                tracing::warn!("what was taken of snapshot '{name}' goes with the next command: {second}");
+                tracing::warn!("the unfinished snapshot '{name}' is removed by the next command: {second}");
             }
             return Err(error);
         }

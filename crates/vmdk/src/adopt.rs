@@ -176,7 +176,7 @@ impl Tree<'_> {
             let list = match read_list(&place) {
                 Ok(list) => list,
                 Err(error) => {
-                    tracing::warn!(%error, list = name, "a list of snapshots is passed over");
+                    tracing::warn!(%error, list = name, "a list of snapshots is ignored");
                     continue;
                 }
             };
@@ -224,7 +224,7 @@ impl Tree<'_> {
         let images = match open_chain(place, &self.options) {
             Ok(chain) => chain.into_images(),
             Err(error) => {
-                tracing::warn!(%error, "an image that a list of snapshots names is passed over");
+                tracing::warn!(%error, "an image that a list of snapshots names is ignored");
                 strange.insert(label);
                 return None;
             }

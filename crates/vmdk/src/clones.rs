@@ -137,11 +137,7 @@ impl Disk {
         if names.is_empty() {
             return Ok(());
         }
-        let text = format!(
-            "snapshot '{snapshot}' of disk '{}' is what linked clones stand on: {}",
-            record.name,
-            names.join(", ")
-        );
+        let text = format!("snapshot '{snapshot}' of disk '{}' has linked clones: {}", record.name, names.join(", "));
         Err(Error::new(ErrorKind::Busy, text))
     }
 

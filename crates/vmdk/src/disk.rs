@@ -613,7 +613,7 @@ pub(crate) fn adapter_of(image: &Image) -> Adapter {
 pub(crate) fn is_writable_kind(place: &Place) -> bool {
     match load_descriptor(place) {
         Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
-        // Raw files can, and what cannot be read is found out when it is opened.
+        // Raw files are writable; a file that cannot be read fails when it is opened.
         _ => true,
     }
 }

@@ -1,4 +1,4 @@
-//! Snapshots and levels go: an image is merged into the one below it or above it, while the disk is in use.
+//! Removal of snapshots and levels: an image is merged into the one below it or above it, while the disk is in use.
 //!
 //! ```text
 //!            down: F <- C                                 up: C <- F
@@ -165,11 +165,12 @@ impl Disk {
         let can_up = above.is_own();
         match wanted {
             Some(Direction::Down) if !can_down => {
-                let text = format!("'{}' is not this disk's to write: merge up, or convert the disk", below.descriptor);
+                let text =
+                    format!("'{}' does not belong to this disk: merge up, or convert the disk", below.descriptor);
                 return Err(Error::new(ErrorKind::ReadOnly, text));
             }
             Some(Direction::Up) if !can_up => {
-                let text = format!("'{}' is not this disk's to write: merge down", above.descriptor);
+                let text = format!("'{}' does not belong to this disk: merge down", above.descriptor);
                 return Err(Error::new(ErrorKind::ReadOnly, text));
             }
             Some(direction) => return Ok(Some(direction)),
@@ -199,7 +200,7 @@ impl Disk {
         Ok((image.layer().capacity(), image.layer().usage()?.mapped))
     }
 
-    /// A snapshot loses its name, and what nothing needs then goes.
+    /// Removes the name of a snapshot, and then the images that nothing needs any more.
     fn drop_name(&self, name: &str) -> Result<()> {
         let record = self.record();
         let mut after = record.clone();

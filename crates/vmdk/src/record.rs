@@ -405,7 +405,7 @@ impl Record {
             line.push(parent);
             // Checked when the record was read; a record in memory is made from one.
             if line.len() > self.nodes.len() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' are a circle", self.name)));
+                return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' form a circle", self.name)));
             }
         }
         Ok(line)
@@ -522,13 +522,13 @@ impl Record {
         };
         let creating = self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Creating));
         if self.nodes.len() > NODES_MAX || self.snapshots.len() > SNAPSHOTS_MAX {
-            return corrupt("more images or snapshots than can be".to_owned());
+            return corrupt("too many images or snapshots".to_owned());
         }
         if self.overlay.as_ref().is_some_and(|text| text.len() > TEXT_MAX) {
             return corrupt("its overlay's text is too long".to_owned());
         }
         if !is_plain(&self.stem) {
-            return corrupt(format!("'{}' is no beginning of file names", self.stem.escape_debug()));
+            return corrupt(format!("'{}' cannot begin file names", self.stem.escape_debug()));
         }
         let parents: HashMap<u32, Option<u32>> = self.nodes.iter().map(|node| (node.id, node.parent)).collect();
         if parents.len() != self.nodes.len() {
@@ -546,7 +546,7 @@ impl Record {
                 walked.push(id);
                 match parents.get(&id) {
                     Some(parent) if walked.len() <= self.nodes.len() => at = *parent,
-                    Some(_) => return corrupt("its images are a circle".to_owned()),
+                    Some(_) => return corrupt("its images form a circle".to_owned()),
                     None => return corrupt(format!("image {id} is missing")),
                 }
             }

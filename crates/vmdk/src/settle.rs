@@ -43,7 +43,7 @@ impl Disk {
         match self.finish_pending() {
             // What is under way goes on being so: the disk is used meanwhile, or deleted.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                tracing::warn!(%error, disk = self.name(), "what was interrupted cannot be finished without room");
+                tracing::warn!(%error, disk = self.name(), "an interrupted operation needs free space to finish");
                 self.state.lock().unsettled = true;
             }
             other => other?,

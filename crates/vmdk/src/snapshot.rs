@@ -138,7 +138,7 @@ fn take_point(
 fn take_back(prepared: Vec<Prepared<'_>>) {
     for one in prepared {
         if let Err(error) = one.take_back() {
-            tracing::warn!(%error, "a snapshot could not be taken back; the next opening does it");
+            tracing::warn!(%error, "a failed snapshot stays until the disk is opened next");
         }
     }
 }
@@ -157,7 +157,7 @@ impl Disk {
                 if prepared.line.chain.keys().len() == prepared.line.levels().len()
                     && let Err(second) = prepared.take_back()
                 {
-                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
                 Err(error)
             }
@@ -246,7 +246,7 @@ impl Disk {
             Err(error) => {
                 // The record announces the files still, or possibly: see `settle`.
                 if let Err(second) = prepared.take_back() {
-                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
                 Err(error)
             }
@@ -287,7 +287,7 @@ impl Disk {
                 if fate.is_none()
                     && let Err(second) = self.finish_pending()
                 {
-                    tracing::warn!(%second, "what was made of an image stays until the next opening");
+                    tracing::warn!(%second, "an unfinished image is removed when the disk is opened next");
                 }
                 Err(error)
             }

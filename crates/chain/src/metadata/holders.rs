@@ -135,7 +135,7 @@ impl Holders {
             } else {
                 self.wasted += 1
             }
-            // What helped long ago does not stay for ever.
+            // Halved, so that a span that helped long ago can be evicted.
             set.iter_mut().for_each(|span| span.helped /= 2);
         }
         set[at] = Span { number, helped: 0, levels: *levels };

@@ -261,7 +261,7 @@ impl Reader<'_> {
     fn next(&mut self, at: u64, capacity: u64) -> Result<SourceRun> {
         let run = self.source.next(at)?;
         if run.length == 0 {
-            return Err(Error::new(ErrorKind::Corrupt, format!("the source does not say what is at {at}")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
         }
         Ok(SourceRun { length: run.length.min(capacity - at), ..run })
     }

@@ -126,7 +126,7 @@ impl Sink for DeviceSink {
         let Self { device, end } = *self;
         drop(device);
         if let Err(error) = end(false) {
-            tracing::error!("the target of a failed conversion stays: {error}");
+            tracing::error!("the target of a failed conversion was not removed: {error}");
         }
     }
 }

@@ -107,7 +107,7 @@ impl Conversion {
     /// Carries it out.
     pub fn run(&self, datastore: Option<&Datastore>, progress: &dyn Progress) -> Result<Converted> {
         let datastore = || {
-            let missing = || Error::new(ErrorKind::Invalid, "a disk is named, and no datastore");
+            let missing = || Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore");
             datastore.ok_or_else(missing)
         };
         // The target first: what cannot be made is not read for.
@@ -149,7 +149,9 @@ pub(crate) fn copy_into(
             reservation = Some(datastore.reserve(name)?);
             disk_target(datastore, name, format, capacity, progress)?
         }
-        (Address::Disk(_), None) => return Err(Error::new(ErrorKind::Invalid, "a disk is named, and no datastore")),
+        (Address::Disk(_), None) => {
+            return Err(Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore"));
+        }
     };
     let files = made.files;
     let copied = copy::copy(source, made.sink, &Throttled { progress, rate })?;

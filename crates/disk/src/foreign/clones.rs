@@ -76,7 +76,7 @@ impl Foreign {
         if let Err(error) = outcome {
             for clone in clones {
                 if let Err(second) = self.delete_disk(&clone, false) {
-                    tracing::warn!(clone = clone.disk.name(), %second, "a clone of the failed set stays");
+                    tracing::warn!(clone = clone.disk.name(), %second, "a clone of the failed request was not removed");
                 }
             }
             if made {
@@ -93,7 +93,7 @@ impl Foreign {
             Ok(disk) => Ok(self.insert(folder, disk)),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a clone that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed clone was not removed");
                 }
                 Err(error.context(format!("clone '{name}' was not made")))
             }
@@ -163,7 +163,7 @@ impl Foreign {
             }
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a copy that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed copy was not removed");
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }

@@ -53,7 +53,8 @@ impl Foreign {
 
     fn remove_replica(&self, replica: ForeignReplica) {
         if let Err(error) = self.remove_moved(&replica.folder, replica.disk) {
-            tracing::warn!(%error, folder = replica.folder, "what was made of a disk goes at the next opening");
+            let folder = &replica.folder;
+            tracing::warn!(%error, folder, "the next opening of the datastore removes an unfinished disk");
         }
     }
 }
@@ -68,12 +69,13 @@ struct Point<'a> {
 impl Drop for Point<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.foreign.delete_snapshot(&self.entry, &self.name, None, &NoProgress) {
-            tracing::warn!(%error, snapshot = self.name, "the snapshot of a conversion goes at the next opening");
+            let snapshot = &self.name;
+            tracing::warn!(%error, snapshot, "the next opening of the datastore removes the snapshot of a conversion");
         }
     }
 }
 
-/// Reads a snapshot. Fields go in order: closed first, then deleted.
+/// Reads a snapshot. Fields are dropped in order: the snapshot is closed first, then deleted.
 struct ForeignSource<'a> {
     inner: DeviceSource,
     _point: Option<Point<'a>>,

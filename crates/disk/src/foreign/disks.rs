@@ -97,7 +97,7 @@ impl Foreign {
             Ok(disk) => self.info(&self.insert(folder, disk), false),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a disk that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed creation was not removed");
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }

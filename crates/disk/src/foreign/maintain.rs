@@ -108,7 +108,7 @@ impl Foreign {
                 Ok(true)
             }
             Err(error) => {
-                tracing::warn!(folder, %error, "a disk cannot be opened after its images were mended either");
+                tracing::warn!(folder, %error, "a disk cannot be opened although its images were repaired");
                 Ok(false)
             }
         }

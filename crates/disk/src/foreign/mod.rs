@@ -129,7 +129,7 @@ impl Foreign {
         let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
         for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
-                tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
+                tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' reports it too");
                 foreign.broken.lock().insert(folder, error.to_string());
             }
         }
@@ -161,7 +161,7 @@ impl Foreign {
         let incomplete = path.join(INCOMPLETE).exists();
         match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
             Ok(disk) if incomplete => {
-                tracing::warn!(folder, "removing a disk whose making was interrupted");
+                tracing::warn!(folder, "removing a disk whose creation was interrupted");
                 disk.delete()?;
                 self.remove_folder(folder)
             }
@@ -181,7 +181,7 @@ impl Foreign {
                 disks.insert(name, entry);
                 Ok(())
             }
-            // Its making or its end was interrupted; only what was certainly ours goes.
+            // Its creation or deletion was interrupted; only files that lamina certainly made are removed.
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }

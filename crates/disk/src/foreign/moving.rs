@@ -61,7 +61,7 @@ impl Foreign {
             Ok(disk) => Ok(ForeignOriginal { entry: ForeignDisk::new(folder, disk) }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
                 }
                 Err(error)
             }
@@ -84,7 +84,7 @@ impl Foreign {
             Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
                 }
                 Err(error)
             }
@@ -172,7 +172,7 @@ impl Original for ForeignOriginal {
                 at = span.start + span.length;
             }
             if spans.is_empty() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("nothing is said of what is at {at}")));
+                return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
             }
         }
         let smaller = below.capacity().min(capacity);

@@ -58,7 +58,8 @@ impl ForeignDisk {
             let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
-                    tracing::warn!(%error, disk = record.name, snapshot = snapshot.name, "a temporary snapshot stays");
+                    let (disk, name) = (&record.name, &snapshot.name);
+                    tracing::warn!(%error, disk, snapshot = name, "a temporary snapshot is left");
                 }
                 _ => {}
             }

@@ -78,7 +78,10 @@ impl Overlay {
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
         serde_json::from_str(text).map(Some).map_err(|error| {
-            let text = format!("what lies above the images of disk '{}' cannot be read: {error}", record.name);
+            let text = format!(
+                "the record of the native layer above the images of disk '{}' cannot be read: {error}",
+                record.name
+            );
             Error::new(ErrorKind::Corrupt, text)
         })
     }
@@ -150,7 +153,9 @@ impl Datastore {
             }
             Err(error) => {
                 if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
-                    tracing::warn!("what was made for disk '{name}' goes at the next opening: {second}");
+                    tracing::warn!(
+                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                    );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }
@@ -190,7 +195,9 @@ impl Datastore {
             }
             Err(error) => {
                 if let Err(second) = self.remove_target(&target) {
-                    tracing::warn!("what was made of disk '{name}' goes at the next opening: {second}");
+                    tracing::warn!(
+                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                    );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }
@@ -272,11 +279,13 @@ impl Datastore {
             };
             match moved {
                 Ok(_) => {
-                    tracing::info!(disk = name, "it does not need its images any more");
+                    tracing::info!(disk = name, "the disk is in the datastore and no longer needs its images");
                     return;
                 }
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::NotFound) => return,
-                Err(error) => tracing::warn!(disk = name, "moving it into the datastore begins again soon: {error}"),
+                Err(error) => {
+                    tracing::warn!(disk = name, "moving it into the datastore failed and is tried again: {error}")
+                }
             }
             let begun = Instant::now();
             while begun.elapsed() < RETRY {

@@ -90,7 +90,7 @@ pub(crate) struct Intents {
 fn file_name(id: &str) -> Result<String> {
     let plain = id.len() == 36 && id.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
     if !plain {
-        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is no identity of a migration", id.escape_debug())));
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is not the id of a migration", id.escape_debug())));
     }
     Ok(format!("{PREFIX}{id}"))
 }

@@ -194,7 +194,7 @@ impl MirrorDevice {
             at += length;
         }
         if at == from {
-            let text = format!("{}: nothing is said of what is at {at}", self.source.name());
+            let text = format!("{}: the source's map has no answer for byte {at}", self.source.name());
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         Ok(at)

@@ -328,10 +328,13 @@ impl Migration<'_> {
             let _peer_rename = self.away.map(|peer| peer.datastore.rename_lock.write());
             left.push(switch.exchange(Arc::clone(mirror.target())));
             if let Err(error) = self.hand_over(snapshots, &mut left) {
-                tracing::error!(disk = self.name, "readers of its snapshots stay where they are: {error}");
+                tracing::error!(disk = self.name, "open readers of its snapshots keep the old copy: {error}");
             }
             if let Err(error) = self.turn_name() {
-                tracing::error!(disk = self.name, "its new copy takes its name when the datastore is opened: {error}");
+                tracing::error!(
+                    disk = self.name,
+                    "its new copy gets the name when the datastore is opened next: {error}"
+                );
             }
         }
         drop((switch, mirror));
@@ -399,7 +402,7 @@ impl Migration<'_> {
             self.intents().remove(&self.intent.id)
         })();
         if let Err(error) = outcome {
-            tracing::warn!(disk = self.name, "what it was goes when the datastore is opened next: {error}");
+            tracing::warn!(disk = self.name, "its old copy is removed when the datastore is opened next: {error}");
         }
     }
 
@@ -413,7 +416,10 @@ impl Migration<'_> {
             self.intents().remove(&self.intent.id)
         })();
         if let Err(error) = outcome {
-            tracing::warn!(disk = self.name, "a copy of it goes when the datastore is opened next: {error}");
+            tracing::warn!(
+                disk = self.name,
+                "its unfinished copy is removed when the datastore is opened next: {error}"
+            );
         }
     }
 }

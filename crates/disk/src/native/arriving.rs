@@ -101,7 +101,7 @@ impl Native {
         };
         let base = self.engine.with_catalog(|catalog| catalog.find(disk.parent).cloned());
         let base = base.filter(|base| base.disk == disk.id && !base.incomplete);
-        let base = base.ok_or_else(|| refuse("it stands on no snapshot of its own"))?;
+        let base = base.ok_or_else(|| refuse("its content is not based on one of its own snapshots"))?;
         let mut same = base.capacity == disk.capacity;
         let blocks = 0..disk.capacity.div_ceil(BLOCK_SIZE as u64);
         self.engine.diff(base.id, disk.id, blocks, &mut |_| {

@@ -56,7 +56,10 @@ struct Point {
 impl Drop for Point {
     fn drop(&mut self) {
         if let Err(error) = self.engine.delete_snapshot(self.id) {
-            tracing::warn!("snapshot '{}' of a conversion goes at the next opening: {error}", self.name);
+            tracing::warn!(
+                "snapshot '{}' of a conversion is removed when the datastore is opened next: {error}",
+                self.name
+            );
         }
     }
 }
@@ -119,7 +122,10 @@ impl NativeSink {
     fn remove(&self) {
         let removed = self.engine.delete_disk(self.id, &[]).and_then(|()| self.engine.reclaim());
         if let Err(error) = removed {
-            tracing::warn!("disk '{}' of a failed conversion goes at the next opening: {error}", self.name);
+            tracing::warn!(
+                "disk '{}' of a failed conversion is removed when the datastore is opened next: {error}",
+                self.name
+            );
         }
     }
 }

@@ -97,7 +97,7 @@ impl Native {
             self.engine.delete_snapshot(object.id)?;
         }
         for object in disks {
-            tracing::warn!(disk = object.name, "removing a disk whose making was interrupted");
+            tracing::warn!(disk = object.name, "removing a disk whose creation was interrupted");
             self.engine.delete_disk(object.id, &[])?;
         }
         Ok(())

@@ -128,7 +128,7 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
             }
             Found::Newer(id) => (id.clone(), true),
             Found::Damaged(id, error) => {
-                tracing::error!("a reception is given up, nothing of it stays: {error}");
+                tracing::error!("a reception failed and its data is removed: {error}");
                 (id.clone(), false)
             }
         };
@@ -142,7 +142,7 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
 
 fn parse(uuid: &str) -> Result<[u8; 16]> {
     names::parse_uuid(uuid)
-        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("'{}' is no identity", uuid.escape_debug())))
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("'{}' is not a UUID", uuid.escape_debug())))
 }
 
 impl NewReception {
@@ -215,7 +215,7 @@ impl Datastore {
             return Ok(Opened::Already(there));
         }
         if new.resume_only {
-            return Err(Error::new(ErrorKind::NotFound, "nothing of these disks was begun to be received"));
+            return Err(Error::new(ErrorKind::NotFound, "no reception of these disks has begun"));
         }
         for disk in &new.disks {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));

@@ -307,7 +307,7 @@ impl Connection<'_> {
         let follower =
             Follower { connection: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
         if request == Request::Settle && !self.shared.settled_within(SETTLE_MAX) {
-            let sentence = "what clients that have gone had asked for is still under way: try again later";
+            let sentence = "requests of disconnected clients are still running: try again later";
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
         }
@@ -390,7 +390,7 @@ impl Connection<'_> {
 /// The error of a request that panicked.
 fn failed_inside() -> Error {
     let sentence =
-        "the server failed inside this request: see its log; `lamina check` tells whether the datastore is well";
+        "the server failed inside this request: see its log; `lamina check` shows whether the datastore is intact";
     Error::new(ErrorKind::Stopped, sentence)
 }
 

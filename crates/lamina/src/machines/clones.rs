@@ -70,7 +70,7 @@ fn report(outcome: Outcome, way: CloneKind, form: Form) -> Result<End, End> {
             names(&outcome.made)
         );
         if let Some(stun) = outcome.stun {
-            text.push_str(&format!(" (the source stood still for {:.1} ms)", millis(stun)));
+            text.push_str(&format!(" (the source was paused for {:.1} ms)", millis(stun)));
         }
         if let Some(quiet) = &outcome.quiet {
             text.push_str(&format!("; {}", quiet.sentence()));
@@ -82,7 +82,7 @@ fn report(outcome: Outcome, way: CloneKind, form: Form) -> Result<End, End> {
     if let Some(why) = outcome.made.iter().find_map(|one| one.without_identity.as_ref()) {
         let _ = writeln!(
             std::io::stderr(),
-            "lamina: {without} of {} take themselves for their parent: {why}",
+            "lamina: {without} of {} still have their parent's identity: {why}",
             outcome.made.len()
         );
     }

@@ -147,7 +147,7 @@ pub fn execute(
     form: Form,
 ) -> std::result::Result<End, End> {
     let Some((program, arguments)) = command.split_first() else {
-        return Err(End::Usage("which program? it comes after '--'".into()));
+        return Err(End::Usage("no program given: put it after '--'".into()));
     };
     let given = if input { read_input()? } else { Vec::new() };
     let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {

@@ -102,7 +102,7 @@ impl Disks for Bound {
         match serving {
             None => {
                 let text =
-                    format!("datastore '{path}' is not served, and machines need that: run 'lamina serve {path}'");
+                    format!("datastore '{path}' is not served, and machines need a server: run 'lamina serve {path}'");
                 Err(Error::new(ErrorKind::Unsupported, text))
             }
             Some(serving) if serving.read_only => {

@@ -251,7 +251,7 @@ fn snapshot(host: &Host, command: VmSnapshotCommand, form: Form) -> std::result:
             let stun = taken.stun.map(|time| time.as_secs_f64() * 1e3);
             let how = match (&taken.quiet, stun) {
                 (Some(quiet), _) => quiet.sentence(),
-                (None, stun) => format!("with memory; the guest stood still for {:.1} ms", stun.unwrap_or(0.0)),
+                (None, stun) => format!("with memory; the guest was paused for {:.1} ms", stun.unwrap_or(0.0)),
             };
             let mut value = show::snapshot(&snapshot.machine, &taken.record);
             value["stun_ms"] = json!(stun);

@@ -86,7 +86,7 @@ impl std::ops::Add for Counters {
     }
 }
 
-/// Which part of a file is an extent, and what for.
+/// Where an extent is in its file, and how it is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct FlatOptions {
     /// Where the extent begins in the file, in bytes.

@@ -1,8 +1,8 @@
 //! Giving back blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as it can
 //! in whole file blocks.
 //!
-//! A block is looked at without a lock first, which finds out most of those that hold something; what seems empty is
-//! held alone and looked at again before its space goes. A power cut leaves a block punched or not: zeros either way.
+//! A block is read without a lock first, which excludes most blocks with data. A block that seems empty is locked
+//! exclusively and read again before it is punched. A power cut leaves a block punched or not: zeros either way.
 
 use super::blocks::BlockType;
 use super::locks::ALONE_MAX;

@@ -145,7 +145,7 @@ impl Hosted {
     fn damaged_entry(&self, grain: u64) -> Error {
         let what =
             format!("{}: the place of grain {grain} is lost, its tables are damaged or the file was cut", self.image);
-        Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to mend what can be proven"))
+        Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to correct what can be proven"))
     }
 }
 

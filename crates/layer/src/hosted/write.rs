@@ -78,8 +78,7 @@ impl Hosted {
         }
         self.tables.judge_strictly(force);
         if scan.in_doubt {
-            let sentence =
-                "nothing that seems to be free is used again, as not all its tables can be believed".to_owned();
+            let sentence = "free grains are not used again, since some of its tables are damaged".to_owned();
             self.warnings.add(&self.image, sentence);
         } else {
             space.cut(self.file.as_ref())?;

@@ -208,7 +208,7 @@ impl NewParent {
     pub fn of(parent: &Image, folder: &Folder) -> Result<Self> {
         let Some(descriptor) = parent.descriptor() else {
             let text = format!(
-                "'{}' cannot be a parent: it has no descriptor whose content a child could remember",
+                "'{}' cannot be a parent: it has no descriptor, so a child cannot record its content",
                 parent.place().label()
             );
             return Err(Error::new(ErrorKind::Unsupported, text));

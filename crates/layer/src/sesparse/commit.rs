@@ -72,7 +72,7 @@ impl SeSparse {
         self.commit(&mut self.committed.lock())
     }
 
-    /// One commit. Frees afterwards what nothing holds any more.
+    /// One commit. Afterwards it frees the retired grains that no operation uses any more.
     pub(super) fn commit(&self, committed: &mut Committed) -> Result<()> {
         self.check_changeable()?;
         let work = self.capture();

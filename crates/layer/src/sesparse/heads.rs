@@ -92,7 +92,7 @@ fn only_difference(one: &[u8], other: &[u8]) -> Difference {
     }
 }
 
-/// The count of tables that is beyond all of them, from the directory: recovery counts those that slots name.
+/// Clears the number of the next free table, so that recovery counts it again from the slots of the directory.
 pub(super) fn recount_tables(block: &mut [u8]) {
     put(&mut block[VOLATILE..], 8, 0);
 }

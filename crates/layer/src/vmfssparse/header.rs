@@ -77,7 +77,7 @@ impl Header {
             return Err(corrupt("its capacity is 0".to_owned()));
         }
         if header.grain() == 0 || header.get(16) > GRAIN_SECTORS_MAX {
-            return Err(corrupt(format!("grains of {} sectors cannot be", header.get(16))));
+            return Err(corrupt(format!("grains of {} sectors are not supported", header.get(16))));
         }
         if header.directory_offset() < HEADER_SECTORS {
             let what = format!("its grain directory at sector {} lies in the header", header.directory_offset());

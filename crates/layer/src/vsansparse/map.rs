@@ -109,7 +109,7 @@ impl Map {
             let value = u64::from_le_bytes(field);
             // 3 is no state.
             if value & (value >> 1) & 0x5555_5555_5555_5555 != 0 {
-                return Err(self.corrupt(format!("root block {index} holds what cannot be")));
+                return Err(self.corrupt(format!("root block {index} is invalid")));
             }
             word.store(value, Ordering::Relaxed);
         }
@@ -199,7 +199,7 @@ impl Map {
         };
         let valid = self.layout.data..self.limit();
         let list = page::decode_entries(current.body, self.layout.page_grains(index), &valid);
-        let mut list = list.ok_or_else(|| self.corrupt(format!("page {index} of the map holds what cannot be")))?;
+        let mut list = list.ok_or_else(|| self.corrupt(format!("page {index} of the map is invalid")))?;
         list.note = copy as u32 + 1;
         Ok(list)
     }

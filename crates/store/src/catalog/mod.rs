@@ -246,7 +246,7 @@ impl Catalog {
 
     fn lose_page(&mut self, pages: &mut Pages, first: u64, error: &Error) {
         let key = slot_page(first);
-        tracing::error!(%error, "the disks and snapshots of a page of the catalog are not known");
+        tracing::error!(%error, "a page of the catalog is damaged: its disks and snapshots are missing");
         self.lost.insert(key.number(), error.to_string());
         // None of its slots is given out, also none that was free.
         self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);

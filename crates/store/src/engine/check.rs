@@ -370,7 +370,7 @@ impl Engine {
                 crate::engine::reserve::punch(file, run)?;
             }
             report.add(
-                format!("{bytes} bytes of the file system at data block {} belong to nothing", run.start),
+                format!("{bytes} bytes of the file system at data block {} are unreferenced", run.start),
                 repair.then(|| "given back".to_owned()),
             );
             Ok(())

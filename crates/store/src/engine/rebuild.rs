@@ -154,8 +154,8 @@ impl Sight<'_> {
         });
     }
 
-    /// Makes a page of `data.table` anew from what was counted. Whether the checksums that are left are those of the
-    /// blocks is for a look at the blocks.
+    /// Makes a page of `data.table` anew from what was counted. Whether the remaining checksums match the blocks
+    /// is left to `check --data`.
     pub(super) fn renew_blocks(&mut self, page: u64, window: &Window) {
         if !window.range.contains(&(page * TABLE_ENTRIES)) {
             return;

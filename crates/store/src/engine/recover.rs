@@ -118,7 +118,7 @@ impl Engine {
         if let Some(foreign) = names.iter().find(|name| !known(name)) {
             return Err(Error::new(
                 ErrorKind::Exists,
-                format!("the folder is not empty (it holds {foreign}); a datastore wants a folder of its own"),
+                format!("the folder is not empty (it holds {foreign}); a datastore needs a folder of its own"),
             ));
         }
         // Left behind by an init that was interrupted.

@@ -107,7 +107,8 @@ impl Engine {
         self.settle_doubts(sight, &mut doubts, report)
     }
 
-    /// Reads a run at once. What does not hash to what it should is reported, or in doubt while others write.
+    /// Reads a run at once. A block that fails its checksum is reported; while the store runs it is put among `doubts`
+    /// and checked again.
     fn verify_run(
         &self,
         sight: &mut Sight<'_>,

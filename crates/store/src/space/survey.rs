@@ -17,7 +17,7 @@ impl Space {
         pages.peek(key).map(|page| table::read(page, index))
     }
 
-    /// The entries of a run will be needed.
+    /// Notes that the entries of a run will be needed, so that their pages are loaded.
     pub fn survey_entries(&self, pages: &mut Pages, run: Run) {
         let end = run.start.saturating_add(run.blocks).min(self.blocks());
         if run.start < end {

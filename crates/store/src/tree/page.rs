@@ -28,8 +28,8 @@
 //! | | | 48-63 | zero |
 //!
 //! [`validate`] is the one gate: it is total over all byte patterns, and a page that passed it keeps invariants 4 and 6
-//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. What only
-//! several pages together show, bounds and levels, is checked on the way down by those who go there.
+//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. Bounds
+//! and levels, which only several pages together show, are checked on each descent.
 
 use super::{LEVELS_MAX, Mapping, NodeId, corrupt};
 use crate::{Error, ErrorKind, Result};
@@ -154,7 +154,9 @@ pub fn validate(page: &Block, expected: NodeId) -> Result<()> {
     if version != VERSION {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("map node {expected} has version {version}, this program knows version {VERSION}: use a newer one"),
+            format!(
+                "map node {expected} has version {version}, this program supports version {VERSION}: use a newer one"
+            ),
         ));
     }
     if id(page) != expected {

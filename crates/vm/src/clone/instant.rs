@@ -108,7 +108,7 @@ fn image(
 
 fn no_agent(machine: &str) -> String {
     format!(
-        "the guest of '{machine}' has no agent that answers (qemu-guest-agent), and cannot be told that it is another one"
+        "the guest of '{machine}' has no agent that answers (qemu-guest-agent): it cannot be given its own identity"
     )
 }
 

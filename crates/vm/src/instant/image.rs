@@ -217,7 +217,7 @@ impl Images {
     /// Gives up an image that was begun.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
-            tracing::warn!("an image that was given up stays until the next command: {error}");
+            tracing::warn!("an unfinished memory image is removed by the next command: {error}");
         }
     }
 

@@ -73,7 +73,7 @@ fn open(folder: &Path) -> (Machines, Arc<Names>) {
     (Machines::open(folder.join("machines"), shared).unwrap(), disks)
 }
 
-/// Machines that are being made, their disks there.
+/// Machines that are being made and whose disks exist.
 fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     let mut definitions = Vec::new();
     for name in names {

@@ -107,7 +107,7 @@ impl Starting {
     fn complaint(&self) -> String {
         let text = fs::read_to_string(&self.errors).unwrap_or_default();
         match text.trim() {
-            "" => format!("it said nothing in '{}'", self.errors.display()),
+            "" => format!("it wrote no message to '{}'", self.errors.display()),
             text => text.chars().take(COMPLAINT_MAX).collect(),
         }
     }
