@@ -4,7 +4,7 @@
 //! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
 //! what is farthest from the demand is dropped first when there are more than `most`.
 //!
-//! A *survey* only asks who holds each block of a span ([`holders`]), each level once.
+//! A *survey* only finds which level holds each block of a span ([`holders`]), asking each level once.
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};

@@ -110,7 +110,7 @@ impl Datastore {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "a journal of {} bytes cannot be: it takes a multiple of 4 KiB from 4 MiB to 4 GiB",
+                    "a journal of {} bytes is invalid: use a multiple of 4 KiB from 4 MiB to 4 GiB",
                     options.journal_size
                 ),
             ));
@@ -250,7 +250,7 @@ impl Datastore {
         &self.native.engine
     }
 
-    /// Writes everything home and closes. Devices still open fail from then on.
+    /// Writes everything to its place and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
         self.stop_imports();
         let peer_datastores = std::mem::take(&mut *self.peer_datastores.lock());

@@ -75,7 +75,7 @@ fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 
             return count;
         }
         count += 1;
-        // A burst goes into memory; only what has been flushed was promised room on the medium.
+        // A burst goes into memory; only what has been flushed has room on the medium.
         if count % 512 == 0 && is_full(client.flush()) {
             panic!("acknowledged writes found no room");
         }

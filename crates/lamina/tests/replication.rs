@@ -150,7 +150,7 @@ fn start(mut command: Command) -> std::process::Child {
 }
 
 #[test]
-fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
+fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
     // A client that has left just before the kill may count as one that has not: that is not the point here.

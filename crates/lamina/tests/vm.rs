@@ -63,7 +63,7 @@ fn a_machine_from_its_making_to_its_end() {
 }
 
 #[test]
-fn a_disk_that_somebody_else_uses_is_not_run_from() {
+fn a_machine_does_not_start_on_a_disk_in_use() {
     let fleet = Fleet::new();
     fleet.make("web", "64M");
     let client = Client::connect(&fleet.store.socket(), "web").unwrap();

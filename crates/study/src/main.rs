@@ -1,4 +1,4 @@
-//! `lamina-study`: the command line of the measurements. See the library for what they promise.
+//! `lamina-study`: the command line of the measurements. See the library for what is measured.
 
 #![forbid(unsafe_code)]
 

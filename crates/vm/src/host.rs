@@ -33,7 +33,7 @@ use std::time::Duration;
 
 /// How long a machine that another command changes is waited for.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
-/// The lock that those who work share.
+/// The lock that all commands at work share.
 const WORKING: &str = ".working";
 /// Where memory is unless told otherwise.
 const MEMORY: &str = "/dev/shm";

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
-//!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
+//!    folder out of there creates it; deleting renames it back.
 //! 2. `intent.toml` is durable before the first disk is made. So such a folder says what a killed command left half
 //!    done: disks that it names are deleted if their machine's folder is still in it ([`Machines::recover`]).
 //! 3. A command locks such a folder while it works on it; recovery leaves a locked folder alone.

@@ -5,7 +5,8 @@
 //! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
 //! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
 //! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never
-//!    taken for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
+//!    taken for this one's. An answer without a number is accepted only from peers that do not repeat numbers (old
+//!    guest agents).
 
 use backend::{Error, ErrorKind, IoContext, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};

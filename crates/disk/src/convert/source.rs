@@ -155,7 +155,7 @@ pub(crate) fn open_member(
         let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
-    // What the manifest promises is checked before anything is made of it.
+    // The manifest's digest is checked before anything is made of the file.
     let mut reader = ova.reader(&disk.file)?;
     let mut buffer = vec![0; DIGEST_PIECE];
     loop {

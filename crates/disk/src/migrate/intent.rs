@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. The file is there, durably, before anything of the target is, and goes after the last of what its stage calls for
-//!    has been done: so nothing is ever left behind that no file speaks of.
+//!    has been done: so nothing is ever left that no record names.
 //! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed): each stage is there or not.
 //! 3. What a stage calls for may be done any number of times.
 //! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided

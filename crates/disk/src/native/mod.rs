@@ -42,7 +42,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use store::catalog::{Object, ObjectState, Provisioning};
 use store::{Engine, Error, ErrorKind, Result};
 
-/// The capacity of a disk that is open: its devices and who resizes it share one.
+/// The capacity of a disk that is open: its devices and a resize share one.
 pub(crate) struct Capacity(AtomicU64);
 
 impl Capacity {
@@ -103,7 +103,7 @@ impl Native {
         Ok(())
     }
 
-    /// Writes everything home and closes.
+    /// Writes everything to its place and closes.
     pub fn close(&self) -> Result<()> {
         let _changes = self.changes.lock();
         self.engine.close()

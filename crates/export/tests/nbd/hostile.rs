@@ -1,4 +1,4 @@
-//! Clients that break the rules of politeness or of the protocol, and the bystanders who must not notice.
+//! Clients that break the protocol or stall, beside others that must not be affected.
 
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
@@ -31,7 +31,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy with other things: who is not cut off by then never is.
+/// Many times the timeout, because the machine may be busy: a client that is not cut off by then never is.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]

@@ -10,8 +10,8 @@
 //! 1. The ready line and `READY=1` come when every listener accepts connections, and not before.
 //! 2. No request, of NBD or control, is running when the datastore is closed.
 //! 3. Sockets are removed while we still own the datastore, so that the next owner's are never hit.
-//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: that is the store's
-//!    promise, which the second signal relies on.
+//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: the store
+//!    guarantees that, and the second signal relies on it.
 
 mod exports;
 mod notify;

@@ -119,7 +119,7 @@ impl Flat {
 /// What the file system says about which bytes are written, asked for part by part as the work goes on.
 struct Account<'a> {
     flat: &'a Flat,
-    /// Bytes that `whole` speaks of.
+    /// Bytes that `whole` covers.
     from: u64,
     known_to: u64,
     /// Written runs, merged, in order.

@@ -34,7 +34,7 @@ use std::sync::atomic::Ordering;
 const PAGES_MAX: usize = 512;
 /// Pages of the backmap that freeing dirties before it looks again how many are.
 const RELEASED_PAGES: u64 = 32;
-/// Commits that closing makes at the most to write what readers let go of only then.
+/// Commits that closing makes at the most to write what readers release only then.
 const CLOSING_COMMITS: usize = 64;
 
 /// What the lock of commits protects.

@@ -56,7 +56,7 @@ impl SeSparse {
 
     fn shrink_down(&self, work: &mut Work, report: &mut ShrinkReport) -> Result<()> {
         if self.state.lock().touched.is_none() {
-            let text = format!("{}: its free bitmap was made by others; wipe it first", self.name);
+            let text = format!("{}: another program changed its bitmap; wipe it first", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         // What is free already is waiting for a commit.

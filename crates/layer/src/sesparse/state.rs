@@ -1,7 +1,7 @@
 //! The layer's state in memory, behind one lock that is never held over I/O.
 //!
 //! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
-//! has changed anything. [`super::SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure
+//! has changed anything. [`super::SeSparse::settle`] releases the lock, fetches what is needed, and runs the closure
 //! again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};

@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a write waits for a reader to let go of the last grains.
+/// How long a write waits for a reader to release the last grains.
 const FULL_PAUSE: Duration = Duration::from_millis(1);
 const FULL_PAUSES_MAX: usize = 5_000;
 /// Bytes of zeros written at a time where space is to be kept.

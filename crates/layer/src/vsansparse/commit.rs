@@ -15,7 +15,7 @@
 //! the one and not in the other. The log goes on while a checkpoint writes.
 //!
 //! Whatever a commit takes fits into the log: commits that need no checkpoint leave [`LOG_KEPT`] blocks of it, and no
-//! more changes than these hold ever wait, since each change reserves its room first ([`VsanSparse::promise`]).
+//! more changes than these hold ever wait, since each change reserves its room first ([`VsanSparse::reserve_room`]).
 
 use super::VsanSparse;
 use super::header::Header;
@@ -67,14 +67,14 @@ pub(super) struct Writer {
 }
 
 /// Room for changes among those that wait to be logged. Dropped when they are there.
-pub(super) struct Promise<'a> {
+pub(super) struct LogRoom<'a> {
     pending: &'a Mutex<Pending>,
     changes: usize,
 }
 
-impl Drop for Promise<'_> {
+impl Drop for LogRoom<'_> {
     fn drop(&mut self) {
-        self.pending.lock().promised -= self.changes;
+        self.pending.lock().reserved -= self.changes;
     }
 }
 
@@ -191,13 +191,13 @@ impl VsanSparse {
 
     /// Waits until so many changes have room among those that wait to be logged; the caller holds the gate and nothing
     /// else.
-    pub(super) fn promise<'a>(&self, writer: &'a Writer, changes: usize) -> Result<Promise<'a>> {
+    pub(super) fn reserve_room<'a>(&self, writer: &'a Writer, changes: usize) -> Result<LogRoom<'a>> {
         loop {
             {
                 let mut pending = writer.pending.lock();
-                if pending.len() + pending.promised + changes <= PENDING_LIMIT {
-                    pending.promised += changes;
-                    return Ok(Promise { pending: &writer.pending, changes });
+                if pending.len() + pending.reserved + changes <= PENDING_LIMIT {
+                    pending.reserved += changes;
+                    return Ok(LogRoom { pending: &writer.pending, changes });
                 }
             }
             self.commit(writer, false)?;

@@ -71,7 +71,7 @@ impl Record {
 pub(super) struct Pending {
     records: Vec<Record>,
     /// Changes that have reserved room and are not in `records` yet, or have just come.
-    pub(super) promised: usize,
+    pub(super) reserved: usize,
 }
 
 impl Pending {

@@ -14,7 +14,7 @@
 //! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A
 //!    flush is one flush of the file, and one append to the log if the map changed.
 //! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header that lets go of the log up to there. Whenever the power goes, the log or a whole copy has it.
+//!    the header that releases the log up to there. Whenever the power goes, the log or a whole copy has it.
 //! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
 //! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
 //!    opened again. What read with a failed checksum is an error, never data.

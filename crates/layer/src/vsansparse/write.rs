@@ -176,7 +176,7 @@ impl VsanSparse {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let place = piece.place + (grain - piece.first);
             let count = entries.len() as u64;
-            let _room = self.promise(writer, 1)?;
+            let _room = self.reserve_room(writer, 1)?;
             let _order = writer.order.read();
             self.map.change(&self.file, index, |page| {
                 page.set(entries, DATA, place);
@@ -200,7 +200,7 @@ impl VsanSparse {
             let log = |grain: u64, count: u64| writer.pending.lock().push(Record { grain, count, place: None });
             if entries.len() as u32 == self.map.layout.page_grains(index) && state == PageState::Absent {
                 self.reserve_map(writer, index, Kind::Root)?;
-                let _room = self.promise(writer, 1)?;
+                let _room = self.reserve_room(writer, 1)?;
                 let _order = writer.order.read();
                 if self.map.zero_whole(index, || log(grain, entries.len() as u64)) {
                     continue;
@@ -209,7 +209,7 @@ impl VsanSparse {
             self.reserve_map(writer, index, Kind::Page)?;
             let places = {
                 // No two ranges of one page that change adjoin.
-                let _room = self.promise(writer, entries.len().div_ceil(2))?;
+                let _room = self.reserve_room(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {
                     let zeroed = zero_entries(page, entries, writer.parent);

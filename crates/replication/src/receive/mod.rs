@@ -62,7 +62,7 @@ impl Attachments for NoAttachments {
 pub struct ReceiverConfig {
     /// Address; port 0 takes a free one.
     pub listen: SocketAddr,
-    /// Who the server is, and who signs clients.
+    /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
     /// Names that a client's certificate has to be for: one of them. Empty admits every client that `tls` admits.
     pub clients: Vec<String>,

@@ -14,7 +14,7 @@ pub(super) const STEP_PAGES: u64 = 128;
 /// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
 /// cut.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
-/// How long those who wait for room sleep until they look again by themselves.
+/// How long a thread that waits for room sleeps until it looks again by itself.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Checkpoints that one thread makes for one piece of work: two bring any journal down to nothing.
 const CHECKPOINTS_MAX: u32 = 64;

@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Blocks given back that are worth waking those who wait for room (512 KiB).
+/// Freed blocks that are worth waking the threads that wait for room (512 KiB).
 const WAKE_BLOCKS: u64 = 128;
 
 /// The writable state of an open disk.
@@ -264,7 +264,7 @@ impl Buffers {
         self.sealed_ready.wait_for(&mut sealed, time);
     }
 
-    /// Wakes all who wait, to look again.
+    /// Wakes all waiting threads, to look again.
     pub fn wake(&self) {
         self.room_ready.notify_all();
         self.sealed_ready.notify_all();

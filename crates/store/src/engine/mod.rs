@@ -37,7 +37,7 @@
 //! | `placement` | where a write of a block may go: a pure state machine, without I/O, threads or locks |
 //! | `buffers` | what was written and is not in the map, of all disks together |
 //! | `writeback` | the ways of data to the medium: the gate, payload of the journal, writes past the buffer |
-//! | `reserve` | free blocks promised to what is under way, and the space taken from the file system for them |
+//! | `reserve` | free blocks reserved for operations under way, and the space taken from the file system for them |
 //! | `running` | whether the store runs; its threads |
 //!
 //! What needs several parts is a flow: a method of [`Engine`] in a file that is named after it, or in the folder of the

@@ -44,7 +44,7 @@ pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
 const MAP_RESERVE: u64 = 2 * KEPT;
 /// Pages that recovery may change beside those that replay has changed: of snapshots that it completes.
 const PAGES_AHEAD: u64 = 64;
-/// Regions of data believed without a file that bears them out.
+/// Regions of data that are accepted beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
 
 /// What a store is opened for.
@@ -539,7 +539,7 @@ pub(super) fn collect_images(
     Ok(())
 }
 
-/// A truncated metadata file is noticed here, not at some later read; and no size is believed that no file bears out.
+/// A truncated metadata file is found here, not at some later read; and no size beyond the files' lengths is accepted.
 fn check_lengths(
     files: &[Arc<dyn File>; PageFile::COUNT],
     data_files: &[Arc<dyn File>],

@@ -1,6 +1,6 @@
 //! Instant clones: one image for all of them, their disks in one request, then a process for each.
 //!
-//! A clone comes into being when its guest is itself: until then it is taken away with its process if anything fails.
+//! A clone is created when its guest has its own identity: until then an error removes it and its process.
 
 use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;

@@ -8,7 +8,7 @@
 //! progress   bytes of many copies as one figure
 //! ```
 //!
-//! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
+//! 1. A clone is created as a whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
 //!    its network cards.
 //! 2. A clone that cannot be made is reported by its name; the others are made all the same.
 //! 3. All disks of a clone are of one point of its parent's life.

@@ -196,8 +196,8 @@ impl Images {
         Ok(Image { id, record, folder })
     }
 
-    /// The image comes into being: its memory is closed to writing where this QEMU can do without, its record is there.
-    /// Not durable yet: see [`Images::settle`].
+    /// Creates the image: gives its record the final name, after its memory was made read-only where this QEMU allows
+    /// that. Not durable yet: see [`Images::settle`].
     pub fn finish(&self, image: &Image, features: &Features) -> Result<()> {
         if features.memory_from_readonly_file {
             let memory = &image.record.memory;

@@ -103,7 +103,7 @@ pub struct ServeArguments {
     /// Most memory for cached metadata.
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
     pub metadata_cache: usize,
-    /// Most memory for writes that are not at home yet.
+    /// Most memory for writes that are not written back yet.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
     pub write_buffer: usize,
     /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within

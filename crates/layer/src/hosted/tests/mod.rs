@@ -68,7 +68,7 @@ fn slices<'a>(random: &mut Random, mut bytes: &'a [u8]) -> Vec<&'a [u8]> {
 }
 
 #[test]
-fn a_new_extent_has_the_layout_that_everybody_writes() {
+fn a_new_extent_has_the_usual_layout() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
     let options = CreateOptions { capacity: 32 << 20, descriptor: Some(b"text"), zero_grains: false };

@@ -161,7 +161,7 @@ fn no_more_changes_wait_than_the_log_holds() {
             _ => layer.zero(1001 * BLOCK..1500 * BLOCK, false).unwrap(),
         }
         assert!(writer.pending.lock().len() <= PENDING_LIMIT && writer.log.lock().used() <= LOG_BLOCKS);
-        assert_eq!(writer.pending.lock().promised, 0);
+        assert_eq!(writer.pending.lock().reserved, 0);
     }
     assert_eq!(layer.check().unwrap().problems, Vec::<String>::new());
     let seen = after_cut(&disk, false).unwrap();

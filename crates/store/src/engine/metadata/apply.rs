@@ -212,7 +212,7 @@ impl Meta {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
                 } else {
-                    // The range's own blocks: hold them while the range lets go of them.
+                    // The range's own blocks: hold them while the range releases them.
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);

@@ -43,7 +43,7 @@ fn allocated(disk: &SimulatedDisk) -> u64 {
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
-/// A store whose disk 1 has let go of many blocks, durably.
+/// A store whose disk 1 has released many blocks, durably.
 fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
