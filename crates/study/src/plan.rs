@@ -18,8 +18,8 @@ pub struct Options {
     pub settings: Settings,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 every limit met, 1 could not measure, 2 wrong usage, 3 measured and a limit missed, \
-130 interrupted.";
+const EXIT_CODES: &str = "Exit codes: 0 every limit met, 1 could not measure, 2 wrong usage, \
+3 measured and a limit missed, 130 interrupted.";
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Subcommand, Serialize)]
