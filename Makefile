@@ -36,7 +36,7 @@ deny: ## Licences, sources and versions of what is built in
 demo: setup build ## A file system, snapshots and 100 clones on real files; a guest and 10 instant clones
 	@scripts/demo $(PROGRAM)
 
-bench: setup build ## Speed against the peers, and every bar; BENCH="speed --quick" for a part
+bench: setup build ## Speed against the peers, and every other study; BENCH="speed --quick" for a part
 	@scripts/setup guest
 	cargo build --release -p lamina-study
 	@$(TARGET)/release/lamina-study $(or $(BENCH),all)

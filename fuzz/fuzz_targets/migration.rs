@@ -7,7 +7,7 @@ use intent::Intents;
 use lamina_fuzz::layers::quiet_disk;
 use libfuzzer_sys::fuzz_target;
 
-// What migrations remember is nobody else's business: it is taken as it stands there.
+// The intents of migrations are private to the crate `disk`: the target includes their modules by path.
 #[allow(dead_code)]
 #[path = "../../crates/disk/src/migrate/intent.rs"]
 mod intent;

@@ -19,7 +19,7 @@ fuzz_target!(|data: &[u8]| {
     let plan = || Maintenance::at(Pace::FULL);
     let format = Format {
         open: &|file, write| SeSparse::open(file, "image", Options { write, journal, cache: 1 << 20, punch }),
-        // What nobody owns may be given to somebody, or to two.
+        // A grain without an owner may be given to one disk block, or to two.
         sound: &|layer: &SeSparse| layer.check(false, plan()).is_ok_and(|report| report.is_clean()),
         maintain: &|layer, what| match what % 4 {
             0 => drop(layer.wipe(what & 4 == 0, plan())),

@@ -155,7 +155,7 @@ fuzz_target!(|data: &[u8]| {
                             assert_eq!(mapped, range.end - range.start);
                         }
                     }
-                    // Half changed, as the documentation says: nobody goes on with it.
+                    // Half changed, as the documentation says: the tree is not used after it.
                     Err(_) => return,
                 }
             }

@@ -6,7 +6,7 @@
 //! container forbids io_uring ([`portable`]); and a simulated device for tests ([`simulated`]) that drops, tears and
 //! reorders what was not flushed. An [`overlay`] keeps what changes in memory and leaves the folder below alone.
 //!
-//! What every implementation promises, and what nothing above may assume beyond it:
+//! What every implementation guarantees; code above may rely on no more:
 //!
 //! 1. A byte written is visible to later reads of the same process at once; it survives power loss only after
 //!    [`File::sync`] returned, or when it was written with `durable`.

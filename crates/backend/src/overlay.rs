@@ -45,7 +45,7 @@ impl Directory for Overlay {
         }
         let below = self.below.open_foreign(name, IoMode::Buffered, Access::Read)?;
         let length = below.len()?;
-        let state = State { length, below: length, blocks: BTreeMap::new() };
+        let state = OverlayState { length, below: length, blocks: BTreeMap::new() };
         let file = Arc::new(OverlayFile { below: Some(below), state: Mutex::new(state) });
         names.known.insert(name.to_owned(), Arc::clone(&file));
         Ok(file)
@@ -115,7 +115,7 @@ impl Lock for Alone {
 }
 
 #[derive(Default)]
-struct State {
+struct OverlayState {
     length: u64,
     /// Bytes of the file below that count.
     below: u64,
@@ -125,12 +125,12 @@ struct State {
 
 struct OverlayFile {
     below: Option<Arc<dyn File>>,
-    state: Mutex<State>,
+    state: Mutex<OverlayState>,
 }
 
 impl OverlayFile {
     /// Reads a part of the file below; what it does not have, or has no more, reads as zeros.
-    fn read_below(&self, state: &State, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+    fn read_below(&self, state: &OverlayState, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let count = state.below.saturating_sub(offset).min(buffer.len() as u64) as usize;
         let (held, rest) = buffer.split_at_mut(count);
         rest.fill(0);
@@ -140,7 +140,7 @@ impl OverlayFile {
         }
     }
 
-    fn read(&self, state: &State, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+    fn read(&self, state: &OverlayState, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         let end = offset + buffer.len() as u64;
         let mut at = offset;
         while at < end {

@@ -3,7 +3,7 @@
 //! 1. What the kernel may read or write (buffers, the slices of a write, its iovecs) lies in an `Operation` in the
 //!    table from push to completion, on the heap, and is neither moved nor touched meanwhile. `user_data` is the index
 //!    in the table, and an operation has at most one entry in the ring at a time.
-//! 2. Dropping a queue waits until the kernel has let go of every buffer. Should waiting fail, the buffers are leaked:
+//! 2. Dropping a queue waits until the kernel has released every buffer. Should waiting fail, the buffers are leaked:
 //!    memory is never freed under the kernel.
 //! 3. Every operation completes exactly once, with all its bytes or an error: short transfers go on where they stopped,
 //!    and interrupted ones start again.

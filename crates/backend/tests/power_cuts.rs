@@ -1,4 +1,4 @@
-//! The simulated disk keeps its promises, does all the harm it announces, and does it by the seed.
+//! The simulated disk keeps what it guarantees, causes every fault that it documents, and does so by the seed.
 
 #![allow(clippy::unwrap_used)]
 

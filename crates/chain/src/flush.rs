@@ -21,7 +21,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 #[derive(Default)]
-struct State {
+struct FlushesState {
     asked: u64,
     /// Requests up to this one are answered.
     answered: u64,
@@ -31,7 +31,7 @@ struct State {
 /// The requests that wait for a flush, and whether one runs.
 #[derive(Default)]
 pub(crate) struct Flushes {
-    state: Mutex<State>,
+    state: Mutex<FlushesState>,
     changed: Condvar,
 }
 

@@ -42,7 +42,7 @@ pub(crate) struct Identities {
     next_key: AtomicU64,
 }
 
-/// A number in the caches, and a key for the world.
+/// The number of a level in the caches, and its key in the public interface.
 pub(crate) struct Identity {
     pub number: u8,
     pub key: LevelKey,
@@ -128,7 +128,7 @@ pub(crate) struct Changing<'a>(&'a Level);
 
 impl Drop for Changing<'_> {
     fn drop(&mut self) {
-        // A plain load first: the line is shared by all who write.
+        // A plain load first: the cache line is shared by all writers.
         if !self.0.unflushed.load(Ordering::SeqCst) {
             self.0.unflushed.store(true, Ordering::SeqCst);
         }
@@ -154,7 +154,7 @@ pub(crate) struct Levels {
     /// Least capacity from the top down to each level.
     visible: Vec<u64>,
     pub gate: Gate,
-    /// Levels that those write who are inside an older gate, until they are out.
+    /// Levels that are still written by the requests inside an older gate.
     leaving: Vec<Arc<Level>>,
     /// The level whose places are given to others beside what is written: nothing in it is cached.
     pub moving: Option<LevelKey>,

@@ -13,7 +13,7 @@ struct Request {
 }
 
 #[derive(Default)]
-struct State {
+struct RangesState {
     /// In order of arrival: held and waiting.
     requests: Vec<Request>,
     next: u64,
@@ -23,7 +23,7 @@ struct State {
 /// The ranges in use.
 #[derive(Default)]
 pub struct Ranges {
-    state: Mutex<State>,
+    state: Mutex<RangesState>,
     freed: Condvar,
 }
 
@@ -49,7 +49,7 @@ impl Ranges {
     }
 }
 
-impl State {
+impl RangesState {
     fn is_blocked(&self, number: u64) -> bool {
         let Some(at) = self.requests.iter().position(|request| request.number == number) else { return false };
         let (earlier, mine) = (&self.requests[..at], &self.requests[at].range);

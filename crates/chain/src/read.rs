@@ -252,7 +252,7 @@ impl Chain {
         }
         let number = match holder {
             Holder::Level(number) => number,
-            Holder::Nobody => {
+            Holder::NoLevel => {
                 let absent = Mapping { start: range.start, length: range.end - range.start, to: To::Absent };
                 return Ok(Some(vec![absent]));
             }

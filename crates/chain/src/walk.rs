@@ -4,11 +4,11 @@
 //! long as they are cheap: each gap is asked for once per level, what a level does not answer at once is left out, and
 //! what is farthest from the demand is dropped first when there are more than `most`.
 //!
-//! A *survey* only asks who holds each block of a span ([`holders`]), each level once.
+//! A *survey* only finds which level holds each block of a span ([`holders`]), asking each level once.
 
 use crate::levels::Levels;
 use crate::mapping::{Mapping, To, push};
-use crate::metadata::holders::{self, NOBODY, SPAN_BLOCKS, UNKNOWN};
+use crate::metadata::holders::{self, NO_LEVEL, SPAN_BLOCKS, UNKNOWN};
 use crate::{Error, ErrorKind, Result};
 use layer::{Content, Extent};
 use std::ops::Range;
@@ -18,7 +18,7 @@ const EXTENTS_AT_ONCE: usize = 256;
 
 /// A run that is resolved, or not yet.
 #[derive(Clone, Copy)]
-struct Piece {
+struct WalkPiece {
     start: u64,
     end: u64,
     to: Option<To>,
@@ -79,14 +79,14 @@ impl Walk<'_> {
     }
 
     fn run_parts(&self) -> Result<Found> {
-        let mut pieces: Vec<Piece> = Vec::with_capacity(4);
+        let mut pieces: Vec<WalkPiece> = Vec::with_capacity(4);
         let (window, demand) = (&self.window, &self.demand);
         for range in [window.start..demand.start, demand.clone(), demand.end..window.end] {
             if range.start < range.end && (self.most > 0 || range == *demand) {
-                pieces.push(Piece { start: range.start, end: range.end, to: None });
+                pieces.push(WalkPiece { start: range.start, end: range.end, to: None });
             }
         }
-        let mut next: Vec<Piece> = Vec::with_capacity(pieces.len());
+        let mut next: Vec<WalkPiece> = Vec::with_capacity(pieces.len());
         let mut answer: Vec<Extent> = Vec::new();
         let mut asked = 0;
         for index in self.among.clone() {
@@ -107,14 +107,14 @@ impl Walk<'_> {
                 }
                 if piece.end > visible {
                     // Nothing further down shows through past the end of this level.
-                    next.push(Piece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
+                    next.push(WalkPiece { start: piece.start.max(visible), end: piece.end, to: Some(To::Absent) });
                 }
             }
             std::mem::swap(&mut pieces, &mut next);
             self.trim(&mut pieces);
         }
         let mut mappings = Vec::with_capacity(pieces.len());
-        for Piece { start, end, to } in pieces {
+        for WalkPiece { start, end, to } in pieces {
             let mapping = Mapping { start, length: end - start, to: to.unwrap_or(To::Absent) };
             if start == demand.start || start == demand.end {
                 // The cache keeps what was asked for and what was prefetched as separate entries.
@@ -127,7 +127,7 @@ impl Walk<'_> {
     }
 
     /// Asks one level for one gap.
-    fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<Piece>) -> Result<()> {
+    fn ask(&self, index: usize, gap: Range<u64>, answer: &mut Vec<Extent>, out: &mut Vec<WalkPiece>) -> Result<()> {
         let level = &self.levels.stack[index];
         let demanded = gap.start >= self.demand.start && gap.end <= self.demand.end;
         let mut at = gap.start;
@@ -147,12 +147,12 @@ impl Walk<'_> {
                     Some(last) if absent && last.to.is_none() && last.end == extent.start => {
                         // A gap grows only within the gap it came from: the demand's borders stay.
                         if extent.start == gap.start {
-                            out.push(Piece { start: extent.start, end, to });
+                            out.push(WalkPiece { start: extent.start, end, to });
                         } else {
                             last.end = end;
                         }
                     }
-                    _ => out.push(Piece { start: extent.start, end, to }),
+                    _ => out.push(WalkPiece { start: extent.start, end, to }),
                 }
             }
             if answer.is_empty() {
@@ -166,7 +166,7 @@ impl Walk<'_> {
     }
 
     /// Lets go of what is farthest from the demand, down to `most` pieces outside it.
-    fn trim(&self, pieces: &mut Vec<Piece>) {
+    fn trim(&self, pieces: &mut Vec<WalkPiece>) {
         let demand = &self.demand;
         let mut first = 0;
         let mut last = pieces.len();
@@ -192,7 +192,7 @@ const EXTENTS_OF_SPAN: usize = 2 * SPAN_BLOCKS;
 /// Which level holds each block of `span`, which begins where one of the cache does and ends at its end or the disk's.
 pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOCKS]> {
     let block = holders::BLOCK;
-    let mut found = [NOBODY; SPAN_BLOCKS];
+    let mut found = [NO_LEVEL; SPAN_BLOCKS];
     let mut answer: Vec<Extent> = Vec::with_capacity(16);
     let mut left = (span.end - span.start).div_ceil(block) as usize;
     found[left..].fill(UNKNOWN);
@@ -203,7 +203,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         // The block that `at` lies in, and all from there to `end`, become `holder` unless a level above has them.
         let mut settle = |at: u64, end: u64, holder: u8| {
             let blocks = ((at - span.start) / block) as usize..(end - span.start).div_ceil(block) as usize;
-            for known in found[blocks].iter_mut().filter(|known| **known == NOBODY) {
+            for known in found[blocks].iter_mut().filter(|known| **known == NO_LEVEL) {
                 (*known, left) = (holder, left - 1);
             }
         };
@@ -217,7 +217,7 @@ pub(crate) fn survey(levels: &Levels, span: Range<u64>) -> Result<[u8; SPAN_BLOC
         }
         answer.clear();
         level.layer.map(span.start..end, EXTENTS_OF_SPAN, &mut answer)?;
-        let holder = if level.number() < NOBODY { level.number() } else { UNKNOWN };
+        let holder = if level.number() < NO_LEVEL { level.number() } else { UNKNOWN };
         // Runs of what the level has: it holds the blocks within a run whole, those at its borders only in part.
         let mut run = span.start..span.start;
         let mut close = |run: &Range<u64>| {

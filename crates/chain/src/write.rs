@@ -30,7 +30,7 @@ use std::sync::atomic::Ordering;
 /// Extents of a changed range that are put into the cache.
 const EXTENTS_MAX: usize = 64;
 
-/// What becomes of a range.
+/// The new content of a range.
 #[derive(Clone, Copy)]
 enum Change<'a> {
     /// These bytes, at this offset.

@@ -71,11 +71,11 @@ pub struct Datastore {
     /// Disks that are worked on.
     pub(crate) uses: Arc<Uses>,
     /// Held for writing while a name goes from one disk to another, for reading while a disk is opened by its name.
-    pub(crate) turning: RwLock<()>,
+    pub(crate) rename_lock: RwLock<()>,
     /// Its folder, where it has one.
     pub(crate) path: Option<PathBuf>,
     /// Other datastores that clients of this one have moved to.
-    pub(crate) guests: Arc<Mutex<Vec<Arc<Datastore>>>>,
+    pub(crate) peer_datastores: Arc<Mutex<Vec<Arc<Datastore>>>>,
     /// Names that no other operation may take meanwhile: of disks that are being made or renamed.
     reserved: Arc<Mutex<BTreeSet<String>>>,
     /// Moves that go on in the background.
@@ -110,7 +110,7 @@ impl Datastore {
             return Err(Error::new(
                 ErrorKind::Invalid,
                 format!(
-                    "a journal of {} bytes cannot be: it takes a multiple of 4 KiB from 4 MiB to 4 GiB",
+                    "a journal of {} bytes is invalid: use a multiple of 4 KiB from 4 MiB to 4 GiB",
                     options.journal_size
                 ),
             ));
@@ -202,9 +202,9 @@ impl Datastore {
             foreign,
             switches,
             uses: Arc::default(),
-            turning: RwLock::new(()),
+            rename_lock: RwLock::new(()),
             path: path.map(Path::to_path_buf),
-            guests: Arc::default(),
+            peer_datastores: Arc::default(),
             reserved: Arc::default(),
             imports: Imports::default(),
             foreground: Arc::new(Foreground::new(pace::TARGET_DEFAULT)),
@@ -250,11 +250,11 @@ impl Datastore {
         &self.native.engine
     }
 
-    /// Writes everything home and closes. Devices still open fail from then on.
+    /// Writes everything to its place and closes. Devices still open fail from then on.
     pub fn close(&self) -> Result<()> {
         self.stop_imports();
-        let guests = std::mem::take(&mut *self.guests.lock());
-        let away = guests.iter().map(|guest| guest.close()).fold(Ok(()), Result::and);
+        let peer_datastores = std::mem::take(&mut *self.peer_datastores.lock());
+        let away = peer_datastores.iter().map(|peer| peer.close()).fold(Ok(()), Result::and);
         let foreign = self.foreign.close().and(away);
         self.native.close().and(foreign)
     }
@@ -325,7 +325,7 @@ impl Datastore {
     /// Opens `disk` or `disk@snapshot` for I/O; counted as a client until dropped.
     pub fn device(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
         let (disk, snapshot) = names::split(name);
-        let _turning = self.turning.read();
+        let _rename = self.rename_lock.read();
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.open_device(&entry, snapshot, read_only),
             None => self.native.open_device(disk, snapshot, read_only),

@@ -53,9 +53,9 @@ pub fn suitability(kind: FileSystem) -> Suitability {
             Unsuitable("its locks and its flushes depend on mount options and on the server, and it reserves no space")
         }
         FileSystem::Network => Unsuitable("its locks may end without notice, so that two owners may write"),
-        FileSystem::Fuse => Unsuitable(
-            "locks, flushes and reserved space are what the program behind it makes of them, and that cannot be asked",
-        ),
+        FileSystem::Fuse => {
+            Unsuitable("locks, flushes and reserved space depend on the program behind it, which cannot be queried")
+        }
     }
 }
 

@@ -8,7 +8,7 @@
 //!    the same.
 //! 3. The ways of a conversion are used for everything else: formats, progress, interruption, all or nothing.
 
-use crate::convert::{Address, Run, Source, TargetFormat, copy_into};
+use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
 use crate::progress::Progress;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
 use backend::local::{LocalDirectory, LocalQueues};
@@ -199,7 +199,7 @@ impl SalvageRequest {
         })
     }
 
-    /// Copies to where it goes; format, bytes and name of what was made.
+    /// Copies to the target; returns the target's format, bytes and name.
     fn copy(
         &self,
         extract: &Extract,
@@ -309,10 +309,10 @@ impl Source for SalvageSource {
         self.capacity
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         let (range, piece) = self.piece_at(start / BLOCK)?;
         let zero = !matches!(piece, SalvagedPiece::Data(_));
-        Ok(Run { length: range.end * BLOCK - start, zero })
+        Ok(SourceRun { length: range.end * BLOCK - start, zero })
     }
 
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {

@@ -67,7 +67,7 @@ impl Kind {
         if *sum != format!("{:08x}", checksum(body)) {
             return Err(self.corrupt("fails its checksum"));
         }
-        serde_json::from_slice(body).map_err(|error| self.corrupt(&format!("says nothing that makes sense: {error}")))
+        serde_json::from_slice(body).map_err(|error| self.corrupt(&format!("cannot be parsed: {error}")))
     }
 
     /// The bytes of a file; `None` when there is none.

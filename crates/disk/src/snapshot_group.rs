@@ -16,7 +16,7 @@
 //!
 //! The layout is in `docs/format/snapshot-group.md`.
 
-use crate::foreign::{Entry, Foreign};
+use crate::foreign::{Foreign, ForeignDisk};
 use crate::names;
 use crate::native::Native;
 use crate::sealed::{self, Kind, TEMPORARY};
@@ -96,7 +96,7 @@ fn put(directory: &dyn Directory, group: &Group) -> Result<()> {
 }
 
 /// The disk of a snapshot, if it is open, and whether it has the snapshot.
-fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<Entry>, bool)> {
+fn found(foreign: &Foreign, image: &ImageSnapshot) -> Option<(Arc<ForeignDisk>, bool)> {
     let entry = foreign.entries().into_iter().find(|entry| entry.folder == image.folder)?;
     let is_it = |snapshot: &vmdk::SnapshotRecord| snapshot.name == image.snapshot && snapshot.uid == image.uid;
     let taken = entry.disk.record().snapshots.iter().any(is_it);
@@ -107,7 +107,7 @@ fn file_name(id: &str) -> Result<String> {
     match names::parse_uuid(id) {
         Some(uuid) if names::uuid_text(&uuid) == id => Ok(format!("{PREFIX}{id}")),
         _ => {
-            let text = format!("'{}' is no identity of a group of snapshots", id.escape_debug());
+            let text = format!("'{}' is not the id of a group of snapshots", id.escape_debug());
             Err(Error::new(ErrorKind::Corrupt, text))
         }
     }
@@ -169,17 +169,20 @@ fn is_whole(group: &Group, native: &Native, foreign: &Foreign) -> bool {
 /// not keep the datastore shut: the disk cannot be opened, or the file system is full.
 fn take_back(image: &ImageSnapshot, foreign: &Foreign) -> bool {
     let Some((entry, taken)) = found(foreign, image) else {
-        tracing::warn!(folder = image.folder, "a snapshot of a broken-off group is left until the disk can be opened");
+        tracing::warn!(
+            folder = image.folder,
+            "a snapshot of an interrupted group is kept until its disk can be opened"
+        );
         return false;
     };
     if !taken {
         return true;
     }
-    tracing::info!(folder = image.folder, snapshot = image.snapshot, "taking back a snapshot of a broken-off group");
+    tracing::info!(folder = image.folder, snapshot = image.snapshot, "deleting a snapshot of an interrupted group");
     entry
         .take_back_snapshot(&image.snapshot)
         .inspect_err(|error| {
-            tracing::error!(folder = image.folder, %error, "the snapshot of a broken-off group stays for now");
+            tracing::error!(folder = image.folder, %error, "a snapshot of an interrupted group was not deleted");
         })
         .is_ok()
 }

@@ -36,7 +36,7 @@ mod tests;
 /// How often it is looked whether an old device is still used.
 const UNUSED_POLL: Duration = Duration::from_micros(200);
 
-/// A device; its references are counted to know who is inside.
+/// A device; its references count the requests that are inside it.
 struct Held {
     device: Arc<dyn Device>,
     /// It stands in for the disk's own device ([`Switch::suspend`]).

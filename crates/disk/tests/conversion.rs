@@ -365,7 +365,7 @@ fn qcow2_is_read_with_its_backing_files() {
     }
 }
 
-/// Wants no more after some calls.
+/// Stops the work after a number of calls.
 struct Patience(AtomicU64);
 
 impl Progress for Patience {

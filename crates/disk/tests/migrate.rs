@@ -329,7 +329,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     files.map(|path| (path.display().to_string(), std::fs::read(&path).unwrap())).collect()
 }
 
-fn import(path: &Path, way: disk::migrate::ImportWay, rate: u64) -> disk::migrate::ImportOptions {
+fn import(path: &Path, way: disk::migrate::ImportMode, rate: u64) -> disk::migrate::ImportOptions {
     disk::migrate::ImportOptions {
         path: path.into(),
         way,
@@ -343,19 +343,19 @@ fn import(path: &Path, way: disk::migrate::ImportWay, rate: u64) -> disk::migrat
 
 #[test]
 fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
-    use disk::migrate::ImportWay;
+    use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, mut model) = host_folder(folder.path(), 31);
     let before = contents(head.parent().unwrap());
     let path = folder.path().join("ds");
     let datastore = made(&path);
-    let info = datastore.import("copy", &import(&head, ImportWay::Copy, 0), &NoProgress).unwrap();
+    let info = datastore.import("copy", &import(&head, ImportMode::Copy, 0), &NoProgress).unwrap();
     assert_eq!(info.format, "native");
     check(&datastore, "copy", &model, "copied");
-    let stopped = datastore.import("no", &import(&head, ImportWay::Copy, 0), &StopAt(AtomicU64::new(3)));
+    let stopped = datastore.import("no", &import(&head, ImportMode::Copy, 0), &StopAt(AtomicU64::new(3)));
     assert_eq!(stopped.unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(datastore.disk("no").unwrap_err().kind(), ErrorKind::NotFound);
-    datastore.import("place", &import(&head, ImportWay::InPlace, 0), &NoProgress).unwrap();
+    datastore.import("place", &import(&head, ImportMode::InPlace, 0), &NoProgress).unwrap();
     check(&datastore, "place", &model, "in place");
     let device = datastore.device("place", false).unwrap();
     scribble(&*device, &mut model.head, &mut Random(4), 20);
@@ -371,13 +371,13 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
 
 #[test]
 fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
-    use disk::migrate::ImportWay;
+    use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, mut model) = host_folder(folder.path(), 37);
     let before = contents(head.parent().unwrap());
     let path = folder.path().join("ds");
     let mut datastore = made(&path);
-    datastore.import("web", &import(&head, ImportWay::Live, 4 << 20), &NoProgress).unwrap();
+    datastore.import("web", &import(&head, ImportMode::Live, 4 << 20), &NoProgress).unwrap();
     let mut random = Random(8);
     for round in 0..3 {
         datastore.start_imports();
@@ -416,7 +416,7 @@ fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
 
 #[test]
 fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened() {
-    use disk::migrate::ImportWay;
+    use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let (head, model) = host_folder(folder.path(), 41);
     // The base looks as if it was written to.
@@ -426,7 +426,7 @@ fn what_an_import_was_forced_to_take_is_taken_again_when_the_datastore_is_opened
     std::fs::write(&base, format!("{before}\nCID=0badcafe{}", &rest[8..])).unwrap();
     let path = folder.path().join("ds");
     let mut datastore = made(&path);
-    for (name, way) in [("place", ImportWay::InPlace), ("live", ImportWay::Live)] {
+    for (name, way) in [("place", ImportMode::InPlace), ("live", ImportMode::Live)] {
         let options = import(&head, way, 0);
         assert_eq!(datastore.import(name, &options, &NoProgress).unwrap_err().kind(), ErrorKind::Corrupt);
         let forced = disk::migrate::ImportOptions { force_parent: true, ..options };

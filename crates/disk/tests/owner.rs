@@ -1,4 +1,4 @@
-//! One owner at a time, whatever happens to the files that say who it is.
+//! One owner at a time, whatever happens to the files that name it.
 #![allow(clippy::unwrap_used)]
 use backend::Buffer;
 use disk::*;

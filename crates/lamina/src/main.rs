@@ -39,7 +39,7 @@ enum End {
     Failed(Error),
     /// With a complaint about the command line.
     Usage(String),
-    /// Nobody reads the output any more; nothing to say, and nobody to say it to.
+    /// The reader of the output has closed it: end without a message.
     Unread,
 }
 
@@ -119,7 +119,7 @@ fn run(cli: Cli) -> Result<End, End> {
             Ok(End::Code(0))
         }
         // Every other verb has a request.
-        (_, None) => Err(End::Usage("this verb is not known".into())),
+        (_, None) => Err(End::Usage("unknown command".into())),
     }
 }
 

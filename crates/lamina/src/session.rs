@@ -36,7 +36,7 @@ pub fn require_folder(path: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::NotFound, sentence))
 }
 
-/// Carries out one request on the datastore, by whoever owns it.
+/// Carries out one request on the datastore, through its server or in this process.
 pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
     require_folder(path)?;
     match reach(path, &request, watch)? {
@@ -52,7 +52,7 @@ pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
     }
 }
 
-/// Who owns the datastore now.
+/// The process that owns the datastore now.
 enum Owner {
     Server(Client),
     Us(Arc<Datastore>),

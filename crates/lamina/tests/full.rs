@@ -75,7 +75,7 @@ fn fill(client: &mut Client, written: &mut Written, random: &mut Random) -> u64 
             return count;
         }
         count += 1;
-        // A burst goes into memory; only what has been flushed was promised room on the medium.
+        // A burst goes into memory; only what has been flushed has room on the medium.
         if count % 512 == 0 && is_full(client.flush()) {
             panic!("acknowledged writes found no room");
         }
@@ -133,7 +133,7 @@ fn fill_up(folder: &Path) {
     other.verify(&mut vm2);
     whole.verify(&mut thick);
 
-    // Discards make room, without anybody doing anything else.
+    // Discards alone make room.
     let given: Vec<u64> = written.0.keys().copied().step_by(2).collect();
     for block in &given {
         vm1.trim(block * BLOCK, BLOCK as u32).unwrap();

@@ -153,13 +153,13 @@ fn what_is_no_disk_is_told_and_left_alone() {
     assert_eq!(store.run("disk show vm2 --json").code, 0, "the others are there");
 }
 
-/// Writes to a disk until told to stop; whoever takes its lock has it between two rounds.
+/// Writes to a disk until told to stop; a holder of its lock has the disk between two rounds.
 fn write_on(store: &Store, history: &Mutex<History>, stop: &AtomicBool) {
     let name = history.lock().name.clone();
     let mut client = Client::connect(&store.socket(), &name).unwrap();
     while !stop.load(Ordering::Acquire) {
         history.lock().step(&mut client).unwrap();
-        // The lock is not fair; the other side wants it now and then.
+        // The lock is not fair: yield to the other thread.
         std::thread::yield_now();
     }
     history.lock().flush(&mut client).unwrap();

@@ -171,7 +171,7 @@ fn interrupted_it_leaves_nothing() {
     make_raw(&path.join("a.raw"), 64);
     for format in ["thin", "eagerzeroedthick", "sesparse", "2gbsparse", "monolithicsparse", "streamoptimized"] {
         let mut child = slow(path, "vm.vmdk", format);
-        // Who comes meanwhile is told.
+        // A second conversion into the same name is refused meanwhile.
         let other = run_in(path, &format!("convert -f raw a.raw vm.vmdk -d {format}"));
         other.fails(4, "being made");
         send(child.id(), "INT");

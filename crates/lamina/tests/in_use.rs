@@ -236,7 +236,7 @@ fn a_client_of_a_renamed_disk_gets_no_other_disk_under_the_old_name() {
     assert!(users(&store, "g").is_empty());
     assert!(users(&store, "g2").iter().all(|user| !user["grace"].is_null()));
     store.run("disk delete g2").fails(4, "may come back");
-    // The next server knows it as well.
+    // The next server refuses it as well.
     assert_eq!(server.stop("TERM"), Some(0));
     let _server = store.serve("");
     assert!(Client::connect(&store.socket(), "g").is_err());

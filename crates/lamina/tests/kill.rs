@@ -2,7 +2,7 @@
 //!
 //! Each writer has two disks and one connection to each. It sends rounds of requests that do not overlap, waits for
 //! all answers of a round, and now and then flushes, or takes a snapshot of both disks at one point through the
-//! command line. For every sector it knows which versions a crash may leave: the last one that a flush or FUA made
+//! command line. For every sector it tracks which versions a crash may leave: the last one that a flush or FUA made
 //! durable, or any that was sent after it. A snapshot holds what had been answered before it: exactly, once a flush
 //! followed; without one the crash may have taken from it what it may take from the disk, and nothing written later
 //! may be in it. What was found after one crash has to be there after all later ones. The kill comes at a random
@@ -189,7 +189,7 @@ impl Writer {
         Ok(())
     }
 
-    /// A flush on one connection: it promises for its own disk, so each is flushed.
+    /// A flush on one connection covers its own disk only, so each disk is flushed.
     fn flush(&mut self, clients: &mut [Client; 2]) -> Result<(), Failure> {
         for (client, model) in clients.iter_mut().zip(&mut self.disks) {
             client.flush()?;

@@ -174,7 +174,7 @@ fn kills_in_the_middle_of_every_operation_lose_nothing() {
             let (store, killed, tally) = (&store, &killed, &tally);
             scope.spawn(move || operate(store, history, operation, &mut own, killed, tally));
             std::thread::sleep(Duration::from_millis(10 + random.below(KILL_AFTER_MS_MAX)));
-            // Set first: the connection breaks a moment before anybody can be told.
+            // Set first: the connection breaks before `kill` returns.
             killed.store(true, Ordering::Release);
             assert_eq!(server.stop("KILL"), None);
         });

@@ -22,7 +22,7 @@ const KILLS: u64 = 60;
 /// The latest moment of a kill after the command began.
 const KILL_AFTER_MS_MAX: u64 = 160;
 
-/// What is killed. `NEW` stands for names that nobody has.
+/// What is killed. `NEW` stands for names that are not in use.
 const COMMANDS: [&str; 12] = [
     "clone running NEW --linked --count 12",
     "clone off NEW --linked --count 12",
@@ -80,12 +80,13 @@ fn look(fleet: &Fleet, what: &str) {
         ran.sort();
         ran == running
     });
-    // Snapshots of machines are whole or absent; those of clones are there for clones, those of images for images.
+    // A machine's snapshot covers all of its disks or none. A snapshot made for clones has clones, one made for a
+    // memory image has that image.
     let images: BTreeSet<String> = process::files(&fleet.store.path().join("memory-images")).into_iter().collect();
     for (snapshot, clones) in fleet.snapshots() {
         let (disk, name) = snapshot.split_once('@').unwrap();
         if name.starts_with("clone-") {
-            assert!(clones > 0, "{what}: {snapshot} is there for nobody");
+            assert!(clones > 0, "{what}: {snapshot} is left without a clone");
         } else if let Some(id) = name.strip_prefix("instant-") {
             assert!(images.contains(id), "{what}: {snapshot} has no image");
         } else {
@@ -231,7 +232,7 @@ fn gone_or_whole_whenever_a_removal_is_killed() {
             let mut child = fleet.command(command).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             let mut what = format!("'{command}' after {before:?}");
             if round == 0 {
-                // One that nobody kills says how long it takes; the others are killed from its beginning to its end.
+                // The first run is not killed and measures how long it takes; the others are killed up to that.
                 assert!(child.wait().unwrap().success(), "{what}");
                 whole = begun.elapsed();
             } else {
@@ -246,7 +247,7 @@ fn gone_or_whole_whenever_a_removal_is_killed() {
         }
     }
     assert!(killed > REMOVALS.len() as u32 * REMOVAL_KILLS / 3, "{killed} were killed: the others were done before");
-    // Nothing was left that nobody has, nor taken that somebody needs.
+    // Nothing unused was left, and nothing in use was removed.
     assert_eq!(fleet.memory_files(), memory);
     fleet.run("stop --force running frozen icy").ok();
     fleet.run(&format!("delete {}", PARENTS.join(" "))).ok();

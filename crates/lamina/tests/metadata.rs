@@ -1,9 +1,9 @@
 //! Damaged metadata: every metadata file, a datastore that was closed and one that was killed, bits flipped, pages
-//! zeroed or swapped, files cut. The promise is not that everything can be repaired, but that nothing wrong is handed
-//! out: each sector reads as it was flushed or is an error, also after more was written, and after `check --repair`.
+//! zeroed or swapped, files cut. Not everything can be repaired, but nothing wrong may be returned: each
+//! sector reads as it was flushed or is an error, also after more was written, and after `check --repair`.
 //!
-//! One thing no journal can promise: damage to the very last batch looks like a write that was cut off. What the test
-//! holds on to was flushed before that.
+//! Damage to the very last batch of the journal looks like a write that was cut off, so the test checks only what was
+//! flushed before that batch.
 
 #![allow(clippy::unwrap_used)]
 
@@ -266,7 +266,7 @@ fn one_good_copy_of_the_superblock_is_enough() {
             let copy = copy_of(&store, folder.path());
             let file = File::options().write(true).open(copy.join("superblock")).unwrap();
             file.write_all_at(&[0xff; 512], copy_number * PAGE).unwrap();
-            // The older copy may lead to a journal that has been overwritten since: then it must not be believed.
+            // The older copy may lead to a journal that has been overwritten since: then it must not be used.
             match try_serve(&copy, &folder.path().join("log")) {
                 Some(mut server) => {
                     let errors = verify(&copy.join("nbd.sock"), &contents, &format!("copy {copy_number} lost"));

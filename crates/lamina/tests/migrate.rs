@@ -211,14 +211,14 @@ fn a_disk_is_before_or_after_its_migration_whenever_the_server_is_killed() {
                 Some(Stage::Committed) => committed += 1,
             }
             writer.join().unwrap();
-            // A command that finds nobody serving does the work itself, and is killed at it, now and then.
+            // A command that finds no server does the work itself, and is killed during it now and then.
             if random.once_in(2) {
                 let _ = migration.kill();
             }
             process::wait(&mut migration);
         });
         if random.once_in(3) {
-            // Whoever opens it first settles what was interrupted, and says so on stderr.
+            // The first process that opens it settles what was interrupted, and says so on stderr.
             let done = store.run("check --data");
             assert_eq!(done.code, 0, "{done:?}");
         }
@@ -292,7 +292,7 @@ fn a_client_is_served_while_its_disk_moves_and_ctrl_c_changes_nothing() {
         model.verify(&store, "a");
     }
     assert_eq!(server.stop("TERM"), Some(0));
-    // And without anybody who serves it.
+    // And without a server.
     store.run("disk migrate a -d native").ok();
     nothing_is_left(&store);
     let mut server = store.serve("");

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;
 
-/// One certificate for everybody: it is for this machine, and signed by itself.
+/// One certificate for both ends: it names this machine and is self-signed.
 struct Keys {
     folder: tempfile::TempDir,
 }
@@ -150,7 +150,7 @@ fn start(mut command: Command) -> std::process::Child {
 }
 
 #[test]
-fn whoever_is_killed_a_disk_is_there_whole_or_not_at_all() {
+fn a_kill_of_either_end_leaves_a_disk_whole_or_absent() {
     let (keys, here, there) = (Keys::new(), Store::new(), Store::new());
     let mut random = Random(0x5e4d);
     // A client that has left just before the kill may count as one that has not: that is not the point here.

@@ -31,7 +31,7 @@ fn ten_thousand_clones() {
     println!("10,000 clones in {took:.1?}");
     assert!(took < Duration::from_secs(30), "{took:?}");
     assert_eq!(store.run("status --json").json()["disks"], 10_001);
-    // Any of them, changed: nobody else notices.
+    // A change of one disk does not affect another.
     let mut one = Client::connect(&store.socket(), "vm-7777").unwrap();
     assert!(one.read(0, 8 << 20).unwrap() == content);
     one.write(4096, &[9; 4096]).unwrap();

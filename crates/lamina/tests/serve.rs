@@ -60,7 +60,7 @@ fn one_owner() {
 }
 
 #[test]
-fn after_a_kill_the_stale_sockets_are_in_nobodys_way() {
+fn a_new_server_replaces_the_sockets_of_a_killed_one() {
     let store = Store::new();
     for _ in 0..3 {
         let mut server = store.serve("");
@@ -74,7 +74,7 @@ fn after_a_kill_the_stale_sockets_are_in_nobodys_way() {
 }
 
 #[test]
-fn a_control_socket_of_somebody_else_is_no_server() {
+fn a_foreign_control_socket_is_no_server() {
     let store = Store::new();
     // Accepts and hangs up.
     let listener = UnixListener::bind(store.path().join("control.sock")).unwrap();

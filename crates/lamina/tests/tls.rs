@@ -20,12 +20,12 @@ fn succeeds(program: &str, arguments: &[&str]) -> bool {
 #[test]
 fn only_clients_with_a_certificate_of_ours_come_in() {
     let folder = tempfile::tempdir().unwrap();
-    let [ours, theirs, nobody] = ["ours", "theirs", "nobody"].map(|name| folder.path().join(name));
+    let [ours, theirs, unknown] = ["ours", "theirs", "unknown"].map(|name| folder.path().join(name));
     authority(&ours);
     authority(&theirs);
-    // Somebody who knows our authority and has no certificate.
-    std::fs::create_dir(&nobody).unwrap();
-    std::fs::copy(ours.join("ca-cert.pem"), nobody.join("ca-cert.pem")).unwrap();
+    // A client that has our authority's certificate and none of its own.
+    std::fs::create_dir(&unknown).unwrap();
+    std::fs::copy(ours.join("ca-cert.pem"), unknown.join("ca-cert.pem")).unwrap();
     std::fs::copy(ours.join("ca-cert.pem"), theirs.join("ca-cert.pem")).unwrap();
 
     let store = Store::new();
@@ -60,7 +60,7 @@ fn only_clients_with_a_certificate_of_ours_come_in() {
     assert!(!text.contains("failed"), "{text}");
     tool("qemu-img", &["info", "--object", &object(&ours), "--image-opts", &image]);
 
-    for folder in [&nobody, &theirs] {
+    for folder in [&unknown, &theirs] {
         assert!(!succeeds("nbdinfo", &["--size", &uri(folder)]), "{}", folder.display());
         assert!(!succeeds("qemu-img", &["info", "--object", &object(folder), "--image-opts", &image]));
     }

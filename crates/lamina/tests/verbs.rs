@@ -188,7 +188,7 @@ fn served_or_not_the_answers_are_the_same() {
         "disk resize clone-0002 1G",
         "disk rename clone-0003 other",
         "disk show other",
-        "disk show nobody --json",
+        "disk show missing --json",
         "snapshot revert vm1@a",
         "snapshot diff vm1@a",
         "snapshot diff vm1@a --json",

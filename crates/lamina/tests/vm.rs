@@ -29,7 +29,7 @@ fn a_machine_from_its_making_to_its_end() {
     assert_eq!((&shown["state"], &shown["memory"], &shown["cpus"]), (&json!("stopped"), &json!(32 << 20), &json!(1)));
     assert_eq!(shown["disks"], json!([{ "name": "web", "slot": 8 }]));
     assert_eq!(shown["accelerator"] == "kvm", shown["why_not_kvm"].is_null(), "{shown}");
-    // Nobody serves: said with what to do, and nothing is left.
+    // No server runs: the message says what to do, and nothing is left.
     fleet.server.take().unwrap().stop("TERM");
     fleet.run("start web").fails(1, "run 'lamina serve");
     assert_eq!((fleet.names(), fleet.memory_files()), (vec!["web".to_string()], 0));
@@ -42,7 +42,7 @@ fn a_machine_from_its_making_to_its_end() {
     fleet.run("start web").fails(1, "runs already");
     fleet.run("delete web").fails(4, "stop it first");
     fleet.run("pause web").ok();
-    fleet.run("stop web").fails(2, "paused and cannot hear");
+    fleet.run("stop web").fails(2, "paused and cannot react");
     fleet.run("resume web").ok();
     fleet.run("stop web --timeout 0").fails(4, "it still runs");
     fleet.run("exec web -- true").fails(1, "no agent answers");
@@ -63,7 +63,7 @@ fn a_machine_from_its_making_to_its_end() {
 }
 
 #[test]
-fn a_disk_that_somebody_else_uses_is_not_run_from() {
+fn a_machine_does_not_start_on_a_disk_in_use() {
     let fleet = Fleet::new();
     fleet.make("web", "64M");
     let client = Client::connect(&fleet.store.socket(), "web").unwrap();
@@ -231,7 +231,7 @@ fn instant_clones_of_a_frozen_and_of_a_running_parent() {
     fleet.run("start base").ok();
     fleet.run("clone base x --instant --identity required").fails(2, "no agent that answers");
     let made = fleet.run("clone base run --instant --count 3 --json");
-    assert!(made.stderr.contains("3 of 3 take themselves for their parent"), "{made:?}");
+    assert!(made.stderr.contains("3 of 3 still have their parent's identity"), "{made:?}");
     let made: serde_json::Value = serde_json::from_str(&made.stdout).unwrap();
     assert!(made["stun_ms"].as_f64().is_some() && made["made"][2]["running_ms"].as_f64().is_some(), "{made}");
     assert_eq!(fleet.state("base"), "running");

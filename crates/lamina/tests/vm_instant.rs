@@ -187,7 +187,7 @@ fn what_fails_leaves_the_parent_running() {
     assert!(made.code == 0 && made.stderr.contains("no guest agent answers"), "{made:?}");
     room.until_counts("child");
     let mac = |name: &str| room.ask(name, "query-rx-filter")[0]["main-mac"].clone();
-    assert_eq!(mac("child"), mac("parent"), "nobody told it");
+    assert_eq!(mac("child"), mac("parent"), "the child keeps its parent's address");
     room.until_counts("parent");
     room.close();
 }
@@ -201,7 +201,7 @@ fn a_manager_killed_anywhere_leaves_whole_clones_or_none() {
         let command = format!("vm clone parent --instant --count 2 --parallel 2 --name-pattern r{round}-%d");
         room.store.command(&command).stdout(std::process::Stdio::null()).spawn().unwrap()
     };
-    // One that nobody kills says how long it takes; the others are killed from its beginning to its end.
+    // The first run is not killed and measures how long it takes; the others are killed at moments up to that.
     let began = Instant::now();
     assert!(clone(0).wait().unwrap().success());
     let whole = began.elapsed();

@@ -1,10 +1,10 @@
-//! Any range of a file in either mode: direct I/O wants whole, aligned blocks of 4 KiB, and formats that count in
+//! Any range of a file in either mode: direct I/O requires whole, aligned blocks of 4 KiB; formats that count in
 //! sectors cannot always offer them.
 //!
 //! 1. Through the page cache everything goes to the file as it is.
 //! 2. In direct mode a write that covers blocks in part reads them, puts its bytes in and writes them whole. While it
 //!    does, no other write or punch of this file may run, or its neighbours in the block would be lost: it holds
-//!    `blocks` alone, everybody else holds it shared.
+//!    `blocks` exclusively, every other operation holds it shared.
 //! 3. Sectors that such a write puts back as they were do not change on the medium, whatever part of it a power cut
 //!    keeps.
 

@@ -13,7 +13,7 @@
 //! ova          no layer: the archive that carries streamOptimized disks with their description
 //! ```
 //!
-//! A layer knows itself and its files only. It never looks at a parent: what it does not hold it calls
+//! A layer covers its own files only. It never looks at a parent: what it does not hold it calls
 //! [`Content::Absent`], and the chain asks the layer below. What holds for every format:
 //!
 //! 1. Bytes of an image are untrusted. Each offset, size and count is checked before it is used, and what a header
@@ -100,7 +100,7 @@ pub struct Extent {
     pub content: Content,
 }
 
-/// Figures of a layer that a person wants to see.
+/// Figures of a layer that are shown to users.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Bytes that its files take in the file system.
@@ -133,8 +133,8 @@ pub trait Layer: Send + Sync {
     /// File number `index`, as [`Content::Data`] names it.
     fn file(&self, index: u16) -> Result<&Arc<dyn File>>;
 
-    /// While the answer of [`Layer::map`] is used, whoever asked holds this: freed places wait for it. Taken **before**
-    /// the map is asked. `None` where places are never reused.
+    /// The caller of [`Layer::map`] holds this while it uses the answer: freed places wait for it. Taken **before** the
+    /// map is asked. `None` where places are never reused.
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }

@@ -50,7 +50,7 @@ fn stamp_of(lba: u64, bytes: &[u8]) -> u64 {
     let mut stamp = [0; 8];
     stamp.copy_from_slice(&bytes[..8]);
     let stamp = u64::from_le_bytes(stamp).max(ZEROS);
-    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} holds what nobody wrote there whole");
+    assert!(bytes == sector_bytes(lba, stamp), "sector {lba} holds what no write put there as a whole");
     stamp
 }
 

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 pub struct Step {
     /// How much of the work is done, in a unit of the work.
     pub done: u64,
-    /// Of so much; an estimate that may change.
+    /// All of the work, in the same unit; an estimate that may change.
     pub total: u64,
     /// Bytes read and written since the last step.
     pub moved: u64,

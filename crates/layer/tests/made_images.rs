@@ -112,7 +112,7 @@ fn every_kind_holds_what_is_written() {
             drop(image);
             let image = Image::open(folder.resolve("disk.vmdk").unwrap(), &OpenOptions { writable: false, ..options });
             assert!(read_chain(&[Arc::clone(image.unwrap().layer())]) == model, "{kind} of {capacity}");
-            // Nobody but us knows delta objects; raw files are what they are.
+            // QEMU has no reader for delta objects, and raw files need none.
             if !matches!(kind, ImageKind::VsanSparse | ImageKind::Raw) {
                 assert!(read_by_qemu(path.path(), "disk.vmdk") == model, "{kind} of {capacity} by QEMU");
             }
@@ -299,7 +299,7 @@ fn a_plain_folder_has_no_other() {
     assert_eq!(directory.list().unwrap(), ["vm-flat.vmdk", "vm.vmdk"]);
 }
 
-/// Makers and sweepers of one name at once: whoever comes to the end has all of it.
+/// Creations and sweeps of one name at once: a creation that succeeds has the whole image.
 #[test]
 fn makers_of_one_name_do_not_harm_each_other() {
     let outer = tempfile::tempdir().unwrap();

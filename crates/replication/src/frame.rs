@@ -57,7 +57,7 @@ pub struct Head {
 fn malformed(what: &str) -> Error {
     Error::new(
         ErrorKind::Corrupt,
-        format!("the peer sent {what}: it is no lamina of this protocol, or the line is bad"),
+        format!("the peer sent {what}: the peer is not lamina, or the connection corrupts data"),
     )
 }
 
@@ -87,7 +87,7 @@ impl Head {
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let half = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         if bytes[..4] != MAGIC {
-            return Err(malformed("what is no frame"));
+            return Err(malformed("something that is no frame"));
         }
         if word(28) != checksum(&bytes[..28]) {
             return Err(malformed("a head that fails its checksum"));
@@ -106,7 +106,7 @@ impl Head {
         };
         match fits && word(24) == 0 {
             true => Ok(head),
-            false => Err(malformed(&format!("a frame that cannot be: {kind:?} of {length} bytes at {offset}"))),
+            false => Err(malformed(&format!("an invalid frame: {kind:?} of {length} bytes at {offset}"))),
         }
     }
 

@@ -4,7 +4,7 @@
 //! frame         the unit on the wire, and what it may say
 //! message       what the two sides tell each other besides data
 //! stream        frames and messages over any stream of bytes
-//! tls           who is who; the encrypted stream
+//! tls           certificates of both ends; the encrypted stream
 //! remote        lamina://HOST:PORT/NAME
 //! send          the sending side: a plan, its streams, starting again after a broken connection
 //! receive       the receiving side: listener, sessions, streams

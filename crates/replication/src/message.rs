@@ -130,7 +130,7 @@ impl Message {
     pub fn into_error(self) -> Error {
         match self {
             Self::Failure { kind, message } => Error::new(ErrorKind::from_name(&kind), plain(&message, SENTENCE_MAX)),
-            other => Error::new(ErrorKind::Corrupt, format!("the peer said '{}' out of turn", other.name())),
+            other => Error::new(ErrorKind::Corrupt, format!("the peer sent '{}' out of order", other.name())),
         }
     }
 
@@ -163,12 +163,12 @@ impl Message {
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let refuse = |what: String| Error::new(ErrorKind::Corrupt, format!("the peer sent a message that {what}"));
         let message: Self =
-            serde_json::from_slice(bytes).map_err(|error| refuse(format!("makes no sense: {error}")))?;
+            serde_json::from_slice(bytes).map_err(|error| refuse(format!("cannot be parsed: {error}")))?;
         let disks = match &message {
             Self::Hello { versions, program } => {
                 let fits = !versions.is_empty() && versions.len() <= STREAMS_MAX && program.len() <= PROGRAM_MAX;
                 if !fits {
-                    return Err(refuse("introduces nobody".into()));
+                    return Err(refuse("does not name its sender".into()));
                 }
                 1
             }
@@ -193,7 +193,7 @@ impl Message {
         };
         match (1..=DISKS_MAX).contains(&disks) {
             true => Ok(message),
-            false => Err(refuse(format!("speaks of {disks} disks"))),
+            false => Err(refuse(format!("names {disks} disks"))),
         }
     }
 }

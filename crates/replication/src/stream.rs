@@ -57,7 +57,7 @@ impl<S: ByteStream> Conversation<S> {
                 Error::new(ErrorKind::Io, format!("{peer} has closed the connection"))
             }
             io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock => {
-                Error::new(ErrorKind::Io, format!("{peer} has not been heard of for too long"))
+                Error::new(ErrorKind::Io, format!("{peer} has sent nothing for too long"))
             }
             // Errors of TLS concern keys and certificates, or bytes that were changed on the way.
             io::ErrorKind::InvalidData if !self.established => {
@@ -130,7 +130,7 @@ impl<S: ByteStream> Conversation<S> {
     pub fn hear(&mut self) -> Result<Message> {
         let head = self.head()?;
         if head.kind != Kind::Message {
-            let text = format!("{} sent {:?} where a message was due", self.peer, head.kind);
+            let text = format!("{} sent {:?} where a message was expected", self.peer, head.kind);
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         let length = head.length as usize;

@@ -82,7 +82,7 @@ pub fn server_config(tls: &TlsConfig) -> Result<Arc<ServerConfig>> {
 /// A name of clients, as certificates bear it.
 pub fn client_name(name: &str) -> Result<ServerName<'static>> {
     ServerName::try_from(name.to_owned()).map_err(|_| {
-        let text = format!("'{}' is no name that a certificate could be for", name.escape_debug());
+        let text = format!("'{}' cannot be the name of a certificate", name.escape_debug());
         Error::new(ErrorKind::Invalid, text)
     })
 }
@@ -207,7 +207,7 @@ fn step<D>(
         ConnectionState::BlockedHandshake => Step::Blocked,
         ConnectionState::PeerClosed | ConnectionState::Closed => Step::Ended,
         // There is no early data: neither side enables it.
-        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to a state that nobody asked for")),
+        _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "TLS came to an unexpected state")),
     };
     Ok(step)
 }

@@ -2,11 +2,11 @@
 //! model kept in memory.
 //!
 //! The engine under test is the real one, on [`backend::simulated`] and without threads, so that a seed decides
-//! everything that happens and a failure can be had again. [`run::Run`] carries out [`operation::Operation`]s on the
-//! datastore and on the [`model::Model`] and compares what both answer; [`scenario`] makes whole runs of them, finds
-//! shorter ones that fail as well, and says how to repeat them.
+//! everything that happens and a failure can be repeated. [`run::SimulationRun`] carries out [`operation::Operation`]s
+//! on the datastore and on the [`model::Model`] and compares what both answer; [`scenario`] makes whole runs of them,
+//! finds shorter ones that fail as well, and says how to repeat them.
 //!
-//! What a run demands is section 4 of the design, in the words of the model:
+//! What a run demands, in the terms of the model:
 //!
 //! 1. Every answer is exactly the model's while the machine stands.
 //! 2. After a power cut or a kill each sector holds what was last made durable there or something written later

@@ -168,7 +168,7 @@ impl Model {
     pub fn delete_disk(&mut self, name: &str) {
         let clones = self.clones_of(name);
         let Some(gone) = self.disks.remove(name) else { return };
-        let Some(heir_name) = clones.first() else { return };
+        let Some(promoted_name) = clones.first() else { return };
         let origins: Vec<String> =
             clones.iter().filter_map(|clone| self.disks.get(clone)?.origin.as_ref().map(|o| o.1.clone())).collect();
         let mut handed = BTreeMap::new();
@@ -181,18 +181,19 @@ impl Model {
         }
         for clone in &clones {
             if let Some((disk, _)) = self.disks.get_mut(clone).and_then(|clone| clone.origin.as_mut()) {
-                heir_name.clone_into(disk);
+                promoted_name.clone_into(disk);
             }
         }
-        let Some(heir) = self.disks.get_mut(heir_name) else { return };
-        heir.detached = true;
-        let origin = heir.origin.take().map(|(_, snapshot)| snapshot);
-        for parent in heir.snapshots.values_mut().map(|snapshot| &mut snapshot.parent).chain([&mut heir.parent]) {
+        let Some(promoted) = self.disks.get_mut(promoted_name) else { return };
+        promoted.detached = true;
+        let origin = promoted.origin.take().map(|(_, snapshot)| snapshot);
+        for parent in promoted.snapshots.values_mut().map(|snapshot| &mut snapshot.parent).chain([&mut promoted.parent])
+        {
             if parent.is_none() {
                 parent.clone_from(&origin);
             }
         }
-        heir.snapshots.append(&mut handed);
+        promoted.snapshots.append(&mut handed);
     }
 
     /// Everything but the content, one line for each disk and snapshot.

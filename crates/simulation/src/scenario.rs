@@ -3,7 +3,7 @@
 use crate::operation::{Operation, Profile};
 use crate::random::Random;
 use crate::regime::{self, World};
-use crate::run::{Run, Statistics};
+use crate::run::{SimulationRun, Statistics};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -154,7 +154,7 @@ fn carry_out_within(
         let operations = operations[..done].to_vec();
         Box::new(Failure { violation, seed, profile, operations, trace, cuts_max })
     };
-    let made = Run::within(seed, World::of(profile, seed));
+    let made = SimulationRun::within(seed, World::of(profile, seed));
     let mut run = made.map_err(|violation| fail(violation, 0, Vec::new()))?;
     run.limit_cuts(cuts_max.unwrap_or(u64::MAX));
     for (number, operation) in operations.iter().enumerate() {

@@ -6,14 +6,14 @@ use backend::BLOCK_SIZE;
 use disk::{Allocation, CheckOptions, Datastore, Device, ErrorKind, NoProgress, Segment};
 use simulation::operation::Profile;
 use simulation::random::Random;
-use simulation::run::Run;
+use simulation::run::SimulationRun;
 use simulation::scenario;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
 /// A datastore with some history, everything home and durable, and open.
-fn prepared(seed: u64) -> Run {
-    let mut run = Run::new(seed).unwrap();
+fn prepared(seed: u64) -> SimulationRun {
+    let mut run = SimulationRun::new(seed).unwrap();
     let operations = scenario::operations(seed, Profile::Model, 600);
     for operation in &operations {
         run.step(operation).unwrap();
@@ -73,7 +73,7 @@ fn a_flipped_bit_in_data_is_an_error_of_that_block_only_and_check_names_it() {
 }
 
 /// Whatever is read is right, or refused as corrupt.
-fn nothing_wrong_is_read(run: &Run, datastore: &Datastore, context: &str) {
+fn nothing_wrong_is_read(run: &SimulationRun, datastore: &Datastore, context: &str) {
     for title in run.model.titles() {
         let Ok(device) = datastore.device(&title, true) else { continue };
         let Some((image, capacity)) = run.model.image(&title) else { continue };

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
-use store::catalog::{Catalog, Object, Provisioning, State};
+use store::catalog::{Catalog, Object, ObjectState, Provisioning};
 use store::engine::{BulkWriter, CheckOptions, InitParameters, NewDisk, NewSnapshot};
 use store::journal::{BatchKind, Journal, Operation, Place, Writer};
 use store::pages::{PageFile, PageKey, Pages, sealed};
@@ -182,7 +182,7 @@ fn table_and_summary() {
     space.set_backed(&mut pages, Run { start: 0, blocks: 4 }, true).unwrap();
     space.adopt(&mut pages, Run { start: 0, blocks: 2 }).unwrap();
     space.add_references(&mut pages, Run { start: 1, blocks: 1 }).unwrap();
-    let note = |block: u64, entry: &mut store::space::Entry| {
+    let note = |block: u64, entry: &mut store::space::BlockEntry| {
         entry.checksum = 0x1122_3300 + block as u32;
         entry.suspect = block == 1;
     };
@@ -199,7 +199,7 @@ fn catalog_page() {
     let mut catalog = Catalog::open(&mut pages, 0, 1).unwrap();
     let object = Object {
         id: 1,
-        state: State::Disk,
+        state: ObjectState::Disk,
         provisioning: Provisioning::ZeroedThick,
         incomplete: true,
         root: None,
@@ -215,7 +215,7 @@ fn catalog_page() {
     catalog.put(object.clone());
     catalog.put(Object {
         id: 2,
-        state: State::Snapshot,
+        state: ObjectState::Snapshot,
         incomplete: false,
         root: Some(NodeId(0x77)),
         disk: 1,

@@ -1,4 +1,4 @@
-//! One module per bar: each builds its disks, measures, and brings findings and raw samples home.
+//! One module per study: each builds its disks, measures, and returns findings and raw samples.
 
 pub mod background;
 pub mod chains;
@@ -38,7 +38,7 @@ pub const BLOCK: u64 = 4096;
 /// Requests in flight while a layout is written.
 const LAYOUT_DEPTH: usize = 16;
 
-/// What every bar needs.
+/// What every study needs.
 #[derive(Debug)]
 pub struct Setting {
     /// Sizes and counts.
@@ -62,7 +62,7 @@ impl Setting {
     }
 }
 
-/// Measures one bar.
+/// Runs one study.
 pub fn measure(study: Study, setting: &Setting) -> Result<Outcome> {
     match study {
         Study::Speed => speed::measure(setting),

@@ -1,4 +1,4 @@
-//! What can stop a measurement. A missed bar is not an error: it is a finding.
+//! What can stop a measurement. A missed limit is not an error: it is a finding.
 
 use std::io;
 

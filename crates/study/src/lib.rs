@@ -1,4 +1,4 @@
-//! Measures lamina against its peers and against its own bars, from outside.
+//! Measures lamina against its peers and against its own limits, from outside.
 //!
 //! What must hold of a measurement here:
 //!
@@ -13,7 +13,7 @@
 //! The parts: [`plan`] (options and sizes), [`scratch`] (work folder), [`volume`] (a
 //! file system larger than the medium), [`process`] (children and interruption),
 //! [`nbd`] (a small pipelined client for layouts and latencies), [`fio`] (the load generator), [`peers`] (other
-//! servers), [`datastore`] (lamina's command line), [`statistics`], [`report`], [`machine`], and a module per bar in
+//! servers), [`datastore`] (lamina's command line), [`statistics`], [`report`], [`machine`], and a module per study in
 //! [`bars`].
 
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! `lamina-study`: the command line of the measurements. See the library for what they promise.
+//! `lamina-study`: the command line of the measurements. See the library for what is measured.
 
 #![forbid(unsafe_code)]
 
@@ -36,7 +36,7 @@ fn beside() -> PathBuf {
     here.unwrap_or_else(|| PathBuf::from("lamina"))
 }
 
-/// Runs the studies asked for; whether every bar was met. One that cannot be measured does not keep the others from
+/// Runs the studies asked for; whether every limit was met. One that cannot be measured does not keep the others from
 /// being measured, but fails the whole.
 fn measure(options: &Options) -> Result<bool> {
     let settings = &options.settings;

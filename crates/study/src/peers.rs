@@ -26,7 +26,7 @@ pub const START_TIME_MAX: Duration = Duration::from_secs(120);
 /// Clients a server must admit: the one that measures and those that look.
 const CLIENTS: &str = "8";
 
-/// What a server's image is, for the bars that compare with one kind.
+/// What a server's image is, for the studies that compare with one kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// A server of a raw file.

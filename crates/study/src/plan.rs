@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 const GIB: u64 = 1 << 30;
 
-/// Measures lamina against its peers and its own bars.
+/// Measures lamina against its peers and its own limits.
 #[derive(Debug, Parser)]
 #[command(name = "lamina-study", version, about, after_help = EXIT_CODES)]
 pub struct Options {
@@ -18,63 +18,63 @@ pub struct Options {
     pub settings: Settings,
 }
 
-const EXIT_CODES: &str = "Exit codes: 0 every bar met, 1 could not measure, 2 wrong usage, 3 measured and a bar missed, \
-130 interrupted.";
+const EXIT_CODES: &str = "Exit codes: 0 every limit met, 1 could not measure, 2 wrong usage, \
+3 measured and a limit missed, 130 interrupted.";
 
 /// What to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Subcommand, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Study {
-    /// Speed over NBD against nbdkit and qemu-nbd, raw and qcow2 (bar 3)
+    /// Speed over NBD against nbdkit and qemu-nbd, raw and qcow2
     Speed,
-    /// Writes to an empty thin disk against writes to a full one (bar 4)
+    /// Writes to an empty thin disk against writes to a full one
     Thin,
-    /// Reads and writes at snapshot depths up to 1,000 (bar 5)
+    /// Reads and writes at snapshot depths up to 1,000
     Depth,
-    /// Taking and deleting snapshots under load (bar 6)
+    /// Taking and deleting snapshots under load
     Snapshots,
-    /// Thousands of linked clones, and a full clone against cp (bar 7)
+    /// Thousands of linked clones, and a full clone against cp
     Clones,
-    /// Scattered blocks over a 16 TiB disk: memory, opening, reads (bar 8)
+    /// Scattered blocks over a 16 TiB disk: memory, opening, reads
     Wide,
-    /// Space given back after discards and overwrites (bar 9)
+    /// Space given back after discards and overwrites
     Reclaim,
-    /// Scattered writes over 1 TiB against qcow2; opening after stops and kills amid large deletions (bar 10)
+    /// Scattered writes over 1 TiB against qcow2; opening after stops and kills amid large deletions
     Scattered,
-    /// A steady load beside snapshots, clones, checks, merges and moves (bar 11)
+    /// A steady load beside snapshots, clones, checks, merges and moves
     Background,
-    /// An hour of mixed load with everything in the background: memory at the end (bar 12)
+    /// An hour of mixed load with everything in the background: memory at the end
     Endurance,
-    /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness (bar 13)
+    /// 8 and 16 connections, to one disk and to as many, against nbdkit: latency at one rate, fairness
     Connections,
-    /// A cached disk's reads beside a disk whose reads miss the metadata cache (bar 14)
+    /// A cached disk's reads beside a disk whose reads miss the metadata cache
     Neighbour,
-    /// Reads through 32 levels of VMware's formats against the flat base (vmdk bar 3)
+    /// Reads through 32 levels of VMware's formats against the flat base
     Chains,
-    /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests (vmdk bar 4)
+    /// SEsparse and VMFSsparse against a thin flat disk, by size and pattern of requests
     Grains,
-    /// Reads of chains against qemu-nbd on the same files (vmdk bar 5)
+    /// Reads of chains against qemu-nbd on the same files
     PeersChain,
-    /// Wiping and shrinking a half-empty SEsparse disk under load (vmdk bar 6)
+    /// Wiping and shrinking a half-empty SEsparse disk under load
     ReclaimSesparse,
-    /// Consolidating a chain under random writes (vmdk bar 7)
+    /// Consolidating a chain under random writes
     Consolidate,
-    /// Moving a thick disk to thin and to native under random writes (vmdk bar 7)
+    /// Moving a thick disk to thin and to native under random writes
     Migrate,
-    /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB (machines' bar 1)
+    /// Linked clones of machines by the hundred, on disks of 1 to 64 GiB
     VmLinked,
-    /// Full clones of machines against cp, off and running (machines' bar 5)
+    /// Full clones of machines against cp, off and running
     VmFull,
-    /// Instant clones of frozen and running guests, and their parents' speed (machines' bars 2, 3 and 6)
+    /// Instant clones of frozen and running guests, and their parents' speed
     VmInstant,
-    /// A clone at another server over TLS against one on the spot; a second one after 5 % change (vm bar 5)
+    /// A clone at another server over TLS against one on the spot; a second one after 5 % change
     Remote,
     /// All of them
     All,
 }
 
 impl Study {
-    /// Every study but [`Study::All`], in the order of the bars.
+    /// Every study but [`Study::All`], in the order in which `all` runs them.
     pub const EACH: [Study; 22] = [
         Study::Speed,
         Study::Thin,
@@ -167,7 +167,7 @@ fn size(text: &str) -> Result<u64, String> {
 /// How to measure.
 #[derive(Clone, Debug, Args)]
 pub struct Settings {
-    /// Shorter runs, fewer of them, smaller disks: shows where things stand, proves no bar
+    /// Shorter runs, fewer of them, smaller disks: a first impression that proves no limit
     #[arg(long, global = true)]
     pub quick: bool,
     /// The lamina to measure [default: the one beside this program]
@@ -196,7 +196,7 @@ pub struct Settings {
     /// 60]
     #[arg(long, global = true)]
     pub seconds: Option<f64>,
-    /// Only this mode [default: both where a bar has two]
+    /// Only this mode [default: both where a study has two]
     #[arg(long, global = true)]
     pub mode: Option<Mode>,
     /// Size of the disks [default: 2G, quick 512M]

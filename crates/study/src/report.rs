@@ -1,11 +1,10 @@
-//! Findings: what a bar asks, what was measured, whether it is met; as a table for people and JSON for keeping.
+//! Findings: the limit, what was measured, whether the limit is met; as a table for people and as JSON.
 
 use crate::error::{Doing, Error, Result};
 use crate::machine::Machine;
 use crate::plan::Plan;
 use serde::Serialize;
 use serde_json::{Value, json};
-use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -19,41 +18,11 @@ pub enum Wanted {
     AtMost,
 }
 
-/// A bar: a number among those of the native format, or among those of VMware's formats.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bar {
-    /// Of the native format.
-    Native(u8),
-    /// Of VMware's formats.
-    Vmdk(u8),
-}
-
-impl From<u8> for Bar {
-    fn from(number: u8) -> Bar {
-        Bar::Native(number)
-    }
-}
-
-impl fmt::Display for Bar {
-    fn fmt(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Bar::Native(number) => write!(to, "{number}"),
-            Bar::Vmdk(number) => write!(to, "vmdk {number}"),
-        }
-    }
-}
-
-impl Serialize for Bar {
-    fn serialize<S: serde::Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
-        to.collect_str(self)
-    }
-}
-
 /// One figure, with what is asked of it if anything.
 #[derive(Clone, Debug, Serialize)]
 pub struct Finding {
-    /// Which bar it belongs to.
-    pub bar: Bar,
+    /// The property of the product that it is about.
+    pub property: &'static str,
     /// What was measured.
     pub what: String,
     /// The figure.
@@ -69,31 +38,31 @@ pub struct Finding {
 impl Finding {
     /// A figure that must be at least `limit`.
     pub fn at_least(
-        bar: impl Into<Bar>,
+        property: &'static str,
         what: impl Into<String>,
         measured: f64,
         limit: f64,
         unit: &'static str,
     ) -> Finding {
         let met = measured >= limit;
-        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: Some((Wanted::AtLeast, limit)), met }
+        Finding { property, what: what.into(), measured, unit, limit: Some((Wanted::AtLeast, limit)), met }
     }
 
     /// A figure that must be at most `limit`.
     pub fn at_most(
-        bar: impl Into<Bar>,
+        property: &'static str,
         what: impl Into<String>,
         measured: f64,
         limit: f64,
         unit: &'static str,
     ) -> Finding {
         let met = measured <= limit;
-        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
+        Finding { property, what: what.into(), measured, unit, limit: Some((Wanted::AtMost, limit)), met }
     }
 
     /// A figure worth knowing, of which nothing is asked.
-    pub fn note(bar: impl Into<Bar>, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
-        Finding { bar: bar.into(), what: what.into(), measured, unit, limit: None, met: true }
+    pub fn note(property: &'static str, what: impl Into<String>, measured: f64, unit: &'static str) -> Finding {
+        Finding { property, what: what.into(), measured, unit, limit: None, met: true }
     }
 
     fn row(&self) -> Vec<String> {
@@ -108,11 +77,11 @@ impl Finding {
             (_, false) => "MISSED",
         };
         let measured = format!("{} {}", figure(self.measured), self.unit);
-        vec![self.bar.to_string(), self.what.clone(), measured, asked, verdict.into()]
+        vec![self.property.to_owned(), self.what.clone(), measured, asked, verdict.into()]
     }
 }
 
-/// What one study brings home.
+/// What one study returns.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Its findings.
@@ -157,7 +126,7 @@ pub fn table(head: &[&str], rows: &[Vec<String>]) -> String {
 /// Findings as a table.
 pub fn shown(findings: &[Finding]) -> String {
     let rows: Vec<Vec<String>> = findings.iter().map(Finding::row).collect();
-    table(&["bar", "what", "measured", "asked", ""], &rows)
+    table(&["property", "what", "measured", "asked", ""], &rows)
 }
 
 /// Keeps an outcome as JSON in the results folder; where.
@@ -219,11 +188,12 @@ mod tests {
 
     #[test]
     fn limits_are_met_at_the_limit_and_missed_beyond() {
-        assert!(Finding::at_least(3, "a", 0.95, 0.95, "x").met);
-        assert!(!Finding::at_least(3, "a", 0.949, 0.95, "x").met);
-        assert!(Finding::at_most(6, "a", 2.0, 2.0, "ms").met);
-        assert!(!Finding::at_most(6, "a", f64::NAN, 2.0, "ms").met);
-        let text = shown(&[Finding::at_most(6, "p99", 2.5, 2.0, "ms"), Finding::note(6, "count", 300.0, "")]);
+        assert!(Finding::at_least("latency", "a", 0.95, 0.95, "x").met);
+        assert!(!Finding::at_least("latency", "a", 0.949, 0.95, "x").met);
+        assert!(Finding::at_most("latency", "a", 2.0, 2.0, "ms").met);
+        assert!(!Finding::at_most("latency", "a", f64::NAN, 2.0, "ms").met);
+        let text =
+            shown(&[Finding::at_most("latency", "p99", 2.5, 2.0, "ms"), Finding::note("latency", "count", 300.0, "")]);
         assert!(text.contains("<= 2.00") && text.contains("MISSED") && text.contains("300"), "{text}");
     }
 }

@@ -24,7 +24,7 @@ pub fn largest(samples: &[f64]) -> f64 {
     samples.iter().copied().fold(0.0, f64::max)
 }
 
-/// `a / b`, and 0 when there is nothing to compare with: a missing side must not pass a bar.
+/// `a / b`, and 0 when there is nothing to compare with: a missing side must not meet a limit.
 pub fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }

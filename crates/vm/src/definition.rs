@@ -92,7 +92,7 @@ pub struct Boot {
 /// How a machine was cloned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Way {
+pub enum CloneKind {
     /// With disks of its own.
     Full,
     /// With disks that are deltas on a snapshot of the parent's.
@@ -101,7 +101,7 @@ pub enum Way {
     Instant,
 }
 
-impl Way {
+impl CloneKind {
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
@@ -122,7 +122,7 @@ pub struct Origin {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub snapshot: Option<String>,
     /// How.
-    pub way: Way,
+    pub way: CloneKind,
 }
 
 /// A disk of the datastore in a machine.
@@ -177,13 +177,13 @@ impl Definition {
     }
 
     /// A clone of it: the same devices at the same places, an identity of its own.
-    pub fn heir(&self, name: &str, origin: Origin) -> Result<Self> {
+    pub fn for_clone(&self, name: &str, origin: Origin) -> Result<Self> {
         let disks = self.disks.iter().enumerate();
         let mut networks = Vec::with_capacity(self.networks.len());
         for network in &self.networks {
             networks.push(Network { mac: Mac::new()?, ..network.clone() });
         }
-        let heir = Self {
+        let clone = Self {
             name: name.to_owned(),
             uuid: Uuid::new()?,
             origin: Some(origin),
@@ -191,8 +191,8 @@ impl Definition {
             networks,
             ..self.clone()
         };
-        heir.check()?;
-        Ok(heir)
+        clone.check()?;
+        Ok(clone)
     }
 
     /// The names of its disks.
@@ -226,7 +226,7 @@ impl Definition {
         disks: impl Iterator<Item = &'a String>,
     ) -> Result<()> {
         if version != known {
-            let text = format!("'{origin}' is of version {version}, this program knows {known}");
+            let text = format!("'{origin}' has version {version}, this program supports {known}");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{origin}': {what}"));
@@ -354,7 +354,7 @@ mod tests {
             uuid: "1d9e3a7c-5b0e-4a44-9d0f-0f6f1c2f7a11".parse().unwrap(),
             cpus: 2,
             memory: 256 << 20,
-            origin: Some(Origin { machine: "base".into(), snapshot: None, way: Way::Linked }),
+            origin: Some(Origin { machine: "base".into(), snapshot: None, way: CloneKind::Linked }),
             boot: Some(Boot { kernel: "/k".into(), initrd: Some("/i".into()), append: "console=ttyS0".into() }),
             disks: Vec::new(),
             networks: Vec::new(),

@@ -33,7 +33,7 @@ use std::time::Duration;
 
 /// How long a machine that another command changes is waited for.
 const CHANGE_PATIENCE: Duration = Duration::from_secs(30);
-/// The lock that those who work share.
+/// The lock that all commands at work share.
 const WORKING: &str = ".working";
 /// Where memory is unless told otherwise.
 const MEMORY: &str = "/dev/shm";
@@ -70,7 +70,7 @@ impl Drop for Host {
         if self.worked.load(Ordering::Relaxed)
             && let Err(error) = self.sweep()
         {
-            tracing::debug!("what nobody refers to any more is left to the next command: {error}");
+            tracing::debug!("unused memory images are left to the next command: {error}");
         }
     }
 }
@@ -145,7 +145,7 @@ impl Host {
             // Kept for speed alone: if it cannot be kept, the next command asks QEMU again.
             let kept = serde_json::to_vec(&known).map_err(io::Error::from).map(|text| durable::write(&path, &text));
             if let Err(error) = kept {
-                tracing::debug!("what QEMU can do is not kept: {error}");
+                tracing::debug!("the list of QEMU's features could not be cached: {error}");
             }
         }
         Ok(features)
@@ -165,7 +165,7 @@ impl Host {
             }
         }
         if let Err(error) = self.sweep() {
-            tracing::error!("memory that belongs to nobody stays until the next command: {error}");
+            tracing::error!("an unused memory image is removed by the next command: {error}");
         }
         Ok(())
     }
@@ -183,7 +183,7 @@ impl Host {
     fn recover_one(&self, change: &Change) -> Result<()> {
         let name = change.machine().name();
         if change.let_go_on()? {
-            tracing::warn!(machine = name, "a command that held it still was interrupted; it goes on");
+            tracing::warn!(machine = name, "a command that had paused it was interrupted; it runs again");
         }
         snapshots::recover(change, self)
     }

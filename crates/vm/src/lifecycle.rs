@@ -3,7 +3,7 @@
 use crate::disks::Disks;
 use crate::instant::image::Images;
 use crate::instant::{child, freeze};
-use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, Successor, remove_if_there};
+use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, Successor, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
@@ -93,7 +93,7 @@ fn wait_for_disks(machine: &Machine, disks: &dyn Disks) -> Result<()> {
         for disk in &definition.disks {
             match all.get(&disk.name) {
                 None => {
-                    let text = format!("machine '{}': its disk '{}' is not there", machine.name(), disk.name);
+                    let text = format!("machine '{}': its disk '{}' does not exist", machine.name(), disk.name);
                     return Err(Error::new(ErrorKind::NotFound, text));
                 }
                 Some(facts) if facts.clients > 0 => used = Some((&disk.name, facts.clients)),
@@ -130,9 +130,9 @@ pub fn stop(change: &Change, how: Stop) -> Result<()> {
     match how {
         Stop::Now => process.quit(machine.monitor().ok().as_mut())?,
         Stop::Ask(patience) => {
-            if machine.state()? == State::Paused {
+            if machine.state()? == MachineState::Paused {
                 let text =
-                    format!("the guest of machine '{}' is paused and cannot hear; resume it first", machine.name());
+                    format!("the guest of machine '{}' is paused and cannot react; resume it first", machine.name());
                 return Err(Error::new(ErrorKind::Invalid, text));
             }
             // The agent's connection stays open until the guest is off.

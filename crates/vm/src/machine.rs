@@ -55,7 +55,7 @@ const GLANCE_PATIENCE: Duration = Duration::from_millis(500);
 /// What a machine does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum State {
+pub enum MachineState {
     /// It has no process.
     Stopped,
     /// Its guest executes.
@@ -151,7 +151,7 @@ impl Machine {
         match lock.try_lock() {
             Ok(()) => Ok(Change { machine: self.clone(), _lock: lock }),
             Err(fs::TryLockError::WouldBlock) => {
-                let text = format!("machine '{}' is being changed by somebody else; try again", self.name());
+                let text = format!("machine '{}' is being changed by another command; try again", self.name());
                 Err(Error::new(ErrorKind::Busy, text))
             }
             Err(fs::TryLockError::Error(e)) => Err(Error::io(format!("locking machine '{}'", self.name()), e)),
@@ -197,33 +197,33 @@ impl Machine {
     }
 
     /// Its state, as far as it can be found at once: `Other` while another command uses its monitor.
-    pub fn glance(&self) -> Result<State> {
+    pub fn glance(&self) -> Result<MachineState> {
         match self.process()? {
-            None => Ok(State::Stopped),
-            Some(_) => Ok(self.state_within(GLANCE_PATIENCE).unwrap_or(State::Other)),
+            None => Ok(MachineState::Stopped),
+            Some(_) => Ok(self.state_within(GLANCE_PATIENCE).unwrap_or(MachineState::Other)),
         }
     }
 
     /// What it does.
-    pub fn state(&self) -> Result<State> {
+    pub fn state(&self) -> Result<MachineState> {
         self.state_within(MONITOR_PATIENCE)
     }
 
-    fn state_within(&self, patience: Duration) -> Result<State> {
+    fn state_within(&self, patience: Duration) -> Result<MachineState> {
         if self.process()?.is_none() {
-            return Ok(State::Stopped);
+            return Ok(MachineState::Stopped);
         }
         let status =
             match self.monitor_within(patience).and_then(|mut monitor| monitor.execute("query-status", json!({}))) {
                 Ok(status) => status,
                 // It ended between the two questions.
-                Err(_) if self.process()?.is_none() => return Ok(State::Stopped),
+                Err(_) if self.process()?.is_none() => return Ok(MachineState::Stopped),
                 Err(error) => return Err(error),
             };
         Ok(match status["status"].as_str() {
-            Some("running") => State::Running,
-            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => State::Paused,
-            _ => State::Other,
+            Some("running") => MachineState::Running,
+            Some("paused" | "suspended" | "prelaunch" | "postmigrate") => MachineState::Paused,
+            _ => MachineState::Other,
         })
     }
 

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! 1. A machine is there when its folder lies among the others. It is made in a folder `.new-*`, and renaming its own
-//!    folder out of there is the one moment at which it comes into being; deleting goes the other way.
+//!    folder out of there creates it; deleting renames it back.
 //! 2. `intent.toml` is durable before the first disk is made. So such a folder says what a killed command left half
 //!    done: disks that it names are deleted if their machine's folder is still in it ([`Machines::recover`]).
 //! 3. A command locks such a folder while it works on it; recovery leaves a locked folder alone.
@@ -25,7 +25,7 @@ use crate::disks::Disks;
 use crate::durable;
 use crate::identity::Uuid;
 use crate::instant::freeze;
-use crate::machine::{DEFINITION, Machine, State};
+use crate::machine::{DEFINITION, Machine, MachineState};
 use backend::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
 use std::collections::BTreeMap;
@@ -139,7 +139,7 @@ impl Machines {
         let machine = self.get(name)?;
         let change = machine.change()?;
         let busy = |text: String| Err(Error::new(ErrorKind::Busy, text));
-        if machine.state()? != State::Stopped {
+        if machine.state()? != MachineState::Stopped {
             return busy(format!("machine '{name}' runs; stop it first"));
         }
         for disk in disks {
@@ -149,8 +149,8 @@ impl Machines {
             };
             let for_clones = |name: &str| [clone::PREFIX, freeze::PREFIX].iter().any(|prefix| name.starts_with(prefix));
             for snapshot in of_disk.iter().filter(|snapshot| for_clones(&snapshot.name)) {
-                let heirs = snapshot.clones.iter().cloned();
-                snapshots.extend(heirs.map(|disk| Snapshot { disk, name: snapshot.name.clone() }));
+                let clones = snapshot.clones.iter().cloned();
+                snapshots.extend(clones.map(|disk| Snapshot { disk, name: snapshot.name.clone() }));
             }
             let clones: Vec<String> = of_disk.into_iter().flat_map(|snapshot| snapshot.clones).collect();
             if !clones.is_empty() && !promote {
@@ -198,7 +198,7 @@ impl Machines {
         // What the killed one had asked for may still be under way.
         self.disks.settle()?;
         for (folder, deleting, _lock) in &left {
-            tracing::warn!(folder = %folder.display(), "taking away what was left when a command was interrupted");
+            tracing::warn!(folder = %folder.display(), "removing what an interrupted command left");
             let outcome = match Intent::read(folder) {
                 Ok(Some(intent)) => {
                     let whose = match deleting {
@@ -211,7 +211,7 @@ impl Machines {
                 Err(error) => Err(error),
             };
             if let Err(error) = outcome {
-                tracing::error!("'{}' stays until the next command: {error}", folder.display());
+                tracing::error!("'{}' is removed by the next command: {error}", folder.display());
             }
         }
         Ok(left.len())

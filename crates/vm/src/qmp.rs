@@ -5,7 +5,8 @@
 //! 2. What the peer sends is bounded: a line longer than [`LINE_MAX`] ends the connection.
 //! 3. Events that arrive while an answer is awaited are kept, the newest [`EVENTS_MAX`].
 //! 4. Requests are numbered, and an answer with another number is one to an earlier request, given up since: never
-//!    taken for this one's. Only peers that do not repeat numbers (old guest agents) are believed without.
+//!    taken for this one's. An answer without a number is accepted only from peers that do not repeat numbers (old
+//!    guest agents).
 
 use backend::{Error, ErrorKind, IoContext, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -203,7 +204,7 @@ impl Client {
                 return match serde_json::from_slice(text) {
                     Ok(message) => Ok(Some(message)),
                     Err(e) => {
-                        let text = format!("'{}' sent what is no message: {e}", self.path.display());
+                        let text = format!("'{}' sent something that is no message: {e}", self.path.display());
                         Err(Error::new(ErrorKind::Invalid, text))
                     }
                 };
@@ -237,7 +238,7 @@ impl Client {
     fn odd(&self, message: &Value) -> Error {
         let mut text = message.to_string();
         text.truncate(text.char_indices().nth(200).map_or(text.len(), |(index, _)| index));
-        Error::new(ErrorKind::Invalid, format!("'{}' said what was not expected: {text}", self.path.display()))
+        Error::new(ErrorKind::Invalid, format!("'{}' sent an unexpected message: {text}", self.path.display()))
     }
 }
 

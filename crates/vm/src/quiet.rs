@@ -2,7 +2,7 @@
 
 use crate::agent::Agent;
 use crate::disks::Disks;
-use crate::machine::{Change, Hold, State};
+use crate::machine::{Change, Hold, MachineState};
 use backend::Result;
 use std::time::{Duration, Instant};
 
@@ -60,13 +60,13 @@ fn millis(time: Duration) -> f64 {
 pub fn snapshot(change: &Change, disks: &dyn Disks, of: &[(String, String)], quiesce: bool) -> Result<Quiet> {
     let machine = change.machine();
     let state = machine.state()?;
-    if state == State::Stopped {
+    if state == MachineState::Stopped {
         disks.snapshot(of)?;
         return Ok(Quiet::Stopped);
     }
     let why = match quiesce {
         false => None,
-        true if state != State::Running => Some("the guest is paused and its agent cannot answer".to_owned()),
+        true if state != MachineState::Running => Some("the guest is paused and its agent cannot answer".to_owned()),
         true => match machine.agent(AGENT_PATIENCE)? {
             None => Some("the guest's agent does not answer".to_owned()),
             Some(agent) => match frozen(change, agent, disks, of)? {

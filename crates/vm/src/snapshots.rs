@@ -20,7 +20,7 @@ use crate::durable;
 use crate::host::Host;
 use crate::instant::freeze::{self, Memories};
 use crate::instant::{pages, running, state};
-use crate::machine::{Change, Hold, Machine, MemoryRecord, Start, State, remove_if_there};
+use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, remove_if_there};
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
@@ -163,7 +163,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
     let machine = change.machine();
     let definition = machine.definition()?;
     let state = machine.state()?;
-    if options.memory && !matches!(state, State::Running | State::Paused) {
+    if options.memory && !matches!(state, MachineState::Running | MachineState::Paused) {
         let text = format!("machine '{}' does not run: it has no memory to be kept", machine.name());
         return Err(Error::new(ErrorKind::Invalid, text));
     }
@@ -191,7 +191,7 @@ pub fn take(host: &Host, change: &Change, name: &str, options: Options) -> Resul
         Ok(taken) => taken,
         Err(error) => {
             if let Err(second) = undo(disks, &new) {
-                tracing::warn!("what was taken of snapshot '{name}' goes with the next command: {second}");
+                tracing::warn!("the unfinished snapshot '{name}' is removed by the next command: {second}");
             }
             return Err(error);
         }
@@ -211,7 +211,7 @@ fn take_in(
     options: Options,
     definition: Definition,
     of: Vec<Snapshot>,
-    state: State,
+    state: MachineState,
     new: &Path,
 ) -> Result<Taken> {
     let pairs: Vec<(String, String)> = of.iter().map(|one| (one.disk.clone(), one.name.clone())).collect();
@@ -232,10 +232,16 @@ fn take_in(
 }
 
 /// Takes disks, device state and memory; for how long the guest stood still.
-fn with_memory(host: &Host, change: &Change, of: &[(String, String)], state: State, new: &Path) -> Result<Duration> {
+fn with_memory(
+    host: &Host,
+    change: &Change,
+    of: &[(String, String)],
+    state: MachineState,
+    new: &Path,
+) -> Result<Duration> {
     let machine = change.machine();
     let features = host.features()?;
-    if state == State::Running {
+    if state == MachineState::Running {
         let _holding = change.hold(Hold { resume: true, thaw: false })?;
         let (taken, stun) = running::take(change, host.images(), host.disks(), features, of)?;
         keep(&taken.image.record.memory, &new.join("memory"))?;
@@ -326,13 +332,13 @@ fn finish_deleting(disks: &dyn Disks, old: &Path) -> Result<()> {
 
 /// Makes a machine as it was at a snapshot: what it is now is lost. With memory, its guest goes on where it was,
 /// unless `paused`; without, the machine is off afterwards.
-pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<State> {
+pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<MachineState> {
     let machine = change.machine();
     let record = get(machine, name)?;
     durable::write(&machine.folder().join(REVERTING), name.as_bytes())?;
     revert_disks(host, change, &record)?;
     if !record.has_memory() {
-        return Ok(State::Stopped);
+        return Ok(MachineState::Stopped);
     }
     let features = host.features()?;
     let from = folder(machine).join(name);
@@ -360,10 +366,10 @@ pub fn revert(host: &Host, change: &Change, name: &str, paused: bool) -> Result<
         }
     });
     match begun {
-        Ok(_) if paused => Ok(State::Paused),
+        Ok(_) if paused => Ok(MachineState::Paused),
         Ok(mut successor) => {
             successor.monitor.execute("cont", json!({}))?;
-            Ok(State::Running)
+            Ok(MachineState::Running)
         }
         Err(error) => {
             remove_if_there(&file)?;

@@ -2,8 +2,8 @@
 //!
 //! The chain below the image that was named is followed by its hints. If there is a list of snapshots (`.vmsd`) in its
 //! folder, the images that it names are opened too, each with its chain: those that end in the same base are other
-//! branches of the same disk. A list says nothing that is believed: an entry whose image is missing, or belongs to
-//! another disk of the machine, is passed over.
+//! branches of the same disk. A list is checked against the images: an entry whose image is missing, or belongs to
+//! another disk of the machine, is ignored.
 //!
 //! 1. Adopting changes nothing outside of the record's folder.
 //! 2. What others could stand on is never written: images in other folders than the named one's, the image that a
@@ -11,7 +11,7 @@
 
 use crate::disk::{Disk, Options, adapter_of, fresh_record};
 use crate::images::format_name;
-use crate::record::{Fate, NODES_MAX, Node, Pending, Record, SnapshotRecord, Standing};
+use crate::record::{Fate, ImageOwnership, NODES_MAX, Node, Pending, Record, SnapshotRecord};
 use crate::vmsd::{self, Vmsd};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{Access, IoContext, IoMode};
@@ -157,7 +157,7 @@ impl Tree<'_> {
                 folder: reference,
                 descriptor: image.place().name.clone(),
                 format: format_name(image),
-                standing: if self.writable && beside { Standing::Adopted } else { Standing::Foreign },
+                standing: if self.writable && beside { ImageOwnership::Adopted } else { ImageOwnership::Foreign },
                 accepted: below.and_then(|below| changed_parent(image, below)),
                 replay: self.options.journal == DirtyJournal::Replay && image.layer().format() == "sesparse",
             });
@@ -176,7 +176,7 @@ impl Tree<'_> {
             let list = match read_list(&place) {
                 Ok(list) => list,
                 Err(error) => {
-                    tracing::warn!(%error, list = name, "a list of snapshots is passed over");
+                    tracing::warn!(%error, list = name, "a list of snapshots is ignored");
                     continue;
                 }
             };
@@ -224,7 +224,7 @@ impl Tree<'_> {
         let images = match open_chain(place, &self.options) {
             Ok(chain) => chain.into_images(),
             Err(error) => {
-                tracing::warn!(%error, "an image that a list of snapshots names is passed over");
+                tracing::warn!(%error, "an image that a list of snapshots names is ignored");
                 strange.insert(label);
                 return None;
             }

@@ -1,15 +1,14 @@
 //! Linked clones: disks that begin as a snapshot of another, with a delta of their own above its image.
 //!
-//! 1. The source knows its clones before they are disks: while one is named, nothing that it stands on is merged,
+//! 1. The source's record names a clone before the clone is a disk: while it is named, no image below it is merged,
 //!    shrunk or removed.
-//! 2. A clone refers to the source's images where they are, as to anybody's foreign images. They stay what they are,
-//!    by 1.
-//! 3. Nobody tells a source that a clone is gone: it looks when it matters. A clone whose folder has no record any
-//!    more, or another disk's, is forgotten.
+//! 2. A clone refers to the source's images where they are, as to any foreign images. By 1 they do not change.
+//! 3. A deleted clone is not reported to its source: the source looks before it changes an image. A clone whose folder
+//!    has no record any more, or another disk's, is removed from the source's record.
 
 use crate::disk::{Disk, Options, check_name, fresh_record};
 use crate::owner::lock_is_free;
-use crate::record::{self, CloneRecord, Fate, OriginRecord, Pending, Standing};
+use crate::record::{self, CloneRecord, Fate, ImageOwnership, OriginRecord, Pending};
 use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};
 use layer::descriptor::Adapter;
@@ -57,7 +56,7 @@ impl Disk {
         // The images below, as the clone has to call them.
         for id in record.line(snapshot.node)?.iter().rev() {
             let mut node = record.node(*id)?.clone();
-            node.standing = Standing::Foreign;
+            node.standing = ImageOwnership::Foreign;
             node.folder = Some(node.folder.unwrap_or_else(|| here.clone()));
             fresh.nodes.push(node);
         }
@@ -138,11 +137,7 @@ impl Disk {
         if names.is_empty() {
             return Ok(());
         }
-        let text = format!(
-            "snapshot '{snapshot}' of disk '{}' is what linked clones stand on: {}",
-            record.name,
-            names.join(", ")
-        );
+        let text = format!("snapshot '{snapshot}' of disk '{}' has linked clones: {}", record.name, names.join(", "));
         Err(Error::new(ErrorKind::Busy, text))
     }
 
@@ -168,7 +163,7 @@ impl Disk {
         };
         match stored::load(&**folder.directory()) {
             Ok(found) if found.uuid != clone.uuid => false,
-            // Being made: by somebody who holds its lock, or by nobody any more.
+            // Being made by a process that holds its lock, or left unfinished by one that has ended.
             Ok(found) => {
                 let fate = found.pending.as_ref().and_then(|pending| pending.fate);
                 fate.is_none() || !lock_is_free(&folder)

@@ -3,7 +3,7 @@
 use crate::images::{load_descriptor, remove};
 use crate::line::Line;
 use crate::owner::{LOCK_NAME, Owner};
-use crate::record::{Fate, FileRecord, Node, Pending, Record, Standing, Tunables};
+use crate::record::{Fate, FileRecord, ImageOwnership, Node, Pending, Record, Tunables};
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{IoMode, clock};
@@ -91,7 +91,7 @@ pub(crate) struct State {
     pub lost: bool,
     /// Opening found no room to finish what was under way.
     pub unsettled: bool,
-    /// The record's last replacement failed so that nobody knows which one the medium has.
+    /// The record's last replacement failed, and the medium may have the old record or the new one.
     pub failed: bool,
 }
 
@@ -137,7 +137,7 @@ impl Disk {
                 folder: None,
                 descriptor: name.clone(),
                 format,
-                standing: Standing::Made,
+                standing: ImageOwnership::Made,
                 accepted: None,
                 replay: false,
             });
@@ -230,7 +230,7 @@ impl Disk {
             pending.flat_map(|pending| pending.made.iter().chain(&pending.gone)).cloned().collect();
         if record.is_going() {
             // A descriptor goes after the extents that only it names: what a crash leaves can still be found.
-            let made = record.nodes.iter().filter(|node| node.standing == Standing::Made);
+            let made = record.nodes.iter().filter(|node| node.standing == ImageOwnership::Made);
             files.extend(made.flat_map(|node| self.files(&record, node).into_iter().rev()));
         }
         self.remove_files(&record, &files)?;
@@ -308,7 +308,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Replaces the record. If nobody can say which one the medium has, nothing more is written.
+    /// Replaces the record. After an error that leaves open which record is durable, nothing more is written.
     pub(crate) fn commit(&self, record: Record) -> Result<()> {
         self.check_owner()?;
         let bytes = record.encode()?;
@@ -350,7 +350,7 @@ impl Disk {
                 if failed.uncertain {
                     self.state.lock().failed = true;
                     if let Some(line) = &*self.head.lock() {
-                        // Nothing may be acknowledged that only one of the two records knows.
+                        // Nothing may be acknowledged that only one of the two records names.
                         let _ = line.chain.close();
                     }
                 }
@@ -480,7 +480,7 @@ impl Disk {
         self.commit(record)
     }
 
-    /// Notes what lies above the head, for whoever put it there.
+    /// Notes what lies above the head, for the caller that put it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
         let _operation = self.begin("noting the overlay")?;
         let mut record = self.record();
@@ -522,7 +522,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::Busy, text));
         }
         match self.carry_out(&record) {
-            // What is put right there goes as well, unless images are left to whoever made them.
+            // The files that the unfinished work needs are removed too, unless adopted images have to be kept.
             Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
             other => other?,
         }
@@ -613,7 +613,7 @@ pub(crate) fn adapter_of(image: &Image) -> Adapter {
 pub(crate) fn is_writable_kind(place: &Place) -> bool {
     match load_descriptor(place) {
         Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
-        // Raw files can, and what cannot be read is found out when it is opened.
+        // Raw files are writable; a file that cannot be read fails when it is opened.
         _ => true,
     }
 }

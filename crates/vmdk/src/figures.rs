@@ -1,7 +1,7 @@
 //! Figures of a disk for people, and the tunables that they turn.
 
 use crate::disk::Disk;
-use crate::record::{Standing, Tunables};
+use crate::record::{ImageOwnership, Tunables};
 use crate::{DeltaFormat, Result};
 use chain::Statistics;
 use layer::Usage;
@@ -30,7 +30,7 @@ pub struct FileInfo {
     /// Its path, or its name where there are no paths.
     pub path: String,
     /// Whose it is.
-    pub standing: Standing,
+    pub standing: ImageOwnership,
     /// Which image has it.
     pub node: u32,
 }
@@ -136,7 +136,7 @@ impl Disk {
             levels_max: tuning.levels_max.unwrap_or(levels_max),
         };
         let now = *now;
-        // The chain knows what can be; it is asked before anything is kept.
+        // The chain checks the values before any is kept.
         let chain = self.head_line()?;
         let chain = &chain.chain;
         chain.set_tunables(chain::Tunables {

@@ -123,7 +123,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Puts a descriptor right that nobody has open for writing.
+    /// Corrects a descriptor that no chain has open for writing.
     pub(crate) fn settle_closed(&self, record: &Record, settlement: &Settlement) -> Result<()> {
         let place = self.place(record, record.node(settlement.node)?)?;
         if let Some(text) = &settlement.text {

@@ -29,12 +29,12 @@
 //! 3. **Foreign images are not changed** unless they were adopted for writing.
 //! 4. **Parents are those the children were made above.** Whenever an image's content changes, its CID does, and every
 //!    child that is meant to stand on the new content is told (`settle`). Where a crash can come between, the record
-//!    knows about it.
-//! 5. **What somebody stands on does not change**: images below a linked clone, or in a snapshot that is open, are
+//!    announces the step first.
+//! 5. **What is read elsewhere does not change**: images below a linked clone, or in a snapshot that is open, are
 //!    neither merged nor shrunk.
 //!
-//! Locks, in the order in which they are taken: `operation` (one change of the tree at a time; whoever comes second is
-//! told `Busy`), `head` (while the chain is being opened), then those of the chain; `state` and a line's levels are
+//! Locks, in the order in which they are taken: `operation` (one change of the tree at a time; a second one fails with
+//! `Busy`), `head` (while the chain is being opened), then those of the chain; `state` and a line's levels are
 //! leaves and are never held during I/O.
 
 #![forbid(unsafe_code)]
@@ -64,7 +64,7 @@ pub use disk::{Disk, FolderFinder, NewDisk, Options};
 pub use figures::{FileInfo, Info, Tuning};
 pub use maintain::{Checked, Freed};
 pub use merge::Direction;
-pub use record::{DeltaFormat, Node, Record, SnapshotRecord, Standing};
+pub use record::{DeltaFormat, ImageOwnership, Node, Record, SnapshotRecord};
 pub use snapshot::{NewSnapshot, Snapshot, snapshot_group};
 
 pub use backend::{Error, ErrorKind, Result};

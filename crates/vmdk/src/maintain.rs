@@ -117,7 +117,7 @@ impl Disk {
         base.ok_or_else(|| Error::new(ErrorKind::Corrupt, format!("disk '{}' has no images", record.name)))
     }
 
-    /// Whether an image is this disk's, and nobody stands on it who would not know of a change.
+    /// Whether an image is this disk's own, and no clone or open snapshot reads it.
     fn may_change(&self, record: &Record, id: u32) -> bool {
         record.node(id).is_ok_and(|node| node.is_own()) && !record.read_only && !record.pinned().contains(&id)
     }

@@ -1,4 +1,4 @@
-//! Snapshots and levels go: an image is merged into the one below it or above it, while the disk is in use.
+//! Removal of snapshots and levels: an image is merged into the one below it or above it, while the disk is in use.
 //!
 //! ```text
 //!            down: F <- C                                 up: C <- F
@@ -16,7 +16,7 @@
 //!    down, the state that F was a snapshot of is given up when F is first written, so its name goes before; a level
 //!    that is left over is merged by the next deletion or consolidation, or found by [`Disk::redundant`]. Merging up,
 //!    the snapshot stays until the commit.
-//! 2. The image that is written is open twice at no time, and nobody reads it through another chain.
+//! 2. The image that is written is never open twice, and no other chain reads it.
 //! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
 //!    is held until one child is left.
 
@@ -145,7 +145,7 @@ impl Disk {
                 None => continue,
             };
             match merged {
-                // Somebody reads it: another time.
+                // A reader has it open: a later run merges it.
                 Err(error) if error.kind() == ErrorKind::Busy => {}
                 other => other?,
             }
@@ -165,18 +165,19 @@ impl Disk {
         let can_up = above.is_own();
         match wanted {
             Some(Direction::Down) if !can_down => {
-                let text = format!("'{}' is not this disk's to write: merge up, or convert the disk", below.descriptor);
+                let text =
+                    format!("'{}' does not belong to this disk: merge up, or convert the disk", below.descriptor);
                 return Err(Error::new(ErrorKind::ReadOnly, text));
             }
             Some(Direction::Up) if !can_up => {
-                let text = format!("'{}' is not this disk's to write: merge down", above.descriptor);
+                let text = format!("'{}' does not belong to this disk: merge down", above.descriptor);
                 return Err(Error::new(ErrorKind::ReadOnly, text));
             }
             Some(direction) => return Ok(Some(direction)),
             None => {}
         }
         if !can_down {
-            // Nobody wants a whole foreign base copied without having asked for it.
+            // A whole foreign base is copied only when the user asks for it.
             return Ok(None);
         }
         if can_up {
@@ -199,7 +200,7 @@ impl Disk {
         Ok((image.layer().capacity(), image.layer().usage()?.mapped))
     }
 
-    /// A snapshot loses its name, and what nothing needs then goes.
+    /// Removes the name of a snapshot, and then the images that nothing needs any more.
     fn drop_name(&self, name: &str) -> Result<()> {
         let record = self.record();
         let mut after = record.clone();
@@ -245,7 +246,7 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
-        // Opened before anything is given up: what somebody else has open for writing is found out here.
+        // Opened before anything is given up: an image that another process has open for writing fails here.
         let writable = match below.image.layer().writable() {
             true => None,
             false => Some(Arc::new(self.open_image(&record, target, true)?)),
@@ -456,7 +457,7 @@ impl Disk {
         let is_head = self.record().head == target && self.open_head().is_some_and(|head| head.level(target).is_some());
         let closed = match line.level(target) {
             Some(level) if !is_head && level.image.layer().writable() => {
-                // Descriptors are put right when nobody has the image open for writing.
+                // A descriptor is corrected while no chain has the image open for writing.
                 let last = line.levels().first().is_some_and(|top| top.node == target);
                 drop(level);
                 if last { line.chain.close() } else { self.set_reading(line, target) }

@@ -7,7 +7,7 @@
 //!
 //! 1. The checksum covers everything behind the first line. A text that fails it, or that contradicts itself, is
 //!    refused, not guessed.
-//! 2. Nodes form trees: parents exist, and nobody is his own ancestor. The head is a node, and nothing stands on it.
+//! 2. Nodes form trees: parents exist, and no node is its own ancestor. The head is a node without children.
 //! 3. Names of files are plain names; where they are is said by the folder, and only by that.
 
 use crate::{Error, ErrorKind, Result};
@@ -92,12 +92,12 @@ impl std::str::FromStr for DeltaFormat {
 /// Whose an image is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Standing {
+pub enum ImageOwnership {
     /// Made by this disk: changed, merged and removed as needed, and removed with the disk.
     Made,
     /// Adopted for writing: changed, merged and removed as needed, left alone when the disk is deleted.
     Adopted,
-    /// Somebody else's: only read.
+    /// Owned by another disk or program: only read.
     Foreign,
 }
 
@@ -119,7 +119,7 @@ pub struct Node {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Whose it is.
-    pub standing: Standing,
+    pub standing: ImageOwnership,
     /// The CID of the image below that was taken on demand when this one was adopted, though it was made above another.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accepted: Option<u32>,
@@ -131,7 +131,7 @@ pub struct Node {
 impl Node {
     /// Whether this disk may change it.
     pub fn is_own(&self) -> bool {
-        self.standing != Standing::Foreign
+        self.standing != ImageOwnership::Foreign
     }
 }
 
@@ -365,7 +365,7 @@ pub struct Record {
     pub last_uid: u32,
     /// Tunables.
     pub tunables: Tunables,
-    /// What lies above the head, as whoever put it there says it.
+    /// What lies above the head, in the words of the caller that put it there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlay: Option<String>,
     /// The snapshot that it is a clone of.
@@ -405,7 +405,7 @@ impl Record {
             line.push(parent);
             // Checked when the record was read; a record in memory is made from one.
             if line.len() > self.nodes.len() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' are a circle", self.name)));
+                return Err(Error::new(ErrorKind::Corrupt, format!("the images of '{}' form a circle", self.name)));
             }
         }
         Ok(line)
@@ -413,7 +413,7 @@ impl Record {
 
     /// Whether images were adopted, which stay when the disk goes.
     pub(crate) fn has_adopted(&self) -> bool {
-        self.nodes.iter().any(|node| node.standing == Standing::Adopted)
+        self.nodes.iter().any(|node| node.standing == ImageOwnership::Adopted)
     }
 
     /// Whether the disk is being deleted.
@@ -522,13 +522,13 @@ impl Record {
         };
         let creating = self.pending.as_ref().is_some_and(|pending| pending.fate == Some(Fate::Creating));
         if self.nodes.len() > NODES_MAX || self.snapshots.len() > SNAPSHOTS_MAX {
-            return corrupt("more images or snapshots than can be".to_owned());
+            return corrupt("too many images or snapshots".to_owned());
         }
         if self.overlay.as_ref().is_some_and(|text| text.len() > TEXT_MAX) {
             return corrupt("its overlay's text is too long".to_owned());
         }
         if !is_plain(&self.stem) {
-            return corrupt(format!("'{}' is no beginning of file names", self.stem.escape_debug()));
+            return corrupt(format!("'{}' cannot begin file names", self.stem.escape_debug()));
         }
         let parents: HashMap<u32, Option<u32>> = self.nodes.iter().map(|node| (node.id, node.parent)).collect();
         if parents.len() != self.nodes.len() {
@@ -546,7 +546,7 @@ impl Record {
                 walked.push(id);
                 match parents.get(&id) {
                     Some(parent) if walked.len() <= self.nodes.len() => at = *parent,
-                    Some(_) => return corrupt("its images are a circle".to_owned()),
+                    Some(_) => return corrupt("its images form a circle".to_owned()),
                     None => return corrupt(format!("image {id} is missing")),
                 }
             }

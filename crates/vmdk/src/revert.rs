@@ -1,8 +1,8 @@
 //! Reverting: the head becomes what a snapshot shows, again.
 //!
 //! A new empty delta is made above the snapshot's image, the old head's chain is closed, and the record gets the new
-//! head: that is the commit. What the old head held, and what only it needed, is removed then. Whoever uses the chain
-//! asks for it again.
+//! head: that is the commit. What the old head held, and what only it needed, is removed then. Users of the
+//! chain ask for it again.
 
 use crate::Result;
 use crate::disk::Disk;
@@ -19,7 +19,7 @@ impl Disk {
         let (image, node) =
             self.make_delta(&record, snapshot.node, None, None, record.delta, snapshot.capacity, "revert")?;
         let announced = self.record();
-        // Opened again by whoever asks for the chain next, above whatever the head is then.
+        // The next caller that asks for the chain opens it again, above the head of that time.
         image.layer().close()?;
         drop(image);
         if let Some(line) = self.drop_head() {

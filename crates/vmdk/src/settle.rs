@@ -43,7 +43,7 @@ impl Disk {
         match self.finish_pending() {
             // What is under way goes on being so: the disk is used meanwhile, or deleted.
             Err(error) if error.kind() == ErrorKind::NoSpace => {
-                tracing::warn!(%error, disk = self.name(), "what was interrupted cannot be finished without room");
+                tracing::warn!(%error, disk = self.name(), "an interrupted operation needs free space to finish");
                 self.state.lock().unsettled = true;
             }
             other => other?,
@@ -98,7 +98,7 @@ impl Disk {
 
     /// Finishes or takes back what the record says is under way.
     pub(crate) fn finish_pending(&self) -> Result<()> {
-        // Where nobody knows which record the medium has, both may need the files.
+        // While either of two records may be the durable one, both may need the files.
         self.check_usable()?;
         let mut record = self.record();
         if record.pending.is_none() {

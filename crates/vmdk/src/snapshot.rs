@@ -17,7 +17,7 @@
 
 use crate::disk::{Disk, Operation, check_name};
 use crate::line::{Level, Line};
-use crate::record::{Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord, Standing};
+use crate::record::{ImageOwnership, Node, Pending, Record, SNAPSHOTS_MAX, SnapshotRecord};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::clock;
 use layer::descriptor::{ContentId, CreateType, Descriptor};
@@ -82,11 +82,11 @@ struct Prepared<'a> {
 }
 
 /// Takes a snapshot of each disk, all at one point in time: no disk has a write that began after the point of another.
-/// `between` is called at that point, while nobody writes; what it fails with is what this fails with, and nothing has
-/// happened then.
+/// `between` is called at that point, while all writes are held off; its error is returned, and then no snapshot was
+/// taken.
 pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut() -> Result<()>) -> Result<()> {
     let mut order: Vec<&(Arc<Disk>, NewSnapshot)> = of.iter().collect();
-    // One order for everybody, so that two groups never wait for each other.
+    // The same order in every group, so that two groups never wait for each other.
     order.sort_by_key(|(disk, _)| disk.uuid());
     let mut prepared = Vec::with_capacity(order.len());
     for (disk, new) in order {
@@ -138,7 +138,7 @@ fn take_point(
 fn take_back(prepared: Vec<Prepared<'_>>) {
     for one in prepared {
         if let Err(error) = one.take_back() {
-            tracing::warn!(%error, "a snapshot could not be taken back; the next opening does it");
+            tracing::warn!(%error, "a failed snapshot stays until the disk is opened next");
         }
     }
 }
@@ -157,7 +157,7 @@ impl Disk {
                 if prepared.line.chain.keys().len() == prepared.line.levels().len()
                     && let Err(second) = prepared.take_back()
                 {
-                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
                 Err(error)
             }
@@ -244,17 +244,17 @@ impl Disk {
         match self.commit(after) {
             Ok(()) => Ok(prepared),
             Err(error) => {
-                // The record still announces the files, or nobody knows: see `settle`.
+                // The record announces the files still, or possibly: see `settle`.
                 if let Err(second) = prepared.take_back() {
-                    tracing::warn!(%second, "a snapshot could not be taken back; the next opening does it");
+                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
                 }
                 Err(error)
             }
         }
     }
 
-    /// Makes an empty delta above an image, announced in the record, and opens it for writing. Who commits it puts it
-    /// among the nodes.
+    /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit puts
+    /// it among the nodes.
     #[expect(clippy::too_many_arguments, reason = "each of them is said by one caller only")]
     pub(crate) fn make_delta(
         &self,
@@ -277,7 +277,7 @@ impl Disk {
             folder,
             descriptor: name,
             format: None,
-            standing: Standing::Made,
+            standing: ImageOwnership::Made,
             accepted: None,
             replay: false,
         };
@@ -287,7 +287,7 @@ impl Disk {
                 if fate.is_none()
                     && let Err(second) = self.finish_pending()
                 {
-                    tracing::warn!(%second, "what was made of an image stays until the next opening");
+                    tracing::warn!(%second, "an unfinished image is removed when the disk is opened next");
                 }
                 Err(error)
             }
@@ -309,7 +309,7 @@ impl Disk {
             Some(descriptor) => Some(descriptor),
             None => crate::images::load_descriptor(&below)?,
         };
-        // What has no descriptor has no identity that anybody could compare.
+        // An image without a descriptor has no identity to compare.
         let descriptor = descriptor.unwrap_or_else(|| {
             let mut none = Descriptor::base(CreateType::Other("custom".to_owned()), Vec::new());
             none.content = ContentId::INITIAL;

@@ -1,14 +1,23 @@
 //! The record: what it refuses, and what it keeps.
 
 use crate::record::{
-    CloneRecord, DeltaFormat, FileRecord, MergeSide, Merging, Node, OriginRecord, ParentNow, Pending, Record,
-    Settlement, SnapshotRecord, Standing, Tunables,
+    CloneRecord, DeltaFormat, FileRecord, ImageOwnership, MergeSide, Merging, Node, OriginRecord, ParentNow, Pending,
+    Record, Settlement, SnapshotRecord, Tunables,
 };
 use crate::{ErrorKind, Result};
 
 fn node(id: u32, parent: Option<u32>) -> Node {
     let descriptor = format!("vm-{id:06}.vmdk");
-    Node { id, parent, folder: None, descriptor, format: None, standing: Standing::Made, accepted: None, replay: false }
+    Node {
+        id,
+        parent,
+        folder: None,
+        descriptor,
+        format: None,
+        standing: ImageOwnership::Made,
+        accepted: None,
+        replay: false,
+    }
 }
 
 fn snapshot(name: &str, uid: u32, node: u32) -> SnapshotRecord {

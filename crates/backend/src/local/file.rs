@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_file_is_closed_whoever_lets_go_of_it() {
+    fn the_last_handle_of_a_removed_file_closes_it() {
         let folder = std::env::temp_dir().join(format!("lamina-closing-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("large");

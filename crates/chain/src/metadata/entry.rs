@@ -29,14 +29,14 @@ const ENCODED: u64 = 3;
 
 /// A resolved extent. Starts and lengths are in sectors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct CachedExtent {
     key: u64,
     place: u64,
 }
 
-const _: () = assert!(size_of::<Entry>() == 16);
+const _: () = assert!(size_of::<CachedExtent>() == 16);
 
-impl Entry {
+impl CachedExtent {
     /// The entry for a run that begins at a sector; a last sector that is not whole counts as one.
     pub fn new(mapping: &Mapping) -> Option<Self> {
         let (start, length) = (mapping.start / SECTOR, mapping.length.div_ceil(SECTOR));

@@ -1,9 +1,9 @@
-//! Which level holds a block, where the cache of extents no longer knows: a byte for each 4 KiB, so that a random load
-//! over far more than the extents that are kept still asks one level of a deep chain and not half of them.
+//! Which level holds a block whose extent is no longer cached: a byte for each 4 KiB, so that a random load over far
+//! more than the cached extents still asks one level of a deep chain and not half of them.
 //!
 //! ```text
 //! span   256 KiB of addresses: which span, how often it helped, and for each of its 64 blocks a level's number,
-//!        NOBODY or UNKNOWN
+//!        NO_LEVEL or UNKNOWN
 //! set    four spans; a new one takes the place of the one that helped least
 //! ```
 //!
@@ -30,7 +30,7 @@ const WAYS: usize = 4;
 const HELPS_TO_PAY: u8 = 3;
 
 /// No level has anything of the block.
-pub(crate) const NOBODY: u8 = 254;
+pub(crate) const NO_LEVEL: u8 = 254;
 /// Not known, or not as simple as that.
 pub(crate) const UNKNOWN: u8 = 255;
 
@@ -40,7 +40,7 @@ pub(crate) enum Holder {
     /// The newest level that has any of it has all of it.
     Level(u8),
     /// No level has any of it.
-    Nobody,
+    NoLevel,
     /// A walk has to find out.
     Unknown,
     /// A survey of the span may be worth its while.
@@ -109,7 +109,7 @@ impl Holders {
         match levels.first() {
             Some(first) if *first != UNKNOWN && levels.iter().all(|level| level == first) => {
                 span.helped = span.helped.saturating_add(1);
-                if *first == NOBODY { Holder::Nobody } else { Holder::Level(*first) }
+                if *first == NO_LEVEL { Holder::NoLevel } else { Holder::Level(*first) }
             }
             _ => Holder::Unknown,
         }
@@ -135,7 +135,7 @@ impl Holders {
             } else {
                 self.wasted += 1
             }
-            // What helped long ago does not stay for ever.
+            // Halved, so that a span that helped long ago can be evicted.
             set.iter_mut().for_each(|span| span.helped /= 2);
         }
         set[at] = Span { number, helped: 0, levels: *levels };
@@ -215,18 +215,18 @@ mod tests {
         let mut holders = holders();
         assert_eq!(holders.get(0, 8), Holder::Missing);
         let mut levels = [7; SPAN_BLOCKS];
-        (levels[1], levels[2], levels[63]) = (UNKNOWN, NOBODY, 9);
+        (levels[1], levels[2], levels[63]) = (UNKNOWN, NO_LEVEL, 9);
         holders.put(3 * SPAN_SECTORS + 17, &levels);
         let first = 3 * SPAN_SECTORS;
         assert_eq!(holders.get(first, first + 8), Holder::Level(7));
         assert_eq!(holders.get(first + 1, first + 2), Holder::Level(7), "a part of a block");
         assert_eq!(holders.get(first + 4, first + 12), Holder::Unknown, "two blocks, one of them not known");
-        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody);
+        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel);
         assert_eq!(holders.get(first + 496, first + 512), Holder::Unknown, "two levels");
         assert_eq!(holders.get(first + 504, first + 512), Holder::Level(9));
         holders.learn(first + 8, first + 20, 5);
         assert_eq!(holders.get(first + 8, first + 16), Holder::Level(5));
-        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody, "not learnt from a part");
+        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel, "not learnt from a part");
         holders.forget(first + 511, first + 5000);
         assert_eq!(holders.get(first + 504, first + 512), Holder::Unknown);
         assert_eq!(holders.get(first + 496, first + 504), Holder::Level(7));
@@ -246,7 +246,7 @@ mod tests {
         }
         holders.purge(7);
         assert_eq!(holders.get(first, first + 8), Holder::Unknown);
-        assert_eq!(holders.get(first + 16, first + 24), Holder::Nobody);
+        assert_eq!(holders.get(first + 16, first + 24), Holder::NoLevel);
         assert_eq!(holders.get(first + 512, first + 520), Holder::Missing, "another span");
     }
 

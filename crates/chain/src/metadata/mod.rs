@@ -28,7 +28,7 @@ use crate::limits::{
 use crate::mapping::{Mapping, Numbers};
 use crate::statistics::MetadataStatistics;
 use crate::{Error, ErrorKind, Result};
-use entry::Entry;
+use entry::CachedExtent;
 use holders::{Holder, SPAN_BLOCKS};
 use layer::SECTOR;
 use parking_lot::Mutex;
@@ -314,7 +314,7 @@ impl MetadataCache {
             let asked = mapping.start < demand.end && demand.start < mapping.end();
             for part in regions(mapping.start..mapping.end()) {
                 let (from, to) = sectors(&part);
-                let Some(mut entry) = Entry::new(&mapping.clipped(part.start, part.end)) else { continue };
+                let Some(mut entry) = CachedExtent::new(&mapping.clipped(part.start, part.end)) else { continue };
                 entry.set_seen(asked);
                 entry.set_prefetched(!asked);
                 self.with(shard_of(part.start), |shard| {
@@ -366,7 +366,7 @@ impl MetadataCache {
         let mut at = range.start;
         for mapping in found {
             for part in regions(mapping.start..mapping.end()) {
-                let entry = Entry::new(&mapping.clipped(part.start, part.end));
+                let entry = CachedExtent::new(&mapping.clipped(part.start, part.end));
                 self.with(shard_of(part.start), |shard| {
                     let (from, to) = sectors(&part);
                     shard.remove(from, to);
@@ -401,7 +401,7 @@ impl MetadataCache {
                     shard.remove(start, end);
                     let (start, end) = (start * SECTOR, end * SECTOR);
                     for mapping in found.iter().filter(|found| found.start < end && start < found.end()) {
-                        if let Some(mut entry) = Entry::new(&mapping.clipped(start, end)) {
+                        if let Some(mut entry) = CachedExtent::new(&mapping.clipped(start, end)) {
                             entry.set_seen(true);
                             shard.insert(entry);
                         }

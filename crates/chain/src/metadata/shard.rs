@@ -6,7 +6,7 @@
 //! 3. The hand goes from high addresses to low, a leaf at a time: against the direction of most streams, which would
 //!    otherwise push it before them and lose what was just fetched.
 
-use super::entry::Entry;
+use super::entry::CachedExtent;
 use super::holders::Holders;
 use super::{REGION, SHARDS};
 use crate::mapping::{Mapping, push};
@@ -26,7 +26,7 @@ const STEPS_MAX: usize = 6;
 #[derive(Default)]
 pub(super) struct Shard {
     firsts: Vec<u64>,
-    leaves: Vec<Vec<Entry>>,
+    leaves: Vec<Vec<CachedExtent>>,
     /// Entries in all leaves.
     pub entries: usize,
     /// The leaf above the one that is swept next.
@@ -179,7 +179,7 @@ impl Shard {
     }
 
     /// Puts in an entry where nothing is; one with the neighbours that it goes on from or that go on from it.
-    pub fn insert(&mut self, mut entry: Entry) {
+    pub fn insert(&mut self, mut entry: CachedExtent) {
         let Some(leaf) = self.leaf_for(entry.start()) else {
             self.firsts.push(entry.start());
             let mut entries = Vec::new();
@@ -304,8 +304,8 @@ impl Shard {
 
     /// Bytes of memory, headers of the allocator not counted.
     pub fn memory(&self) -> usize {
-        let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<Entry>()).sum();
-        leaves + self.leaves.capacity() * size_of::<Vec<Entry>>() + self.firsts.capacity() * size_of::<u64>()
+        let leaves: usize = self.leaves.iter().map(|leaf| leaf.capacity() * size_of::<CachedExtent>()).sum();
+        leaves + self.leaves.capacity() * size_of::<Vec<CachedExtent>>() + self.firsts.capacity() * size_of::<u64>()
     }
 
     /// Panics when an invariant does not hold.
@@ -326,14 +326,14 @@ impl Shard {
 }
 
 /// Makes room for one more entry without doubling.
-fn reserve(entries: &mut Vec<Entry>) {
+fn reserve(entries: &mut Vec<CachedExtent>) {
     if entries.len() == entries.capacity() {
         entries.reserve_exact(LEAF_STEP);
     }
 }
 
 /// Gives memory back that is not needed soon.
-fn trim(entries: &mut Vec<Entry>) {
+fn trim(entries: &mut Vec<CachedExtent>) {
     if entries.capacity() >= entries.len() + 2 * LEAF_STEP {
         entries.shrink_to(entries.len() + LEAF_STEP / 2);
     }

@@ -1,6 +1,6 @@
 //! Shards against a map by sector; the cache's bounds, prefetch and coherence.
 
-use super::entry::Entry;
+use super::entry::CachedExtent;
 use super::shard::Shard;
 use super::*;
 use crate::mapping::To;
@@ -29,7 +29,7 @@ fn entries_keep_what_they_are_given() {
         To::Data { level: 0, file: 0, offset: 0 },
     ] {
         let mapping = Mapping { start: ((1 << 37) - 10) * SECTOR, length: 10 * SECTOR, to };
-        let mut entry = Entry::new(&mapping).unwrap();
+        let mut entry = CachedExtent::new(&mapping).unwrap();
         entry.set_seen(true);
         entry.set_prefetched(true);
         assert_eq!(entry.mapping(), mapping);
@@ -42,12 +42,12 @@ fn entries_keep_what_they_are_given() {
         assert!(!entry.seen() && !entry.prefetched());
         assert_eq!(entry.mapping(), mapping);
     }
-    let odd = |to| Entry::new(&Mapping { start: 0, length: SECTOR, to }).is_none();
+    let odd = |to| CachedExtent::new(&Mapping { start: 0, length: SECTOR, to }).is_none();
     assert!(odd(To::Data { level: 0, file: 8192, offset: 0 }));
     assert!(odd(To::Data { level: 0, file: 0, offset: 100 }));
     assert!(odd(To::Data { level: 0, file: 0, offset: SECTOR << 39 }));
-    assert!(Entry::new(&Mapping { start: 1, length: SECTOR, to: To::Zero }).is_none());
-    assert!(Entry::new(&Mapping { start: 0, length: SECTOR << 27, to: To::Zero }).is_none());
+    assert!(CachedExtent::new(&Mapping { start: 1, length: SECTOR, to: To::Zero }).is_none());
+    assert!(CachedExtent::new(&Mapping { start: 0, length: SECTOR << 27, to: To::Zero }).is_none());
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn a_shard_is_a_map_of_sectors() {
                         _ => data(start, length, random.below(4) as u8, random.below(1 << 30)),
                     };
                     shard.remove(start, start + length);
-                    shard.insert(Entry::new(&mapping).unwrap());
+                    shard.insert(CachedExtent::new(&mapping).unwrap());
                     for (by, cell) in model[range].iter_mut().enumerate() {
                         *cell = Some(mapping.to.advanced(by as u64 * SECTOR));
                     }
@@ -122,16 +122,16 @@ fn a_shard_is_a_map_of_sectors() {
 fn neighbours_become_one() {
     let mut shard = Shard::default();
     for start in [10, 30, 20, 0] {
-        shard.insert(Entry::new(&data(start, 10, 1, 500 + start)).unwrap());
+        shard.insert(CachedExtent::new(&data(start, 10, 1, 500 + start)).unwrap());
     }
     assert_eq!(shard.entries, 1);
-    shard.insert(Entry::new(&data(40, 10, 2, 540)).unwrap());
+    shard.insert(CachedExtent::new(&data(40, 10, 2, 540)).unwrap());
     assert_eq!(shard.entries, 2, "another level's is another entry");
     shard.remove(15, 16);
     assert_eq!(shard.entries, 3);
     let mut found = Vec::new();
     assert!(!shard.lookup(10, 20, &mut found));
-    shard.insert(Entry::new(&data(15, 1, 1, 515)).unwrap());
+    shard.insert(CachedExtent::new(&data(15, 1, 1, 515)).unwrap());
     assert_eq!(shard.entries, 2);
 }
 

@@ -1,4 +1,4 @@
-//! What the caches promise, seen from outside: walks, prefetches, sizes, and files that are read in blocks only.
+//! What the caches guarantee, seen from outside: walks, prefetches, sizes, and files that are read in blocks only.
 
 use crate::mock::{DirectFile, Manner, MemoryFile, Mock, Table};
 use crate::random::Random;

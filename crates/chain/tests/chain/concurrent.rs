@@ -110,7 +110,7 @@ fn run(seed: u64, setup: Setup) {
     };
     let mut random = Random::new(seed);
     let options = Options {
-        // Without prefetching, what is not among few entries is asked of the level that is known to hold it.
+        // With few entries and no prefetching, most reads use the table of holders instead of a cached extent.
         metadata: Tunables {
             entries: setup.entries,
             prefetch_extents: if setup.entries == 1000 { 0 } else { 64 },

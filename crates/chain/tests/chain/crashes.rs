@@ -229,7 +229,7 @@ fn history(seed: u64, real: bool) -> (u32, u32) {
                     for _ in 0..world.random.below(4) {
                         world.act(&chain);
                     }
-                    // And at once, when the merge has hardly ended: a write that failed promises nothing.
+                    // And at once, when the merge has hardly ended: a failed write guarantees nothing.
                     if !world.dead && world.random.percent(30) {
                         world.flush(&chain);
                         let soon = world.disk.operations() + world.random.below(6);

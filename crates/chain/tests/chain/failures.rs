@@ -23,7 +23,7 @@ fn a_read_fails_with_its_layer_and_recovers_with_it() {
 }
 
 #[test]
-fn what_cannot_be_prefetched_fails_nobody() {
+fn a_failed_prefetch_fails_no_read() {
     let (chain, layers, content) = filled(2, 1 << 20, 4096, 2);
     chain.set_tunables(chain.tunables()).unwrap();
     // One broken table, in the window of everything around it.

@@ -104,7 +104,7 @@ pub struct Table {
 }
 
 #[derive(Default)]
-struct State {
+struct MockState {
     table: Table,
     epoch: Arc<()>,
     /// Freed, in order, with the epoch that has to be gone.
@@ -134,7 +134,7 @@ pub struct Faults {
 pub struct Mock {
     manner: Manner,
     file: Arc<dyn File>,
-    state: RwLock<State>,
+    state: RwLock<MockState>,
     durable: Mutex<Table>,
     pub faults: Faults,
     pub maps: AtomicU64,
@@ -155,7 +155,7 @@ impl Mock {
             manner,
             file,
             durable: Mutex::new(table.clone()),
-            state: RwLock::new(State { table, ..State::default() }),
+            state: RwLock::new(MockState { table, ..MockState::default() }),
             faults: Faults::default(),
             maps: AtomicU64::new(0),
             flushes: AtomicU64::new(0),
@@ -187,7 +187,7 @@ impl Mock {
         u64::from(place - FIRST) * self.manner.grain
     }
 
-    fn allocate(&self, state: &mut State) -> u32 {
+    fn allocate(&self, state: &mut MockState) -> u32 {
         if self.manner.moves
             && let Some((place, epoch)) = state.freed.pop_front()
         {
@@ -200,7 +200,7 @@ impl Mock {
         state.table.next - 1
     }
 
-    fn release(&self, state: &mut State, place: u32) {
+    fn release(&self, state: &mut MockState, place: u32) {
         if place < FIRST || !self.manner.moves {
             return;
         }

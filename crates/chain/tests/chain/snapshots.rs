@@ -57,7 +57,7 @@ fn a_snapshot_holds_what_was_acknowledged_before_and_nothing_later() {
 }
 
 #[test]
-fn a_slow_write_holds_nobody_off() {
+fn a_slow_write_holds_no_other_write_off() {
     let chain = disk("slow");
     let slow = Mock::new(Manner::new(CAPACITY, 4096));
     slow.faults.write_delay.store(200_000, Ordering::Relaxed);

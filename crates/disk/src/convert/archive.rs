@@ -187,7 +187,7 @@ impl Sink for StreamSink {
 }
 
 fn take_all<W: Write>(writer: &mut StreamWriter<W>, pieces: &mut Pieces<'_>) -> Result<()> {
-    let mut take = |piece: &super::Piece| {
+    let mut take = |piece: &super::CopyPiece| {
         piece.runs.iter().try_for_each(|run| writer.write(piece.start + run.start as u64, piece.bytes(run)))
     };
     while pieces.next(&mut take)? {}

@@ -23,7 +23,7 @@ const ZERO_UNIT: u64 = BLOCK_SIZE as u64;
 
 /// What the source has from some byte on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct SourceRun {
     /// How far, in bytes; not 0.
     pub length: u64,
     /// True where it reads as zeros without being read.
@@ -36,7 +36,7 @@ pub trait Source: Send {
     fn capacity(&self) -> u64;
 
     /// What is at `start`, below the capacity.
-    fn next(&mut self, start: u64) -> Result<Run>;
+    fn next(&mut self, start: u64) -> Result<SourceRun>;
 
     /// Reads what [`Source::next`] did not call zeros.
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()>;
@@ -58,7 +58,7 @@ pub trait Sink: Send {
 }
 
 /// A part of the disk: a megabyte with something in it, or a run of zeros of any length.
-pub struct Piece {
+pub struct CopyPiece {
     /// Where it begins.
     pub start: u64,
     /// Its length in bytes.
@@ -69,7 +69,7 @@ pub struct Piece {
     buffer: Option<Buffer>,
 }
 
-impl Piece {
+impl CopyPiece {
     /// The bytes of a run.
     pub fn bytes(&self, run: &Range<usize>) -> &[u8] {
         self.buffer.as_ref().map_or(&[], |buffer| &buffer[run.clone()])
@@ -88,7 +88,7 @@ impl Piece {
 
 /// The ranges of a piece that are zeros.
 pub struct Zeros<'a> {
-    piece: &'a Piece,
+    piece: &'a CopyPiece,
     at: u64,
     next: usize,
 }
@@ -114,7 +114,7 @@ impl Iterator for Zeros<'_> {
 }
 
 enum Message {
-    Piece(Piece),
+    CopyPiece(CopyPiece),
     Failed(Error),
     End,
 }
@@ -133,7 +133,7 @@ pub struct Pieces<'a> {
 
 impl Pieces<'_> {
     /// Hands the next piece to `take`; false after the last. Reports the bytes done so far to `progress`.
-    pub fn next(&mut self, take: impl FnOnce(&Piece) -> Result<()>) -> Result<bool> {
+    pub fn next(&mut self, take: impl FnOnce(&CopyPiece) -> Result<()>) -> Result<bool> {
         if self.ended {
             return Ok(false);
         }
@@ -143,7 +143,7 @@ impl Pieces<'_> {
             let _ = self.empty.send(buffer);
         }
         let mut piece = match self.full.recv() {
-            Ok(Message::Piece(piece)) => piece,
+            Ok(Message::CopyPiece(piece)) => piece,
             Ok(Message::Failed(error)) => return Err(error),
             Ok(Message::End) => {
                 self.ended = true;
@@ -230,7 +230,7 @@ impl Reader<'_> {
                 // Zeros up to the end of the piece at least: as far as they go, in whole pieces.
                 length if zeros == capacity || length >= PIECE => {
                     let end = if zeros == capacity { capacity } else { zeros / PIECE * PIECE };
-                    Piece { start, length: end - start, runs: Vec::new(), buffer: None }
+                    CopyPiece { start, length: end - start, runs: Vec::new(), buffer: None }
                 }
                 _ => {
                     let Ok(buffer) = self.to_reader.recv() else { return Ok(()) };
@@ -238,7 +238,7 @@ impl Reader<'_> {
                 }
             };
             start += piece.length;
-            if self.to_writer.send(Message::Piece(piece)).is_err() {
+            if self.to_writer.send(Message::CopyPiece(piece)).is_err() {
                 return Ok(());
             }
         }
@@ -258,15 +258,15 @@ impl Reader<'_> {
         Ok(at)
     }
 
-    fn next(&mut self, at: u64, capacity: u64) -> Result<Run> {
+    fn next(&mut self, at: u64, capacity: u64) -> Result<SourceRun> {
         let run = self.source.next(at)?;
         if run.length == 0 {
-            return Err(Error::new(ErrorKind::Corrupt, format!("the source does not say what is at {at}")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
         }
-        Ok(Run { length: run.length.min(capacity - at), ..run })
+        Ok(SourceRun { length: run.length.min(capacity - at), ..run })
     }
 
-    fn read_piece(&mut self, start: u64, end: u64, mut buffer: Buffer) -> Result<Piece> {
+    fn read_piece(&mut self, start: u64, end: u64, mut buffer: Buffer) -> Result<CopyPiece> {
         let length = (end - start) as usize;
         let mut at = start;
         while at < end {
@@ -284,7 +284,7 @@ impl Reader<'_> {
         // A sink may have sectors where the source ends within one.
         let sectors = length.next_multiple_of(layer::SECTOR as usize);
         let runs = runs(&buffer[..sectors], self.unit as usize);
-        Ok(Piece { start, length: sectors as u64, runs, buffer: Some(buffer) })
+        Ok(CopyPiece { start, length: sectors as u64, runs, buffer: Some(buffer) })
     }
 }
 
@@ -326,7 +326,8 @@ mod tests {
         assert_eq!(runs(&bytes, 4096), [4096..3 * 4096, 5 * 4096..5 * 4096 + 512]);
         assert_eq!(runs(&bytes, 16384), std::slice::from_ref(&(0..5 * 4096 + 512)));
         let length = bytes.len() as u64;
-        let piece = Piece { start: 1 << 20, length, runs: runs(&bytes, 4096), buffer: Some(Buffer::copy_of(&bytes)) };
+        let piece =
+            CopyPiece { start: 1 << 20, length, runs: runs(&bytes, 4096), buffer: Some(Buffer::copy_of(&bytes)) };
         let zeros: Vec<Range<u64>> =
             piece.zeros().map(|range| range.start - (1 << 20)..range.end - (1 << 20)).collect();
         assert_eq!(zeros, [0..4096, 3 * 4096..5 * 4096]);

@@ -1,6 +1,6 @@
 //! Disks of a datastore, in whatever format, as sources and sinks.
 
-use super::copy::{Pieces, Run, Sink, Source};
+use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, Segment, StatusExtent, Verdict};
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
@@ -32,7 +32,7 @@ impl Source for DeviceSource {
         self.device.capacity()
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         while let Some(first) = self.extents.front()
             && self.at + first.length <= start
         {
@@ -44,8 +44,8 @@ impl Source for DeviceSource {
             self.extents = self.device.status(start, length, ASK_EXTENTS)?.into();
             self.at = start;
         }
-        let Some(first) = self.extents.front() else { return Ok(Run { length: 0, zero: false }) };
-        Ok(Run { length: self.at + first.length - start, zero: first.allocation != Allocation::Data })
+        let Some(first) = self.extents.front() else { return Ok(SourceRun { length: 0, zero: false }) };
+        Ok(SourceRun { length: self.at + first.length - start, zero: first.allocation != Allocation::Data })
     }
 
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
@@ -98,7 +98,7 @@ impl Sink for DeviceSink {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let device = &self.device;
-        let take = |piece: &super::Piece| {
+        let take = |piece: &super::CopyPiece| {
             piece.runs.iter().try_for_each(|run| {
                 let bytes = piece.bytes(run);
                 device.write(piece.start + run.start as u64, Buffer::copy_of(bytes), bytes.len(), false)
@@ -126,7 +126,7 @@ impl Sink for DeviceSink {
         let Self { device, end } = *self;
         drop(device);
         if let Err(error) = end(false) {
-            tracing::error!("the target of a failed conversion stays: {error}");
+            tracing::error!("the target of a failed conversion was not removed: {error}");
         }
     }
 }

@@ -78,7 +78,7 @@ impl Sink for ImageSink {
     }
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
-        let mut take = |piece: &super::Piece| {
+        let mut take = |piece: &super::CopyPiece| {
             for run in &piece.runs {
                 let start = piece.start + run.start as u64;
                 self.layer.write(start, &[piece.bytes(run)])?;

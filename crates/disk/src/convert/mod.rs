@@ -27,7 +27,7 @@ mod source;
 mod target;
 
 pub(crate) use copy::copy as copy_all;
-pub use copy::{Piece, Pieces, Run, Sink, Source, Zeros};
+pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
 pub use device::{DeviceSink, DeviceSource};
 pub use format::{SourceFormat, TargetFormat};
 pub use source::ChainSource;
@@ -107,7 +107,7 @@ impl Conversion {
     /// Carries it out.
     pub fn run(&self, datastore: Option<&Datastore>, progress: &dyn Progress) -> Result<Converted> {
         let datastore = || {
-            let missing = || Error::new(ErrorKind::Invalid, "a disk is named, and no datastore");
+            let missing = || Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore");
             datastore.ok_or_else(missing)
         };
         // The target first: what cannot be made is not read for.
@@ -149,7 +149,9 @@ pub(crate) fn copy_into(
             reservation = Some(datastore.reserve(name)?);
             disk_target(datastore, name, format, capacity, progress)?
         }
-        (Address::Disk(_), None) => return Err(Error::new(ErrorKind::Invalid, "a disk is named, and no datastore")),
+        (Address::Disk(_), None) => {
+            return Err(Error::new(ErrorKind::Invalid, "a disk is named without a datastore: give --datastore"));
+        }
     };
     let files = made.files;
     let copied = copy::copy(source, made.sink, &Throttled { progress, rate })?;
@@ -182,7 +184,7 @@ fn disk_target<'a>(
         TargetFormat::Native => datastore.native.conversion_target(name, capacity)?,
         TargetFormat::Image(kind) => datastore.foreign.conversion_target(name, kind, capacity, progress)?,
         TargetFormat::StreamOptimized | TargetFormat::Ova => {
-            let text = format!("disk '{name}' cannot be {format}: nobody can write into that; choose another format");
+            let text = format!("disk '{name}' cannot be {format}: that format is read-only; choose another format");
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
     };

@@ -1,6 +1,6 @@
 //! Sources in files: images with their parents, and disks in archives.
 
-use super::copy::{Run, Source};
+use super::copy::{Source, SourceRun};
 use super::{ImageOptions, SourceFormat};
 use crate::progress::Progress;
 use backend::{Access, File, IoMode};
@@ -44,7 +44,7 @@ impl Source for ChainSource {
         self.chain.capacity()
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         while self.spans.front().is_some_and(|span| span.start + span.length <= start) {
             self.spans.pop_front();
         }
@@ -52,9 +52,9 @@ impl Source for ChainSource {
             let length = ASK_BYTES.min(self.chain.capacity().saturating_sub(start));
             self.spans = self.chain.status(start, length, ASK_SPANS)?.into();
         }
-        let Some(span) = self.spans.front() else { return Ok(Run { length: 0, zero: false }) };
+        let Some(span) = self.spans.front() else { return Ok(SourceRun { length: 0, zero: false }) };
         let length = (span.start + span.length).saturating_sub(start);
-        Ok(Run { length, zero: span.condition != Condition::Data })
+        Ok(SourceRun { length, zero: span.condition != Condition::Data })
     }
 
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
@@ -155,7 +155,7 @@ pub(crate) fn open_member(
         let text = format!("'{}' of '{label}' is a delta of another disk; unpack the archive first", disk.file);
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
-    // What the manifest promises is checked before anything is made of it.
+    // The manifest's digest is checked before anything is made of the file.
     let mut reader = ova.reader(&disk.file)?;
     let mut buffer = vec![0; DIGEST_PIECE];
     loop {

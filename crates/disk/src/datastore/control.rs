@@ -1,7 +1,7 @@
 //! Every verb, handed to the disks of the kind that the name belongs to.
 
 use super::Datastore;
-use crate::foreign::Entry;
+use crate::foreign::ForeignDisk;
 use crate::info::{
     ChangedExtent, Direction, DiskInfo, DiskStatistics, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions,
     Tuning,
@@ -16,7 +16,7 @@ use store::{Error, ErrorKind, Result};
 
 impl Datastore {
     /// A disk in VMware's formats, for what only those have.
-    fn image_disk(&self, name: &str, what: &str) -> Result<Arc<Entry>> {
+    fn image_disk(&self, name: &str, what: &str) -> Result<Arc<ForeignDisk>> {
         if let Some(entry) = self.foreign.find(name) {
             return Ok(entry);
         }
@@ -129,7 +129,7 @@ impl Datastore {
     /// none.
     fn snapshot_images(
         &self,
-        images: &[(Arc<Entry>, String)],
+        images: &[(Arc<ForeignDisk>, String)],
         native: &[NewSnapshot],
         options: &SnapshotOptions,
         take: &mut dyn FnMut() -> Result<()>,
@@ -137,7 +137,7 @@ impl Datastore {
         if images.len() + native.len() < 2 {
             return self.foreign.create_snapshots(images, None, options, take);
         }
-        let image = |(entry, name): &(Arc<Entry>, String)| ImageSnapshot {
+        let image = |(entry, name): &(Arc<ForeignDisk>, String)| ImageSnapshot {
             folder: entry.folder.clone(),
             snapshot: name.clone(),
             uid: entry.disk.record().last_uid.saturating_add(1),

@@ -1,7 +1,7 @@
 //! Clones: linked (a delta on a snapshot's image) and full (an independent copy in the same format).
 
 use super::snapshots::TEMPORARY;
-use super::{ChainedDevice, Entry, Foreign};
+use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::convert::{DeviceSink, DeviceSource, copy_all};
 use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
@@ -12,7 +12,7 @@ use vmdk::CloneReference;
 
 impl Foreign {
     /// Linked clones of a disk that exist now. Those in other datastores count as existing: this one cannot check.
-    pub(super) fn clones_there(&self, entry: &Entry) -> Vec<CloneReference> {
+    pub(super) fn clones_there(&self, entry: &ForeignDisk) -> Vec<CloneReference> {
         let there: Vec<String> = self.entries().iter().map(|entry| entry.disk.uuid()).collect();
         let own = self.path.as_deref();
         let record = entry.disk.record();
@@ -24,7 +24,7 @@ impl Foreign {
     }
 
     /// Names of the linked clones of a disk, or of one of its snapshots.
-    pub(super) fn clones_of(&self, entry: &Entry, snapshot: Option<&str>) -> Vec<String> {
+    pub(super) fn clones_of(&self, entry: &ForeignDisk, snapshot: Option<&str>) -> Vec<String> {
         let all = self.entries();
         let clones = self.clones_there(entry);
         let wanted = clones.into_iter().filter(|clone| snapshot.is_none() || clone.snapshot.as_deref() == snapshot);
@@ -36,7 +36,7 @@ impl Foreign {
     }
 
     /// Takes a snapshot under a name that is free.
-    pub(super) fn snapshot_for(&self, entry: &Arc<Entry>, name: &str, description: &str) -> Result<String> {
+    pub(super) fn snapshot_for(&self, entry: &Arc<ForeignDisk>, name: &str, description: &str) -> Result<String> {
         let mut free = name.to_owned();
         let mut number = 2;
         while entry.find_snapshot(&free).is_ok() {
@@ -51,7 +51,7 @@ impl Foreign {
     /// Makes linked clones of a snapshot, or of the head (through a snapshot taken for it). All or none.
     pub fn clone_linked(
         &self,
-        entry: &Arc<Entry>,
+        entry: &Arc<ForeignDisk>,
         at: &Point,
         names: &[String],
         progress: &dyn Progress,
@@ -64,7 +64,7 @@ impl Foreign {
             }
             (Point::Head, [first, ..]) => (self.snapshot_for(entry, &format!("for-{first}"), "")?, true),
         };
-        let mut clones: Vec<Arc<Entry>> = Vec::with_capacity(names.len());
+        let mut clones: Vec<Arc<ForeignDisk>> = Vec::with_capacity(names.len());
         let outcome = names.iter().try_for_each(|name| {
             if progress.cancelled() {
                 return Err(Error::new(ErrorKind::Interrupted, "stopped on request"));
@@ -76,7 +76,7 @@ impl Foreign {
         if let Err(error) = outcome {
             for clone in clones {
                 if let Err(second) = self.delete_disk(&clone, false) {
-                    tracing::warn!(clone = clone.disk.name(), %second, "a clone of the failed set stays");
+                    tracing::warn!(clone = clone.disk.name(), %second, "a clone of the failed request was not removed");
                 }
             }
             if made {
@@ -87,13 +87,13 @@ impl Foreign {
         clones.iter().map(|clone| self.info(clone, false)).collect()
     }
 
-    fn clone_one(&self, entry: &Arc<Entry>, snapshot: &str, name: &str) -> Result<Arc<Entry>> {
+    fn clone_one(&self, entry: &Arc<ForeignDisk>, snapshot: &str, name: &str) -> Result<Arc<ForeignDisk>> {
         let (folder, home) = self.new_folder(name, false)?;
         match entry.disk.linked_clone(snapshot, home, name, &self.options) {
             Ok(disk) => Ok(self.insert(folder, disk)),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a clone that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed clone was not removed");
                 }
                 Err(error.context(format!("clone '{name}' was not made")))
             }
@@ -101,7 +101,13 @@ impl Foreign {
     }
 
     /// Makes an independent copy of the allocated data in the same format. Interrupted, it leaves nothing behind.
-    pub fn clone_full(&self, entry: &Arc<Entry>, at: &Point, name: &str, progress: &dyn Progress) -> Result<DiskInfo> {
+    pub fn clone_full(
+        &self,
+        entry: &Arc<ForeignDisk>,
+        at: &Point,
+        name: &str,
+        progress: &dyn Progress,
+    ) -> Result<DiskInfo> {
         let (snapshot, temporary) = match at {
             Point::Snapshot(name) => {
                 entry.find_snapshot(name)?;
@@ -118,7 +124,13 @@ impl Foreign {
         self.info(&copied, false)
     }
 
-    fn copy(&self, entry: &Arc<Entry>, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<Arc<Entry>> {
+    fn copy(
+        &self,
+        entry: &Arc<ForeignDisk>,
+        snapshot: &str,
+        name: &str,
+        progress: &dyn Progress,
+    ) -> Result<Arc<ForeignDisk>> {
         let source =
             ChainedDevice::new(format!("{}@{snapshot}", entry.disk.name()), entry.disk.snapshot_chain(snapshot)?);
         let record = entry.disk.record();
@@ -151,7 +163,7 @@ impl Foreign {
             }
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a copy that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed copy was not removed");
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }

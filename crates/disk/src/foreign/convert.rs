@@ -1,8 +1,8 @@
 //! Disks in VMware's formats as ends of a conversion.
 
 use super::snapshots::TEMPORARY;
-use super::{Entry, Foreign, ForeignReplica};
-use crate::convert::{DeviceSource, Piece, Pieces, Run, Sink, Source};
+use super::{Foreign, ForeignDisk, ForeignReplica};
+use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
 use crate::info::ImageKind;
 use crate::progress::{NoProgress, Progress};
 use backend::BLOCK_SIZE;
@@ -18,7 +18,7 @@ impl Foreign {
     /// goes, and when the datastore is opened after a crash.
     pub(crate) fn conversion_source<'a>(
         &'a self,
-        entry: &Arc<Entry>,
+        entry: &Arc<ForeignDisk>,
         snapshot: Option<&str>,
     ) -> Result<Box<dyn Source + 'a>> {
         let point = match snapshot {
@@ -53,7 +53,8 @@ impl Foreign {
 
     fn remove_replica(&self, replica: ForeignReplica) {
         if let Err(error) = self.remove_moved(&replica.folder, replica.disk) {
-            tracing::warn!(%error, folder = replica.folder, "what was made of a disk goes at the next opening");
+            let folder = &replica.folder;
+            tracing::warn!(%error, folder, "the next opening of the datastore removes an unfinished disk");
         }
     }
 }
@@ -61,19 +62,20 @@ impl Foreign {
 /// A snapshot for the time of a conversion.
 struct Point<'a> {
     foreign: &'a Foreign,
-    entry: Arc<Entry>,
+    entry: Arc<ForeignDisk>,
     name: String,
 }
 
 impl Drop for Point<'_> {
     fn drop(&mut self) {
         if let Err(error) = self.foreign.delete_snapshot(&self.entry, &self.name, None, &NoProgress) {
-            tracing::warn!(%error, snapshot = self.name, "the snapshot of a conversion goes at the next opening");
+            let snapshot = &self.name;
+            tracing::warn!(%error, snapshot, "the next opening of the datastore removes the snapshot of a conversion");
         }
     }
 }
 
-/// Reads a snapshot. Fields go in order: closed first, then deleted.
+/// Reads a snapshot. Fields are dropped in order: the snapshot is closed first, then deleted.
 struct ForeignSource<'a> {
     inner: DeviceSource,
     _point: Option<Point<'a>>,
@@ -84,7 +86,7 @@ impl Source for ForeignSource<'_> {
         self.inner.capacity()
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         self.inner.next(start)
     }
 
@@ -108,7 +110,7 @@ impl Sink for ForeignSink<'_> {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let chain = &self.chain;
-        let take = |piece: &Piece| {
+        let take = |piece: &CopyPiece| {
             piece.runs.iter().try_for_each(|run| chain.write(piece.start + run.start as u64, piece.bytes(run)))
         };
         while pieces.next(take)? {}

@@ -1,6 +1,6 @@
 //! Making, listing, showing, renaming and deleting disks; their figures and tunables.
 
-use super::{Entry, Foreign};
+use super::{Foreign, ForeignDisk};
 use crate::info::{
     Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
     ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
@@ -26,7 +26,7 @@ impl From<layer::flat::Provisioning> for Provisioning {
     }
 }
 
-impl Entry {
+impl ForeignDisk {
     /// The kind of its base, as it was made.
     pub fn kind(&self) -> Option<ImageKind> {
         self.disk.record().kind.parse().ok()
@@ -97,7 +97,7 @@ impl Foreign {
             Ok(disk) => self.info(&self.insert(folder, disk), false),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a disk that was not made stays");
+                    tracing::warn!(%second, folder, "the folder of a failed creation was not removed");
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }
@@ -117,7 +117,7 @@ impl Foreign {
     }
 
     /// One disk; `details` opens its images.
-    pub fn info(&self, entry: &Entry, details: bool) -> Result<DiskInfo> {
+    pub fn info(&self, entry: &ForeignDisk, details: bool) -> Result<DiskInfo> {
         let record = entry.disk.record();
         let kind = entry.kind();
         let stopped = entry.disk.stopped();
@@ -166,7 +166,7 @@ impl Foreign {
     }
 
     /// Renames a disk; its files keep their names.
-    pub fn rename_disk(&self, entry: &Arc<Entry>, to: &str) -> Result<DiskInfo> {
+    pub fn rename_disk(&self, entry: &Arc<ForeignDisk>, to: &str) -> Result<DiskInfo> {
         let from = entry.disk.name();
         entry.disk.rename(to)?;
         let mut disks = self.disks.write();
@@ -177,7 +177,7 @@ impl Foreign {
     }
 
     /// These formats keep their capacity.
-    pub fn resize_disk(&self, entry: &Entry) -> Result<DiskInfo> {
+    pub fn resize_disk(&self, entry: &ForeignDisk) -> Result<DiskInfo> {
         Err(Error::new(
             ErrorKind::Unsupported,
             format!(
@@ -189,7 +189,7 @@ impl Foreign {
     }
 
     /// Deletes a disk with its snapshots.
-    pub fn delete_disk(&self, entry: &Arc<Entry>, promote: bool) -> Result<()> {
+    pub fn delete_disk(&self, entry: &Arc<ForeignDisk>, promote: bool) -> Result<()> {
         let _clients = entry.clients.lock();
         let name = entry.disk.name();
         self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{name}'"))?;
@@ -222,7 +222,7 @@ impl Foreign {
     }
 
     /// Figures of a disk's chain.
-    pub fn statistics(&self, entry: &Entry) -> Result<DiskStatistics> {
+    pub fn statistics(&self, entry: &ForeignDisk) -> Result<DiskStatistics> {
         let statistics = entry.disk.chain()?.statistics();
         let record = entry.disk.record();
         let tunables = record.tunables;
@@ -273,7 +273,7 @@ impl Foreign {
     }
 
     /// Changes tunables, at once and for good.
-    pub fn tune(&self, entry: &Entry, tuning: &Tuning) -> Result<DiskStatistics> {
+    pub fn tune(&self, entry: &ForeignDisk, tuning: &Tuning) -> Result<DiskStatistics> {
         let number = |value: Option<u64>| value.map(|value| usize::try_from(value).unwrap_or(usize::MAX));
         entry.disk.tune(&vmdk::Tuning {
             metadata_entries: number(tuning.metadata_entries),
@@ -344,9 +344,9 @@ fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
             .map(|file| ImageFile {
                 path: file.path,
                 standing: match file.standing {
-                    vmdk::Standing::Made => "made".into(),
-                    vmdk::Standing::Adopted => "adopted".into(),
-                    vmdk::Standing::Foreign => "foreign".into(),
+                    vmdk::ImageOwnership::Made => "made".into(),
+                    vmdk::ImageOwnership::Adopted => "adopted".into(),
+                    vmdk::ImageOwnership::Foreign => "foreign".into(),
                 },
             })
             .collect(),

@@ -1,6 +1,6 @@
 //! Long work on disks in use: inflate, punch, wipe, shrink, consolidate; and checking all of them.
 
-use super::{Entry, Foreign};
+use super::{Foreign, ForeignDisk};
 use crate::info::{CheckReport, Finding, Reclaimed};
 use crate::progress::{Progress, Watched, tell};
 use layer::Step;
@@ -15,27 +15,27 @@ impl From<vmdk::Freed> for Reclaimed {
 
 impl Foreign {
     /// Gives a flat base all its space, zeroed.
-    pub fn inflate(&self, entry: &Entry, progress: &dyn Progress) -> Result<()> {
+    pub fn inflate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
         entry.disk.inflate(&Watched(progress))
     }
 
     /// Gives back the blocks of a flat base that hold only zeros.
-    pub fn punch_zeros(&self, entry: &Entry, progress: &dyn Progress) -> Result<Reclaimed> {
+    pub fn punch_zeros(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.punch_zeros(&Watched(progress))?.into())
     }
 
     /// Finds dead grains and frees them.
-    pub fn wipe(&self, entry: &Entry, progress: &dyn Progress) -> Result<Reclaimed> {
+    pub fn wipe(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.wipe(&Watched(progress))?.into())
     }
 
     /// Gives free grains back to the file system.
-    pub fn shrink(&self, entry: &Entry, progress: &dyn Progress) -> Result<Reclaimed> {
+    pub fn shrink(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
         Ok(entry.disk.shrink(&Watched(progress))?.into())
     }
 
     /// Merges the head's chain into its base. The snapshots between go.
-    pub fn consolidate(&self, entry: &Entry, progress: &dyn Progress) -> Result<()> {
+    pub fn consolidate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
         let outcome = entry.disk.consolidate(&Watched(progress));
         // Also after an interruption, some are gone.
         entry.tell_bases();
@@ -108,7 +108,7 @@ impl Foreign {
                 Ok(true)
             }
             Err(error) => {
-                tracing::warn!(folder, %error, "a disk cannot be opened after its images were mended either");
+                tracing::warn!(folder, %error, "a disk cannot be opened although its images were repaired");
                 Ok(false)
             }
         }

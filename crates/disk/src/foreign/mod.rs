@@ -17,8 +17,8 @@
 //!    removes what was being made; what cannot be opened is left alone and told by `check`.
 //! 2. Every record is read when the datastore is opened; images are opened at the first use of the disk, and closed
 //!    with the datastore.
-//! 3. `Entry::clients` is held while a client comes, and while a disk is deleted or reverted: neither meets the other.
-//!    Long work does not hold it, and finds by itself what is in use.
+//! 3. `ForeignDisk::clients` is held while a client opens a disk, and while a disk is deleted or reverted, so that
+//!    the two never overlap. Long work does not hold it, and finds by itself what is in use.
 
 mod clones;
 mod convert;
@@ -56,7 +56,7 @@ const INCOMPLETE: &str = "lamina.incomplete";
 const LOCK_NAME: &str = "lamina.lock";
 
 /// A disk of the datastore.
-pub(crate) struct Entry {
+pub(crate) struct ForeignDisk {
     /// Name of its folder in `images`.
     pub folder: String,
     /// The disk.
@@ -68,7 +68,7 @@ pub(crate) struct Entry {
     capacity: AtomicU64,
 }
 
-impl Entry {
+impl ForeignDisk {
     fn new(folder: String, disk: Arc<vmdk::Disk>) -> Arc<Self> {
         Arc::new(Self { folder, disk, head: Mutex::default(), clients: Mutex::default(), capacity: AtomicU64::new(0) })
     }
@@ -105,7 +105,7 @@ pub(crate) struct Foreign {
     /// What may lie above images.
     native: Arc<Native>,
     /// By name.
-    disks: RwLock<BTreeMap<String, Arc<Entry>>>,
+    disks: RwLock<BTreeMap<String, Arc<ForeignDisk>>>,
     /// Folders that could not be opened, and why.
     broken: Mutex<BTreeMap<String, String>>,
 }
@@ -129,7 +129,7 @@ impl Foreign {
         let foreign = Self { path, options, switches, native, disks: RwLock::default(), broken: Mutex::default() };
         for folder in foreign.folders()?.into_iter().filter(|folder| !kept.contains(folder)) {
             if let Err(error) = foreign.open_folder(&folder) {
-                tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' tells of it too");
+                tracing::warn!(folder, %error, "a disk cannot be opened; 'lamina check' reports it too");
                 foreign.broken.lock().insert(folder, error.to_string());
             }
         }
@@ -161,7 +161,7 @@ impl Foreign {
         let incomplete = path.join(INCOMPLETE).exists();
         match vmdk::Disk::open(Folder::local(&path, &[])?, &self.options) {
             Ok(disk) if incomplete => {
-                tracing::warn!(folder, "removing a disk whose making was interrupted");
+                tracing::warn!(folder, "removing a disk whose creation was interrupted");
                 disk.delete()?;
                 self.remove_folder(folder)
             }
@@ -171,7 +171,7 @@ impl Foreign {
                     tracing::warn!(folder, %error, "what a crash has left could not be removed");
                 }
                 let disk = self.with_overlay(disk, &path)?;
-                let (name, entry) = (disk.name(), Entry::new(folder.to_owned(), disk));
+                let (name, entry) = (disk.name(), ForeignDisk::new(folder.to_owned(), disk));
                 names::check("disk", &name)?;
                 let mut disks = self.disks.write();
                 if disks.contains_key(&name) {
@@ -181,7 +181,7 @@ impl Foreign {
                 disks.insert(name, entry);
                 Ok(())
             }
-            // Its making or its end was interrupted; only what was certainly ours goes.
+            // Its creation or deletion was interrupted; only files that lamina certainly made are removed.
             Err(error) if error.kind() == ErrorKind::NotFound => self.remove_folder(folder),
             Err(error) => Err(error),
         }
@@ -296,24 +296,24 @@ impl Foreign {
     }
 
     /// A disk that was made or adopted in `folder` is one of the datastore's from now on.
-    pub fn insert(&self, folder: String, disk: Arc<vmdk::Disk>) -> Arc<Entry> {
-        let (name, entry) = (disk.name(), Entry::new(folder, disk));
+    pub fn insert(&self, folder: String, disk: Arc<vmdk::Disk>) -> Arc<ForeignDisk> {
+        let (name, entry) = (disk.name(), ForeignDisk::new(folder, disk));
         self.disks.write().insert(name, Arc::clone(&entry));
         entry
     }
 
     /// A disk is none of the datastore's any more.
-    pub fn forget(&self, name: &str) -> Option<Arc<Entry>> {
+    pub fn forget(&self, name: &str) -> Option<Arc<ForeignDisk>> {
         self.disks.write().remove(name)
     }
 
     /// The disk of that name.
-    pub fn find(&self, name: &str) -> Option<Arc<Entry>> {
+    pub fn find(&self, name: &str) -> Option<Arc<ForeignDisk>> {
         self.disks.read().get(name).cloned()
     }
 
     /// All disks by name.
-    pub fn entries(&self) -> Vec<Arc<Entry>> {
+    pub fn entries(&self) -> Vec<Arc<ForeignDisk>> {
         self.disks.read().values().cloned().collect()
     }
 
@@ -323,7 +323,7 @@ impl Foreign {
     }
 
     /// Opens a disk, or a snapshot of it, for a client.
-    pub fn open_device(&self, entry: &Entry, snapshot: Option<&str>, read_only: bool) -> Result<Arc<dyn Device>> {
+    pub fn open_device(&self, entry: &ForeignDisk, snapshot: Option<&str>, read_only: bool) -> Result<Arc<dyn Device>> {
         let _clients = entry.clients.lock();
         let disk = &entry.disk;
         let (name, client) = match snapshot {

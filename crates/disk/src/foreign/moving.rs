@@ -3,7 +3,7 @@
 //! The copy's folder is marked as incomplete until it takes the place of the original, the original's from then on; so
 //! opening the datastore removes whichever is not the disk.
 
-use super::{ChainedDevice, Entry, Foreign};
+use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
 use crate::info::{DeltaFormat, ImageKind};
 use crate::migrate::{Node, Original, Replica};
@@ -24,7 +24,7 @@ const LOOK: u64 = 1 << 30;
 
 /// A disk that moves away.
 pub(crate) struct ForeignOriginal {
-    pub entry: Arc<Entry>,
+    pub entry: Arc<ForeignDisk>,
 }
 
 /// A disk that is being made as a copy.
@@ -37,7 +37,7 @@ pub(crate) struct ForeignReplica {
 
 impl Foreign {
     /// A disk to be copied.
-    pub fn original(&self, entry: Arc<Entry>) -> Result<ForeignOriginal> {
+    pub fn original(&self, entry: Arc<ForeignDisk>) -> Result<ForeignOriginal> {
         let clones: Vec<String> = entry.disk.clones().into_iter().map(|clone| clone.name).collect();
         if !clones.is_empty() {
             let (name, clones) = (entry.disk.name(), crate::native::list(clones.iter().map(String::as_str)));
@@ -58,10 +58,10 @@ impl Foreign {
     ) -> Result<ForeignOriginal> {
         let (folder, home) = self.new_folder(name, true)?;
         match vmdk::Disk::adopt(home, name, what, how, options) {
-            Ok(disk) => Ok(ForeignOriginal { entry: Entry::new(folder, disk) }),
+            Ok(disk) => Ok(ForeignOriginal { entry: ForeignDisk::new(folder, disk) }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
                 }
                 Err(error)
             }
@@ -84,7 +84,7 @@ impl Foreign {
             Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "what was made of a disk goes at the next opening");
+                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
                 }
                 Err(error)
             }
@@ -172,7 +172,7 @@ impl Original for ForeignOriginal {
                 at = span.start + span.length;
             }
             if spans.is_empty() {
-                return Err(Error::new(ErrorKind::Corrupt, format!("nothing is said of what is at {at}")));
+                return Err(Error::new(ErrorKind::Corrupt, format!("the source's map has no answer for byte {at}")));
             }
         }
         let smaller = below.capacity().min(capacity);

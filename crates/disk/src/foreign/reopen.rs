@@ -7,7 +7,7 @@
 //!    new chain has nothing to flush then: the first flush of each client fails, to report the loss.
 //! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
 
-use super::{Entry, Foreign};
+use super::{Foreign, ForeignDisk};
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use crate::info::DiskInfo;
 use crate::progress::Progress;
@@ -21,7 +21,7 @@ const REQUESTS_WAIT: Duration = Duration::from_secs(60);
 
 impl Foreign {
     /// Opens a disk again if it has stopped.
-    pub fn reopen(&self, entry: &Entry, progress: &dyn Progress) -> Result<DiskInfo> {
+    pub fn reopen(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<DiskInfo> {
         let _clients = entry.clients.lock();
         let switch = self.switches.get(&entry.identity(None));
         let Some(why) = entry.disk.stopped() else {
@@ -150,7 +150,7 @@ mod tests {
     }
 
     /// A datastore with a disk `vm` of images, and a client of it.
-    fn made() -> (tempfile::TempDir, Arc<Datastore>, Arc<Entry>, Arc<dyn Device>) {
+    fn made() -> (tempfile::TempDir, Arc<Datastore>, Arc<ForeignDisk>, Arc<dyn Device>) {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("ds");
         Datastore::init(&path, InitOptions { journal_size: 8 << 20 }).unwrap();

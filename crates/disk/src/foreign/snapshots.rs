@@ -1,6 +1,6 @@
 //! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
 
-use super::{Entry, Foreign};
+use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
 use crate::progress::Watched;
 use crate::progress::{NoProgress, Progress};
@@ -35,7 +35,7 @@ impl Progress for Unwanted {
     }
 }
 
-impl Entry {
+impl ForeignDisk {
     /// `NotFound` without such a snapshot.
     pub(super) fn find_snapshot(&self, name: &str) -> Result<()> {
         if self.disk.record().snapshots.iter().any(|snapshot| snapshot.name == name) {
@@ -58,7 +58,8 @@ impl Entry {
             let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
-                    tracing::warn!(%error, disk = record.name, snapshot = snapshot.name, "a temporary snapshot stays");
+                    let (disk, name) = (&record.name, &snapshot.name);
+                    tracing::warn!(%error, disk, snapshot = name, "a temporary snapshot is left");
                 }
                 _ => {}
             }
@@ -110,7 +111,7 @@ impl Foreign {
     /// point, while no write is under way.
     pub fn create_snapshots(
         &self,
-        of: &[(Arc<Entry>, String)],
+        of: &[(Arc<ForeignDisk>, String)],
         uids: Option<&[u32]>,
         options: &SnapshotOptions,
         between: &mut dyn FnMut() -> Result<()>,
@@ -139,7 +140,7 @@ impl Foreign {
     }
 
     /// The snapshots of a disk, oldest first.
-    pub fn snapshots(&self, entry: &Entry) -> Vec<SnapshotInfo> {
+    pub fn snapshots(&self, entry: &ForeignDisk) -> Vec<SnapshotInfo> {
         let disk = entry.disk.name();
         let names: Vec<(String, String)> =
             self.entries().iter().map(|entry| (entry.disk.uuid(), entry.disk.name())).collect();
@@ -167,7 +168,7 @@ impl Foreign {
     /// Deletes a snapshot: its image is merged with a neighbour while the disk is in use.
     pub fn delete_snapshot(
         &self,
-        entry: &Entry,
+        entry: &ForeignDisk,
         name: &str,
         direction: Option<Direction>,
         progress: &dyn Progress,
@@ -194,7 +195,7 @@ impl Foreign {
     }
 
     /// Makes the head equal to a snapshot again. `Busy` while clients have the disk open.
-    pub fn revert(&self, entry: &Entry, name: &str) -> Result<DiskInfo> {
+    pub fn revert(&self, entry: &ForeignDisk, name: &str) -> Result<DiskInfo> {
         let _clients = entry.clients.lock();
         entry.find_snapshot(name)?;
         self.switches.refuse_in_use(&entry.identity(None), &format!("disk '{}'", entry.disk.name()))?;
@@ -206,7 +207,7 @@ impl Foreign {
     /// the newest image that is in the chains of both: what lies above it, on either side, is what may differ.
     pub fn diff(
         &self,
-        entry: &Entry,
+        entry: &ForeignDisk,
         from: &Point,
         to: &Point,
         each: &mut dyn FnMut(ChangedExtent) -> Result<()>,

@@ -35,7 +35,7 @@ impl Datastore {
         if home == path {
             return self.migrate(name, options, progress);
         }
-        let datastore = match self.guest(&path) {
+        let datastore = match self.peer_datastore(&path) {
             Some(open) => open,
             None => Self::open(
                 &path,
@@ -54,34 +54,34 @@ impl Datastore {
     }
 
     /// Another datastore that clients of this process still use.
-    fn guest(&self, path: &Path) -> Option<Arc<Self>> {
-        let guests = self.guests.lock();
-        guests.iter().find(|guest| guest.path.as_deref() == Some(path)).cloned()
+    fn peer_datastore(&self, path: &Path) -> Option<Arc<Self>> {
+        let peer_datastores = self.peer_datastores.lock();
+        peer_datastores.iter().find(|peer| peer.path.as_deref() == Some(path)).cloned()
     }
 
     /// Closes the other datastore, or has that done once no client uses it.
     fn leave(&self, peer: Peer) -> Result<()> {
         let datastore = peer.datastore;
         if !datastore.switches.in_use() {
-            self.guests.lock().retain(|guest| !Arc::ptr_eq(guest, &datastore));
+            self.peer_datastores.lock().retain(|peer| !Arc::ptr_eq(peer, &datastore));
             return datastore.close();
         }
-        let mut guests = self.guests.lock();
-        if guests.iter().any(|guest| Arc::ptr_eq(guest, &datastore)) {
+        let mut peer_datastores = self.peer_datastores.lock();
+        if peer_datastores.iter().any(|peer| Arc::ptr_eq(peer, &datastore)) {
             return Ok(());
         }
-        guests.push(Arc::clone(&datastore));
-        let all = Arc::clone(&self.guests);
+        peer_datastores.push(Arc::clone(&datastore));
+        let all = Arc::clone(&self.peer_datastores);
         let watch = move || {
             loop {
                 std::thread::sleep(IDLE_POLL);
-                let mut guests = all.lock();
-                // Under the lock, so that no migration finds it and has it closed under its hands.
-                let known = guests.iter().any(|guest| Arc::ptr_eq(guest, &datastore));
+                let mut peer_datastores = all.lock();
+                // Under the lock, so that no migration finds it and closes it during the migration.
+                let known = peer_datastores.iter().any(|peer| Arc::ptr_eq(peer, &datastore));
                 if known && (datastore.switches.in_use() || Arc::strong_count(&datastore) > 2) {
                     continue;
                 }
-                guests.retain(|guest| !Arc::ptr_eq(guest, &datastore));
+                peer_datastores.retain(|peer| !Arc::ptr_eq(peer, &datastore));
                 if known && let Err(error) = datastore.close() {
                     tracing::error!("closing a datastore that clients had moved to: {error}");
                 }

@@ -36,7 +36,7 @@ const LOOK: Duration = Duration::from_millis(100);
 /// What becomes of images that are brought in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum ImportWay {
+pub enum ImportMode {
     /// They are copied.
     Copy,
     /// They stay where they are, and are read; what is written goes to a delta in the datastore.
@@ -51,7 +51,7 @@ pub struct ImportOptions {
     /// The newest image of the chain.
     pub path: PathBuf,
     /// What becomes of them.
-    pub way: ImportWay,
+    pub way: ImportMode,
     /// What they are copied to.
     pub target: MigrateOptions,
     /// Folders that images may refer to, besides their own.
@@ -78,7 +78,10 @@ impl Overlay {
     pub fn of(record: &vmdk::Record) -> Result<Option<Self>> {
         let Some(text) = &record.overlay else { return Ok(None) };
         serde_json::from_str(text).map(Some).map_err(|error| {
-            let text = format!("what lies above the images of disk '{}' cannot be read: {error}", record.name);
+            let text = format!(
+                "the record of the native layer above the images of disk '{}' cannot be read: {error}",
+                record.name
+            );
             Error::new(ErrorKind::Corrupt, text)
         })
     }
@@ -112,8 +115,8 @@ impl Datastore {
     pub fn import(&self, name: &str, options: &ImportOptions, progress: &dyn Progress) -> Result<DiskInfo> {
         let _name = self.reserve(name)?;
         let how = match options.way {
-            ImportWay::Copy | ImportWay::Live => vmdk::Adopt::ReadOnly,
-            ImportWay::InPlace => vmdk::Adopt::Head { writable: false },
+            ImportMode::Copy | ImportMode::Live => vmdk::Adopt::ReadOnly,
+            ImportMode::InPlace => vmdk::Adopt::Head { writable: false },
         };
         let opening = vmdk::Options {
             permitted: options.permitted.clone(),
@@ -124,7 +127,7 @@ impl Datastore {
         let place = Place::local(&options.path, &options.permitted)?;
         let adopted = self.foreign.adopt(name, &place, how, &opening)?;
         let done = match options.way {
-            ImportWay::Copy => {
+            ImportMode::Copy => {
                 let progress = Throttled { progress, rate: options.rate };
                 let copied = self.copy_in(name, &adopted, &options.target, &progress);
                 let (folder, disk) = (adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
@@ -132,15 +135,15 @@ impl Datastore {
                 let removed = self.foreign.remove_moved(&folder, disk);
                 return copied.and(removed).and_then(|()| self.disk(name));
             }
-            ImportWay::InPlace => self.foreign.complete(&adopted.entry.folder).map(|()| {
+            ImportMode::InPlace => self.foreign.complete(&adopted.entry.folder).map(|()| {
                 self.foreign.insert(adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
             }),
-            ImportWay::Live => self.put_above(&adopted, options),
+            ImportMode::Live => self.put_above(&adopted, options),
         };
         let (folder, disk) = (adopted.entry.folder.clone(), Arc::clone(&adopted.entry.disk));
         drop(adopted);
         match done {
-            Ok(()) if options.way == ImportWay::InPlace => self.disk(name),
+            Ok(()) if options.way == ImportMode::InPlace => self.disk(name),
             Ok(()) => {
                 // Opened again, with what lies above it.
                 disk.close()?;
@@ -150,7 +153,9 @@ impl Datastore {
             }
             Err(error) => {
                 if let Err(second) = self.foreign.remove_moved(&folder, disk).and_then(|()| self.sweep_overlays()) {
-                    tracing::warn!("what was made for disk '{name}' goes at the next opening: {second}");
+                    tracing::warn!(
+                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                    );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }
@@ -190,7 +195,9 @@ impl Datastore {
             }
             Err(error) => {
                 if let Err(second) = self.remove_target(&target) {
-                    tracing::warn!("what was made of disk '{name}' goes at the next opening: {second}");
+                    tracing::warn!(
+                        "the unfinished disk '{name}' is removed when the datastore is opened next: {second}"
+                    );
                 }
                 Err(error.context(format!("disk '{name}' was not made")))
             }
@@ -272,11 +279,13 @@ impl Datastore {
             };
             match moved {
                 Ok(_) => {
-                    tracing::info!(disk = name, "it does not need its images any more");
+                    tracing::info!(disk = name, "the disk is in the datastore and no longer needs its images");
                     return;
                 }
                 Err(error) if matches!(error.kind(), ErrorKind::Interrupted | ErrorKind::NotFound) => return,
-                Err(error) => tracing::warn!(disk = name, "moving it into the datastore begins again soon: {error}"),
+                Err(error) => {
+                    tracing::warn!(disk = name, "moving it into the datastore failed and is tried again: {error}")
+                }
             }
             let begun = Instant::now();
             while begun.elapsed() < RETRY {

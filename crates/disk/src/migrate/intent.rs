@@ -7,7 +7,7 @@
 //! ```
 //!
 //! 1. The file is there, durably, before anything of the target is, and goes after the last of what its stage calls for
-//!    has been done: so nothing is ever left behind that no file speaks of.
+//!    has been done: so nothing is ever left that no record names.
 //! 2. It is replaced as a whole (a temporary name, flushed, renamed, the folder flushed): each stage is there or not.
 //! 3. What a stage calls for may be done any number of times.
 //! 4. A target in another datastore has a file there as well, `arriving`, which says whose word counts. It is decided
@@ -90,7 +90,7 @@ pub(crate) struct Intents {
 fn file_name(id: &str) -> Result<String> {
     let plain = id.len() == 36 && id.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-');
     if !plain {
-        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is no identity of a migration", id.escape_debug())));
+        return Err(Error::new(ErrorKind::Corrupt, format!("'{}' is not the id of a migration", id.escape_debug())));
     }
     Ok(format!("{PREFIX}{id}"))
 }

@@ -85,7 +85,7 @@ enum Stage {
     Committed,
 }
 
-struct State {
+struct MirrorState {
     stage: Stage,
     /// Why the target is not a copy any more.
     failure: Option<Error>,
@@ -104,7 +104,7 @@ pub struct MirrorDevice {
     settled: AtomicBool,
     /// The target is not written any more.
     failed: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<MirrorState>,
 }
 
 /// The error of what was stopped on request.
@@ -138,7 +138,7 @@ impl MirrorDevice {
             cursor: AtomicU64::new(0),
             settled: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            state: Mutex::new(State { stage: Stage::Copying, failure: None }),
+            state: Mutex::new(MirrorState { stage: Stage::Copying, failure: None }),
         })
     }
 
@@ -194,7 +194,7 @@ impl MirrorDevice {
             at += length;
         }
         if at == from {
-            let text = format!("{}: nothing is said of what is at {at}", self.source.name());
+            let text = format!("{}: the source's map has no answer for byte {at}", self.source.name());
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
         Ok(at)
@@ -495,7 +495,7 @@ impl Device for MirrorDevice {
 
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.check_writable(offset, length)?;
-        // Both sides have to read alike afterwards, which a discard does not promise where there is no room. Without
+        // Both sides have to read alike afterwards, which a discard does not guarantee where there is no room. Without
         // room for zeros the migration has ended, and what was discarded may keep its content.
         match self.change_long(offset, length, |device, at, part| device.write_zeroes(at, part, false, false)) {
             Err(error) if error.kind() == ErrorKind::NoSpace => {}
@@ -512,7 +512,7 @@ impl Device for MirrorDevice {
 
     fn flush(&self) -> Result<()> {
         self.source.flush().map_err(|error| self.source_failed(error))?;
-        // Looked at afterwards: who was acknowledged before `settle` began to flush the target is covered by that.
+        // Read afterwards: a flush acknowledged before `settle` began to flush the target is covered by that flush.
         if self.settled.load(Ordering::SeqCst)
             && !self.failed.load(Ordering::SeqCst)
             && let Err(error) = self.target.flush()

@@ -22,8 +22,8 @@
 //! 4. Formats are met as devices ([`crate::Device`]) and as trees of snapshots (`tree::Original`, `tree::Replica`), and
 //!    not otherwise: `native/moving.rs` and `foreign/moving.rs` are the two kinds there are.
 //!
-//! Locks, in the order in which they are taken: the use of the disk's name, `turning` (this datastore's, then the other
-//! one's), those of the native and foreign disks, switches; in the mirror a range, then its state.
+//! Locks, in the order in which they are taken: the use of the disk's name, `rename_lock` (this datastore's, then the
+//! other one's), those of the native and foreign disks, switches; in the mirror a range, then its state.
 
 mod away;
 mod import;
@@ -40,7 +40,7 @@ mod testbed;
 #[cfg(test)]
 mod tests;
 
-pub use import::{ImportOptions, ImportWay};
+pub use import::{ImportMode, ImportOptions};
 pub(crate) use import::{Imports, Overlay};
 pub use mirror::{Base, Copied, MirrorDevice};
 pub use native_layer::NativeLayer;

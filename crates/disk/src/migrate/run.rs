@@ -10,7 +10,7 @@
 //!    removes the target. After it nothing is undone: what cannot be finished now is when the datastore is opened next.
 //! 2. The disk is used alone: what would change its snapshots or its size meanwhile is refused. Its clients come and
 //!    go.
-//! 3. No client can open a disk by its name while the name moves to the other copy (`turning`); requests of clients
+//! 3. No client can open a disk by its name while the name moves to the other copy (`rename_lock`); requests of clients
 //!    that have it open go on.
 
 use super::intent::{Copy, Intent, Intents, Stage};
@@ -28,7 +28,7 @@ use crate::switch::{Before, Client, Identity, Switch};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
-use store::engine::Likeness;
+use store::engine::DiskIdentity;
 use store::{Error, ErrorKind, Result};
 
 /// What a disk is to become.
@@ -92,13 +92,13 @@ impl Source {
         }
     }
 
-    pub fn likeness(&self) -> Result<Likeness> {
+    pub fn likeness(&self) -> Result<DiskIdentity> {
         match self {
             Self::Native(disk) => disk.likeness(),
             Self::Foreign(disk) => {
                 let record = disk.entry.disk.record();
                 let uuid = names::parse_uuid(&record.uuid).map_or_else(names::new_uuid, Ok)?;
-                Ok(Likeness { uuid, created: record.created })
+                Ok(DiskIdentity { uuid, created: record.created })
             }
         }
     }
@@ -324,14 +324,17 @@ impl Migration<'_> {
         let Moving { switch, mirror } = moving;
         let mut left: Vec<Before> = Vec::new();
         {
-            let _turning = self.home.turning.write();
-            let _there = self.away.map(|peer| peer.datastore.turning.write());
+            let _rename = self.home.rename_lock.write();
+            let _peer_rename = self.away.map(|peer| peer.datastore.rename_lock.write());
             left.push(switch.exchange(Arc::clone(mirror.target())));
             if let Err(error) = self.hand_over(snapshots, &mut left) {
-                tracing::error!(disk = self.name, "readers of its snapshots stay where they are: {error}");
+                tracing::error!(disk = self.name, "open readers of its snapshots keep the old copy: {error}");
             }
             if let Err(error) = self.turn_name() {
-                tracing::error!(disk = self.name, "its new copy takes its name when the datastore is opened: {error}");
+                tracing::error!(
+                    disk = self.name,
+                    "its new copy gets the name when the datastore is opened next: {error}"
+                );
             }
         }
         drop((switch, mirror));
@@ -399,7 +402,7 @@ impl Migration<'_> {
             self.intents().remove(&self.intent.id)
         })();
         if let Err(error) = outcome {
-            tracing::warn!(disk = self.name, "what it was goes when the datastore is opened next: {error}");
+            tracing::warn!(disk = self.name, "its old copy is removed when the datastore is opened next: {error}");
         }
     }
 
@@ -413,13 +416,16 @@ impl Migration<'_> {
             self.intents().remove(&self.intent.id)
         })();
         if let Err(error) = outcome {
-            tracing::warn!(disk = self.name, "a copy of it goes when the datastore is opened next: {error}");
+            tracing::warn!(
+                disk = self.name,
+                "its unfinished copy is removed when the datastore is opened next: {error}"
+            );
         }
     }
 }
 
 /// What the record says of the disk's identity.
-pub(super) fn likeness_of(intent: &Intent) -> Result<Likeness> {
+pub(super) fn likeness_of(intent: &Intent) -> Result<DiskIdentity> {
     let uuid = names::parse_uuid(&intent.uuid).map_or_else(names::new_uuid, Ok)?;
-    Ok(Likeness { uuid, created: intent.created })
+    Ok(DiskIdentity { uuid, created: intent.created })
 }

@@ -27,7 +27,7 @@ const ZEROS: &str = ".zeros";
 pub(crate) struct Node {
     /// Its name.
     pub name: String,
-    /// The snapshot before it.
+    /// Name of its parent snapshot.
     pub parent: Option<String>,
     /// Capacity of the disk then.
     pub capacity: u64,

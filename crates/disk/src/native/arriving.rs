@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use store::buffer::Checksums;
 use store::catalog::{Object, Provisioning as Stored};
-use store::engine::{Arrival, BulkWriter, Condition, Likeness, NewDisk, NewSnapshot};
+use store::engine::{BulkWriter, Condition, DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit};
 use store::{Error, ErrorKind, Result};
 
 /// Spans asked for at a time.
@@ -28,7 +28,7 @@ pub(crate) struct Arrived {
     /// Identity of a new disk.
     pub uuid: [u8; 16],
     /// The snapshot that it gets: name, identity, age.
-    pub snapshot: Option<(String, Likeness)>,
+    pub snapshot: Option<(String, DiskIdentity)>,
     /// It brings a disk up to date, from its snapshot of that identity.
     pub update_from: Option<[u8; 16]>,
     /// How a new disk takes its space.
@@ -72,9 +72,9 @@ impl Native {
     }
 
     /// Identity and age of a snapshot.
-    pub fn snapshot_likeness(&self, disk: &str, snapshot: &str) -> Result<Likeness> {
+    pub fn snapshot_likeness(&self, disk: &str, snapshot: &str) -> Result<DiskIdentity> {
         let snapshot = self.find_snapshot(&self.find_disk(disk)?, snapshot)?;
-        Ok(Likeness { uuid: snapshot.uuid, created: snapshot.created })
+        Ok(DiskIdentity { uuid: snapshot.uuid, created: snapshot.created })
     }
 
     /// The number of the snapshot of that identity, of whatever disk that is to be seen.
@@ -101,7 +101,7 @@ impl Native {
         };
         let base = self.engine.with_catalog(|catalog| catalog.find(disk.parent).cloned());
         let base = base.filter(|base| base.disk == disk.id && !base.incomplete);
-        let base = base.ok_or_else(|| refuse("it stands on no snapshot of its own"))?;
+        let base = base.ok_or_else(|| refuse("its content is not based on one of its own snapshots"))?;
         let mut same = base.capacity == disk.capacity;
         let blocks = 0..disk.capacity.div_ceil(BLOCK_SIZE as u64);
         self.engine.diff(base.id, disk.id, blocks, &mut |_| {
@@ -216,8 +216,8 @@ impl Native {
             };
             match (disk.update_from, snapshot) {
                 (None, _) => {
-                    let like = Likeness { uuid: disk.uuid, created };
-                    arrivals.push(Arrival::Disk { id, name: disk.name.clone(), like });
+                    let like = DiskIdentity { uuid: disk.uuid, created };
+                    arrivals.push(ReceiveCommit::Disk { id, name: disk.name.clone(), like });
                 }
                 (Some(from), Some(snapshot)) => {
                     let target = self.find_disk(&disk.name)?;
@@ -226,7 +226,7 @@ impl Native {
                         return Err(Error::new(ErrorKind::Exists, text));
                     }
                     updated.push((target.id, snapshot.capacity));
-                    arrivals.push(Arrival::Update { id, snapshot: snapshot.id, disk: target.id });
+                    arrivals.push(ReceiveCommit::Update { id, snapshot: snapshot.id, disk: target.id });
                 }
                 (Some(_), None) => {
                     let text = format!("disk '{}' can only be brought up to date by a snapshot", disk.name);
@@ -248,7 +248,7 @@ impl Native {
     }
 
     /// The snapshot of a hidden disk; taken now, unless an attempt that was cut short has taken it.
-    fn hidden_snapshot(&self, disk: u64, name: &str, like: Likeness) -> Result<Object> {
+    fn hidden_snapshot(&self, disk: u64, name: &str, like: DiskIdentity) -> Result<Object> {
         let known = self.engine.with_catalog(|catalog| catalog.snapshot(disk, name).map(|object| object.id));
         let id = match known {
             Some(id) => id,

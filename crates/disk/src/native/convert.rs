@@ -1,7 +1,7 @@
 //! Native disks as ends of a conversion.
 
 use super::Native;
-use crate::convert::{DeviceSource, Piece, Pieces, Run, Sink, Source};
+use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
 use crate::names;
 use crate::progress::Progress;
 use crate::switch::Client;
@@ -56,7 +56,10 @@ struct Point {
 impl Drop for Point {
     fn drop(&mut self) {
         if let Err(error) = self.engine.delete_snapshot(self.id) {
-            tracing::warn!("snapshot '{}' of a conversion goes at the next opening: {error}", self.name);
+            tracing::warn!(
+                "snapshot '{}' of a conversion is removed when the datastore is opened next: {error}",
+                self.name
+            );
         }
     }
 }
@@ -73,7 +76,7 @@ impl Source for NativeSource {
         self.inner.capacity()
     }
 
-    fn next(&mut self, start: u64) -> Result<Run> {
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
         self.inner.next(start)
     }
 
@@ -96,7 +99,7 @@ impl Sink for NativeSink {
 
     fn fill(&mut self, pieces: &mut Pieces<'_>) -> Result<()> {
         let writer = BulkWriter::new(&self.engine, self.id);
-        let take = |piece: &Piece| {
+        let take = |piece: &CopyPiece| {
             piece.runs.iter().try_for_each(|run| {
                 let block = (piece.start + run.start as u64) / BLOCK_SIZE as u64;
                 writer.write(block, piece.blocks(run))
@@ -119,7 +122,10 @@ impl NativeSink {
     fn remove(&self) {
         let removed = self.engine.delete_disk(self.id, &[]).and_then(|()| self.engine.reclaim());
         if let Err(error) = removed {
-            tracing::warn!("disk '{}' of a failed conversion goes at the next opening: {error}", self.name);
+            tracing::warn!(
+                "disk '{}' of a failed conversion is removed when the datastore is opened next: {error}",
+                self.name
+            );
         }
     }
 }

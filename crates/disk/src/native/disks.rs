@@ -278,16 +278,17 @@ impl Native {
                 ),
             ));
         }
-        self.engine.delete_disk(disk.id, &self.heirs(&snapshots, &clones))
+        self.engine.delete_disk(disk.id, &self.handed_over(&snapshots, &clones))
     }
 
     /// The new records when the snapshots that clones stand on go to the first of the clones, which becomes the parent
     /// of the others.
-    fn heirs(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
-        let Some(heir) = clones.first() else { return Vec::new() };
+    fn handed_over(&self, snapshots: &[Object], clones: &[Object]) -> Vec<Object> {
+        let Some(first_clone) = clones.first() else { return Vec::new() };
         let needed: Vec<&Object> =
             snapshots.iter().filter(|snapshot| clones.iter().any(|clone| clone.origin == snapshot.id)).collect();
-        let own: Vec<Object> = self.engine.with_catalog(|catalog| catalog.snapshots_of(heir.id).cloned().collect());
+        let own: Vec<Object> =
+            self.engine.with_catalog(|catalog| catalog.snapshots_of(first_clone.id).cloned().collect());
         // The nearest ancestor that is handed over too.
         let parent_of = |mut id: u64| loop {
             let Some(snapshot) = snapshots.iter().find(|snapshot| snapshot.id == id) else { return 0 };
@@ -306,14 +307,14 @@ impl Native {
                 number += 1;
             }
             taken.push(name.clone());
-            changed.push(Object { disk: heir.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
+            changed.push(Object { disk: first_clone.id, name, parent: parent_of(snapshot.id), ..(*snapshot).clone() });
         }
-        // The heir's own history begins where it left its parent.
+        // The first clone's own history begins where it left its parent.
         for snapshot in own.iter().filter(|snapshot| snapshot.parent == 0) {
-            changed.push(Object { parent: heir.origin, ..snapshot.clone() });
+            changed.push(Object { parent: first_clone.origin, ..snapshot.clone() });
         }
-        let parent = if heir.parent == 0 { heir.origin } else { heir.parent };
-        changed.push(Object { origin: 0, parent, ..heir.clone() });
+        let parent = if first_clone.parent == 0 { first_clone.origin } else { first_clone.parent };
+        changed.push(Object { origin: 0, parent, ..first_clone.clone() });
         changed
     }
 }

@@ -39,10 +39,10 @@ use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use store::catalog::{Object, Provisioning, State};
+use store::catalog::{Object, ObjectState, Provisioning};
 use store::{Engine, Error, ErrorKind, Result};
 
-/// The capacity of a disk that is open: its devices and who resizes it share one.
+/// The capacity of a disk that is open: its devices and a resize share one.
 pub(crate) struct Capacity(AtomicU64);
 
 impl Capacity {
@@ -89,20 +89,21 @@ impl Native {
         let (snapshots, disks): (Vec<Object>, Vec<Object>) = self.engine.with_catalog(|catalog| {
             let unfinished = catalog.objects().filter(|object| object.incomplete).cloned();
             let (snapshots, rest): (Vec<_>, Vec<_>) = unfinished.partition(|object| object.is_snapshot());
-            let disks = rest.into_iter().filter(|object| object.state == State::Disk && !kept.contains(&object.name));
+            let disks =
+                rest.into_iter().filter(|object| object.state == ObjectState::Disk && !kept.contains(&object.name));
             (snapshots, disks.collect())
         });
         for object in snapshots {
             self.engine.delete_snapshot(object.id)?;
         }
         for object in disks {
-            tracing::warn!(disk = object.name, "removing a disk whose making was interrupted");
+            tracing::warn!(disk = object.name, "removing a disk whose creation was interrupted");
             self.engine.delete_disk(object.id, &[])?;
         }
         Ok(())
     }
 
-    /// Writes everything home and closes.
+    /// Writes everything to its place and closes.
     pub fn close(&self) -> Result<()> {
         let _changes = self.changes.lock();
         self.engine.close()

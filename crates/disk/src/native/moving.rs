@@ -14,8 +14,8 @@ use crate::switch::Identity;
 use backend::BLOCK_SIZE;
 use std::ops::Range;
 use std::sync::Arc;
-use store::catalog::{Object, State};
-use store::engine::{Likeness, NewDisk, NewSnapshot};
+use store::catalog::{Object, ObjectState};
+use store::engine::{DiskIdentity, NewDisk, NewSnapshot};
 use store::{Error, ErrorKind, Result};
 
 /// A native disk that moves away.
@@ -82,7 +82,13 @@ impl Native {
 
     /// Makes the copy under a hidden name the disk `name`; true if there was one. What it was a copy of, if it is
     /// here, goes.
-    pub fn complete_replica(&self, hidden: &str, name: &str, original: Option<u64>, like: Likeness) -> Result<bool> {
+    pub fn complete_replica(
+        &self,
+        hidden: &str,
+        name: &str,
+        original: Option<u64>,
+        like: DiskIdentity,
+    ) -> Result<bool> {
         let new = self.engine.with_catalog(|catalog| catalog.disk(hidden).map(|disk| disk.id));
         let Some(new) = new else { return Ok(false) };
         let aside = format!("{hidden}-away");
@@ -127,7 +133,7 @@ impl Native {
 
     /// True when there is a disk of that number, deleted ones not counted.
     fn is_disk(&self, id: u64) -> bool {
-        self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.state == State::Disk))
+        self.engine.with_catalog(|catalog| catalog.find(id).is_some_and(|object| object.state == ObjectState::Disk))
     }
 
     fn snapshot_id(&self, disk: u64, name: &str) -> Result<Object> {
@@ -167,9 +173,9 @@ impl NativeOriginal {
     }
 
     /// Identity and age.
-    pub fn likeness(&self) -> Result<Likeness> {
+    pub fn likeness(&self) -> Result<DiskIdentity> {
         self.native.engine.with_catalog(|catalog| {
-            catalog.get(self.id).map(|disk| Likeness { uuid: disk.uuid, created: disk.created })
+            catalog.get(self.id).map(|disk| DiskIdentity { uuid: disk.uuid, created: disk.created })
         })
     }
 }
@@ -259,7 +265,7 @@ impl Replica for NativeReplica {
         let new = NewSnapshot { disk: self.id, name: node.name.clone(), uuid, incomplete: false };
         let ids = self.native.engine.snapshot(&[new])?;
         for id in ids {
-            self.native.engine.liken_snapshot(id, Likeness { uuid, created: node.created })?;
+            self.native.engine.liken_snapshot(id, DiskIdentity { uuid, created: node.created })?;
         }
         Ok(())
     }

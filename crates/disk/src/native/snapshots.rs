@@ -51,7 +51,7 @@ impl Native {
             // Those of other disks are not there.
             for id in ids {
                 if let Err(second) = self.engine.delete_snapshot(id) {
-                    tracing::error!(%second, "a native snapshot of a group that failed stays");
+                    tracing::error!(%second, "a native snapshot of a failed group was not deleted");
                 }
             }
             return Err(error);

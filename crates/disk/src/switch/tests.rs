@@ -11,7 +11,7 @@ use std::time::Instant;
 const SECTOR: usize = 512;
 const BLOCK: u64 = backend::BLOCK_SIZE as u64;
 
-/// A disk in memory that knows who is inside.
+/// A disk in memory that counts the requests inside it.
 struct Memory {
     bytes: Mutex<Vec<u8>>,
     finished: AtomicU64,
@@ -285,7 +285,7 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
     switch.note_loss();
     switch.exchange(Arc::clone(&new) as Arc<dyn Device>);
     let late = client(false);
-    // A request without a promise of durability succeeds, and does not use up the error.
+    // A request that need not be durable succeeds, and does not use up the error.
     put(&first, false).unwrap();
     assert!(is_told(first.flush()));
     first.flush().unwrap();

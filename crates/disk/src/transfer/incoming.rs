@@ -26,7 +26,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use store::buffer::Checksums;
-use store::engine::Likeness;
+use store::engine::DiskIdentity;
 use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -128,7 +128,7 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
             }
             Found::Newer(id) => (id.clone(), true),
             Found::Damaged(id, error) => {
-                tracing::error!("a reception is given up, nothing of it stays: {error}");
+                tracing::error!("a reception failed and its data is removed: {error}");
                 (id.clone(), false)
             }
         };
@@ -142,7 +142,7 @@ pub(crate) fn recover(native: &Native) -> Result<BTreeSet<String>> {
 
 fn parse(uuid: &str) -> Result<[u8; 16]> {
     names::parse_uuid(uuid)
-        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("'{}' is no identity", uuid.escape_debug())))
+        .ok_or_else(|| Error::new(ErrorKind::Invalid, format!("'{}' is not a UUID", uuid.escape_debug())))
 }
 
 impl NewReception {
@@ -215,7 +215,7 @@ impl Datastore {
             return Ok(Opened::Already(there));
         }
         if new.resume_only {
-            return Err(Error::new(ErrorKind::NotFound, "nothing of these disks was begun to be received"));
+            return Err(Error::new(ErrorKind::NotFound, "no reception of these disks has begun"));
         }
         for disk in &new.disks {
             let other = known.iter().find(|record| record.disks.iter().any(|other| other.name == disk.name));
@@ -529,7 +529,7 @@ impl Reception {
         self.commit_data()?;
         let mut arrived = Vec::with_capacity(record.disks.len());
         for (index, disk) in record.disks.iter().enumerate() {
-            let like = Likeness { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
+            let like = DiskIdentity { uuid: parse(&disk.point.uuid)?, created: disk.point.created };
             let base = disk.base.as_deref().map(parse).transpose()?;
             arrived.push(Arrived {
                 hidden: record.hidden(index),

@@ -126,7 +126,7 @@ impl Outgoing {
         while at < range.end {
             let extents = self.device.status(at, ASK_BYTES.min(range.end - at), ASK_EXTENTS)?;
             if extents.is_empty() {
-                let text = format!("'{}' does not say what is at {at}", self.name());
+                let text = format!("'{}': the map has no answer for byte {at}", self.name());
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
             for extent in extents {

@@ -114,7 +114,7 @@ fn file_name(id: &str) -> Result<String> {
     match names::parse_uuid(id).filter(|uuid| names::uuid_text(uuid) == id) {
         Some(_) => Ok(format!("{PREFIX}{id}")),
         None => {
-            let text = format!("'{}' is no identity of a reception", id.escape_debug());
+            let text = format!("'{}' is not the id of a reception", id.escape_debug());
             Err(Error::new(ErrorKind::Invalid, text))
         }
     }
@@ -212,7 +212,7 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<Record> {
     let some = !record.disks.is_empty() && record.disks.len() <= DISKS_MAX;
     match some && record.disks.iter().all(holds) && file_name(&record.id).is_ok() {
         true => Ok(record),
-        false => Err(KIND.corrupt("does not hold together")),
+        false => Err(KIND.corrupt("contradicts itself")),
     }
 }
 

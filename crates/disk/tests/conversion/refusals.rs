@@ -1,4 +1,4 @@
-//! What is refused, and leaves nothing.
+//! Conversions that are refused leave no file behind.
 
 use super::*;
 

@@ -214,7 +214,7 @@ fn check(seed: u64) -> Met {
     for request in &requests {
         let cookie = number(request, 8, 16);
         let head = &request[..head_bytes];
-        assert!(heard.get(&cookie) == expected.get(&cookie), "answered as on no fresh connection: {head:x?}");
+        assert!(heard.get(&cookie) == expected.get(&cookie), "not the reply of a fresh connection: {head:x?}");
         assert_eq!(heard.contains_key(&cookie), number(request, 6, 8) != u64::from(CMD_DISC), "{head:x?}");
     }
     assert_eq!(heard.len(), expected.len(), "replies to what was no request");

@@ -1,4 +1,4 @@
-//! Clients that break the rules of politeness or of the protocol, and the bystanders who must not notice.
+//! Clients that break the protocol or stall, beside others that must not be affected.
 
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
@@ -31,7 +31,7 @@ fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Many times the timeout, because the machine may be busy with other things: who is not cut off by then never is.
+/// Many times the timeout, because the machine may be busy: a client that is not cut off by then never is.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
@@ -65,7 +65,7 @@ fn a_slow_handshake_is_cut_off_however_busy_it_looks() {
 }
 
 #[test]
-fn unread_replies_bound_the_memory_and_hurt_nobody() {
+fn unread_replies_bound_the_memory_and_stall_no_other_client() {
     let (running, disk) = start(ServerConfig::default());
     let mut owner = Client::open(&running.socket, "vm", Mode::Structured);
     for at in (0..CAPACITY).step_by(32 << 20) {
@@ -270,7 +270,7 @@ fn stop_finishes_requests_and_cuts_off_the_rest() {
 }
 
 #[test]
-fn stop_is_quick_when_nobody_is_busy() {
+fn stop_is_quick_when_no_request_runs() {
     let (running, _disk) = start(ServerConfig::default());
     let clients: Vec<Client> = (0..5).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
     let begun = Instant::now();

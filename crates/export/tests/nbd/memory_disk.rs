@@ -110,7 +110,7 @@ enum Place {
     Media,
 }
 
-struct State {
+struct DiskState {
     capacity: u64,
     blocks: BTreeMap<u64, Place>,
     dirty: BTreeSet<u64>,
@@ -124,7 +124,7 @@ pub struct MemoryDisk {
     name: String,
     read_only: bool,
     file: Arc<MemoryFile>,
-    state: Mutex<State>,
+    state: Mutex<DiskState>,
     pub flushes: AtomicU64,
     pub fua_writes: AtomicU64,
     /// Answer "changed under the read" to every n-th read; 0 for only when true.
@@ -156,7 +156,7 @@ impl MemoryDisk {
             delay: Mutex::new(Duration::ZERO),
             broken: Mutex::new(None),
         };
-        let state = State {
+        let state = DiskState {
             capacity,
             blocks: BTreeMap::new(),
             dirty: BTreeSet::new(),
@@ -222,14 +222,14 @@ impl MemoryDisk {
         }
     }
 
-    fn check(&self, state: &State, offset: u64, length: u64) -> Result<()> {
+    fn check(&self, state: &DiskState, offset: u64, length: u64) -> Result<()> {
         match offset.checked_add(length) {
             Some(end) if end <= state.capacity => Ok(()),
             _ => Err(Error::new(ErrorKind::Invalid, format!("range beyond the end of disk {}", self.name))),
         }
     }
 
-    fn change(&self, offset: u64, length: u64, fua: bool, make: impl Fn(&mut State, u64)) -> Result<()> {
+    fn change(&self, offset: u64, length: u64, fua: bool, make: impl Fn(&mut DiskState, u64)) -> Result<()> {
         if let Some(kind) = *self.fail_writes.lock() {
             return Err(Error::new(kind, format!("write to disk {} refused by the test", self.name)));
         }

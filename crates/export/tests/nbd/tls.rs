@@ -1,4 +1,4 @@
-//! TLS with certificates made on the spot: who gets in, what is said before, and that bytes survive it.
+//! TLS with certificates made by the test: which clients are accepted, what is sent before TLS, and that data passes.
 
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};

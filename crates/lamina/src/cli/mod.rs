@@ -59,13 +59,13 @@ pub enum Command {
         /// Size of the journal ring, from 4M to 4G.
         #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = size::parse_size)]
         journal_size: u64,
-        /// Make it even where the file system may lose what was flushed, such as NFS, SMB or FUSE.
+        /// Make it even where the file system may lose flushed writes, such as NFS, SMB or FUSE.
         #[arg(long)]
         any_file_system: bool,
     },
     /// Show capacity, allocation, over-commitment and how the datastore is served.
     Status,
-    /// Walk all metadata and say what is wrong.
+    /// Check all metadata and report what is wrong.
     Check(CheckArguments),
     /// Read disks and snapshots out of a datastore that cannot be opened, without writing to it.
     Salvage(SalvageArguments),

@@ -1,18 +1,18 @@
-//! The control side of a datastore: what can be asked of it, and how the asking crosses processes.
+//! The control side of a datastore: its requests, and how they reach the process that owns the datastore.
 //!
-//! One service, thin faces. Every verb is a [`Request`]; [`dispatch()`] is the only place that turns one into calls of
-//! [`disk::Datastore`] and a [`Reply`]. The command line builds requests and prints replies; whether the request was
-//! carried out in its own process or by the owner of the datastore behind the control socket, it cannot tell.
+//! Every verb is a [`Request`]; [`dispatch()`] is the only place that turns one into calls of [`disk::Datastore`] and a
+//! [`Reply`]. The command line builds requests and prints replies. It is the same code whether the request is carried
+//! out in its own process or by the owner of the datastore behind the control socket.
 //!
 //! ```text
-//!  verb -> Request -> session --- nobody serves ---> Datastore::open -> dispatch -> close
+//!  verb -> Request -> session --- no server -------> Datastore::open -> dispatch -> close
 //!                        \------- control socket --> client ~~~ server -> dispatch
 //! ```
 //!
 //! # Protocol
 //!
-//! A stream of lines over the unix socket `control.sock` in the datastore's folder, mode 0600, so that whoever may
-//! connect is the owner of the files or root. Each line is one JSON object with `version` and
+//! A stream of lines over the unix socket `control.sock` in the datastore's folder, mode 0600, so that only
+//! the owner of the files and root can connect. Each line is one JSON object with `version` and
 //! `message`, which is one of:
 //!
 //! | from   | message    | meaning                                                                  |

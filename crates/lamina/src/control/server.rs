@@ -147,7 +147,7 @@ impl Shared {
     }
 }
 
-/// Whether whoever is at the other end has closed it.
+/// Whether the peer has closed the connection.
 fn has_gone(stream: &UnixStream) -> bool {
     let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
     let mut entries = [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::RDHUP)];
@@ -181,7 +181,7 @@ fn accept_all(shared: &Arc<Shared>, listener: &UnixListener) {
             }
         }
         if !entries[1].revents().is_empty() {
-            // Whoever knocked in time is told that nothing of his request was begun.
+            // A client that connected in time gets the answer that its request was not begun.
             while let Ok((stream, _)) = listener.accept() {
                 let _ = refuse(&stream, "the server of this datastore is stopping: try again");
             }
@@ -307,7 +307,7 @@ impl Connection<'_> {
         let follower =
             Follower { connection: self, cancelled: AtomicBool::new(false), done: 0.into(), total: 0.into() };
         if request == Request::Settle && !self.shared.settled_within(SETTLE_MAX) {
-            let sentence = "what clients that have gone had asked for is still under way: try again later";
+            let sentence = "requests of disconnected clients are still running: try again later";
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
         }
@@ -390,7 +390,7 @@ impl Connection<'_> {
 /// The error of a request that panicked.
 fn failed_inside() -> Error {
     let sentence =
-        "the server failed inside this request: see its log; `lamina check` tells whether the datastore is well";
+        "the server failed inside this request: see its log; `lamina check` shows whether the datastore is intact";
     Error::new(ErrorKind::Stopped, sentence)
 }
 
@@ -417,7 +417,7 @@ impl Watch for Follower<'_> {
     fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
         self.connection
             .send(&FromServer::Extents(batch))
-            .map_err(|error| Error::new(ErrorKind::Interrupted, format!("nobody reads the answer any more: {error}")))
+            .map_err(|error| Error::new(ErrorKind::Interrupted, format!("the client closed its connection: {error}")))
     }
 }
 

@@ -1,4 +1,4 @@
-//! The control socket in the datastore's folder: where it is, who may bind it, what a stale one is.
+//! The control socket in the datastore's folder: where it is, which process may bind it, what a stale one is.
 //!
 //! 1. Only the owner of the datastore (the holder of its lock) binds or removes the socket. Whatever lies there when
 //!    one becomes owner belonged to a process that is gone: it is stale and may be removed.
@@ -44,7 +44,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
 }
 
-/// A connection to whoever serves the datastore; `None` when nobody does (no socket, or a stale one).
+/// A connection to the server of the datastore; `None` when there is none (no socket, or a stale one).
 pub fn connect(datastore: &Path) -> Result<Option<UnixStream>> {
     let attempt = || -> io::Result<UnixStream> {
         let (address, _folder) = address(datastore)?;
@@ -83,7 +83,7 @@ pub fn bind(datastore: &Path) -> Result<UnixListener> {
     let attempt = || -> io::Result<UnixListener> {
         let (address, _folder) = address(datastore)?;
         let socket = new_socket()?;
-        // Linux gives the file the mode of the socket, so nobody else can connect even for an instant.
+        // Linux gives the file the mode of the socket, so no other user can connect even for an instant.
         rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
         rustix::net::bind(&socket, &address)?;
         rustix::net::listen(&socket, BACKLOG)?;
@@ -104,7 +104,7 @@ mod tests {
         let long = folder.path().join("d".repeat(120));
         std::fs::create_dir(&long).unwrap();
         for datastore in [folder.path(), &long] {
-            assert!(connect(datastore).unwrap().is_none(), "nobody there yet");
+            assert!(connect(datastore).unwrap().is_none(), "no server yet");
             let listener = bind(datastore).unwrap();
             let mode = std::fs::metadata(path(datastore)).unwrap().permissions().mode();
             assert_eq!(mode & 0o777, 0o600);

@@ -9,7 +9,7 @@ use disk::ErrorKind;
 use serde_json::{Value, json};
 use std::io::Write;
 use vm::clone::{self, Inside, Made, Options, Outcome, Source};
-use vm::definition::Way;
+use vm::definition::CloneKind;
 use vm::host::Host;
 
 /// Names told one by one when many machines are made at once.
@@ -19,9 +19,9 @@ const NAMES_TOLD_MAX: usize = 5;
 pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
     let names = arguments.names().map_err(End::Usage)?;
     let way = match (arguments.full, arguments.instant) {
-        (true, _) => Way::Full,
-        (_, true) => Way::Instant,
-        _ => Way::Linked,
+        (true, _) => CloneKind::Full,
+        (_, true) => CloneKind::Instant,
+        _ => CloneKind::Linked,
     };
     let options = Options {
         way,
@@ -45,7 +45,7 @@ pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
     report(outcome, way, form)
 }
 
-fn report(outcome: Outcome, way: Way, form: Form) -> Result<End, End> {
+fn report(outcome: Outcome, way: CloneKind, form: Form) -> Result<End, End> {
     let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
     if form == Form::Json {
         let made = |one: &Made| {
@@ -70,7 +70,7 @@ fn report(outcome: Outcome, way: Way, form: Form) -> Result<End, End> {
             names(&outcome.made)
         );
         if let Some(stun) = outcome.stun {
-            text.push_str(&format!(" (the source stood still for {:.1} ms)", millis(stun)));
+            text.push_str(&format!(" (the source was paused for {:.1} ms)", millis(stun)));
         }
         if let Some(quiet) = &outcome.quiet {
             text.push_str(&format!("; {}", quiet.sentence()));
@@ -82,7 +82,7 @@ fn report(outcome: Outcome, way: Way, form: Form) -> Result<End, End> {
     if let Some(why) = outcome.made.iter().find_map(|one| one.without_identity.as_ref()) {
         let _ = writeln!(
             std::io::stderr(),
-            "lamina: {without} of {} take themselves for their parent: {why}",
+            "lamina: {without} of {} still have their parent's identity: {why}",
             outcome.made.len()
         );
     }

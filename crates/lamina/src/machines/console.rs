@@ -63,7 +63,7 @@ pub fn attach(machine: &Machine, log: bool, quiet: Duration) -> std::result::Res
     let lock = machine.run().0.join("console.lock");
     let lock = File::create(&lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
-        let text = format!("somebody else is attached to the console of machine '{}'", machine.name());
+        let text = format!("another process is attached to the console of machine '{}'", machine.name());
         return Err(Error::new(ErrorKind::Busy, text).into());
     }
     let socket = machine.run().console();
@@ -147,7 +147,7 @@ pub fn execute(
     form: Form,
 ) -> std::result::Result<End, End> {
     let Some((program, arguments)) = command.split_first() else {
-        return Err(End::Usage("which program? it comes after '--'".into()));
+        return Err(End::Usage("no program given: put it after '--'".into()));
     };
     let given = if input { read_input()? } else { Vec::new() };
     let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {

@@ -1,4 +1,4 @@
-//! The disks of machines: a datastore, by way of whoever owns it.
+//! The disks of machines: a datastore, through the server that owns it or opened by this process.
 
 use crate::control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
 use crate::session;
@@ -102,7 +102,7 @@ impl Disks for Bound {
         match serving {
             None => {
                 let text =
-                    format!("datastore '{path}' is not served, and machines need that: run 'lamina serve {path}'");
+                    format!("datastore '{path}' is not served, and machines need a server: run 'lamina serve {path}'");
                 Err(Error::new(ErrorKind::Unsupported, text))
             }
             Some(serving) if serving.read_only => {

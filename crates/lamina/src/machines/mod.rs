@@ -34,7 +34,7 @@ use vm::definition::{Boot, Definition, Link};
 use vm::host::{Host, Places};
 use vm::identity::Mac;
 use vm::lifecycle::{self, Stop};
-use vm::machine::{Hold, State};
+use vm::machine::{Hold, MachineState};
 use vm::machines::{OwnDisk, Snapshot};
 use vm::snapshots;
 
@@ -78,7 +78,7 @@ pub fn run(datastore: &Path, arguments: VmArguments, form: Form) -> std::result:
                 "machine {} is as it was at {}{}",
                 snapshot.machine,
                 snapshot.name,
-                if state == State::Stopped { ", and off" } else { "" }
+                if state == MachineState::Stopped { ", and off" } else { "" }
             );
             say(text, json!({ "name": snapshot.machine, "snapshot": snapshot.name, "state": state }))
         }
@@ -222,7 +222,7 @@ fn freeze(host: &Host, name: &str, form: Form) -> std::result::Result<End, End> 
     let _working = host.work()?;
     let change = host.change(name)?;
     let features = host.features()?;
-    let resume = change.machine().state()? == State::Running;
+    let resume = change.machine().state()? == MachineState::Running;
     let taken = {
         let _holding = change.hold(Hold { resume, thaw: false })?;
         vm::instant::freeze::freeze(&change, host.images(), host.disks(), features)?
@@ -251,7 +251,7 @@ fn snapshot(host: &Host, command: VmSnapshotCommand, form: Form) -> std::result:
             let stun = taken.stun.map(|time| time.as_secs_f64() * 1e3);
             let how = match (&taken.quiet, stun) {
                 (Some(quiet), _) => quiet.sentence(),
-                (None, stun) => format!("with memory; the guest stood still for {:.1} ms", stun.unwrap_or(0.0)),
+                (None, stun) => format!("with memory; the guest was paused for {:.1} ms", stun.unwrap_or(0.0)),
             };
             let mut value = show::snapshot(&snapshot.machine, &taken.record);
             value["stun_ms"] = json!(stun);

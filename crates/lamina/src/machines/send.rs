@@ -9,7 +9,7 @@ use replication::Remote;
 use std::io::{self, Write};
 use std::path::Path;
 use vm::clone::Source;
-use vm::definition::{Origin, Way};
+use vm::definition::{CloneKind, Origin};
 use vm::host::Host;
 use vm::quiet;
 
@@ -17,17 +17,17 @@ use vm::quiet;
 pub fn run(datastore: &Path, host: &Host, arguments: &VmClone, remote: &Remote, form: Form) -> Result<End, End> {
     let source = Source { machine: arguments.source.machine.clone(), snapshot: arguments.source.snapshot.clone() };
     let parent = source.definition(host)?;
-    let origin = Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way: Way::Full };
-    let heir = parent.heir(&remote.name, origin)?;
+    let origin = Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way: CloneKind::Full };
+    let clone = parent.for_clone(&remote.name, origin)?;
     if parent.disks.is_empty() {
         let text = format!("machine '{}' has no disk, and so nothing to send", source.machine);
         return Err(Error::new(ErrorKind::Invalid, text).into());
     }
-    let disks = parent.disk_names().into_iter().zip(heir.disk_names());
+    let disks = parent.disk_names().into_iter().zip(clone.disk_names());
     let disks: Vec<SentDisk> = disks.map(|(disk, name)| SentDisk { disk, name }).collect();
     let request = |point: SendPoint| -> Result<SendRequest, End> {
         let request = arguments.how.request(remote, disks.clone(), point).map_err(End::Usage)?;
-        Ok(SendRequest { attachment: Some(heir.to_text()?), ..request })
+        Ok(SendRequest { attachment: Some(clone.to_text()?), ..request })
     };
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let ask = |request: SendRequest| -> Result<(Request, Reply), End> {

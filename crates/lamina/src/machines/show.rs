@@ -8,17 +8,17 @@ use std::io;
 use vm::definition::{Definition, Link, Origin};
 use vm::host::Host;
 use vm::instant::freeze;
-use vm::machine::{Machine, MemoryRecord, State};
+use vm::machine::{Machine, MachineState, MemoryRecord};
 use vm::snapshots::{self, Record};
 
 /// What a machine does, in a word.
 fn state(machine: &Machine) -> Result<&'static str> {
     Ok(match machine.glance()? {
-        State::Stopped if freeze::frozen(machine)?.is_some() => "frozen",
-        State::Stopped => "stopped",
-        State::Running => "running",
-        State::Paused => "paused",
-        State::Other => "busy",
+        MachineState::Stopped if freeze::frozen(machine)?.is_some() => "frozen",
+        MachineState::Stopped => "stopped",
+        MachineState::Running => "running",
+        MachineState::Paused => "paused",
+        MachineState::Other => "busy",
     })
 }
 

@@ -7,11 +7,11 @@
 //! ```
 //!
 //! What holds:
-//! 1. Nothing is ready before everything is: whoever waits for the ready line or `READY=1` can connect at once.
+//! 1. The ready line and `READY=1` come when every listener accepts connections, and not before.
 //! 2. No request, of NBD or control, is running when the datastore is closed.
 //! 3. Sockets are removed while we still own the datastore, so that the next owner's are never hit.
-//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: that is the store's
-//!    promise, which the second signal relies on.
+//! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: the store
+//!    guarantees that, and the second signal relies on it.
 
 mod exports;
 mod notify;
@@ -70,7 +70,7 @@ pub fn open_options(arguments: &ServeArguments) -> OpenOptions {
     }
 }
 
-/// From an open datastore to one that nobody uses any more.
+/// From an open datastore to one that no client uses any more.
 fn serve(
     path: &Path,
     datastore: &Arc<Datastore>,

@@ -6,7 +6,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
-/// Sends `state` if a service manager wants to know. Failing to tell is no reason to fail: it is logged.
+/// Sends `state` to the service manager, if there is one. An error is logged and does not end the server.
 pub fn service_manager(state: &str) {
     if let Some(socket) = std::env::var_os("NOTIFY_SOCKET")
         && let Err(e) = send(&socket, state)

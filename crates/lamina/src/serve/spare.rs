@@ -28,7 +28,7 @@ impl Spare {
     /// Gives the room up where the file system has less than that.
     pub fn give_up_if_full(&self) {
         if self.directory.room().is_ok_and(|room| room.available < ROOM) && self.directory.remove(FILE).is_ok() {
-            tracing::warn!(path = %self.path.display(), "the file system is full: room that was kept back is used");
+            tracing::warn!(path = %self.path.display(), "the file system is full: reserved space is used");
         }
     }
 
@@ -36,8 +36,8 @@ impl Spare {
     pub fn keep(&self) {
         match self.take() {
             Ok(room) if room >= ROOM_MIN => {}
-            Ok(_) => tracing::warn!(path = %self.path.display(), "no room can be kept back: the file system is full"),
-            Err(error) => tracing::warn!(path = %self.path.display(), %error, "no room can be kept back"),
+            Ok(_) => tracing::warn!(path = %self.path.display(), "no space can be reserved: the file system is full"),
+            Err(error) => tracing::warn!(path = %self.path.display(), %error, "no space can be reserved"),
         }
     }
 

@@ -2,7 +2,7 @@
 //! writes. The guest sees a disk that is slow for a while, and no error. It is made by `scripts/guest`; its part of the
 //! test is the phase `restarts` of `tests/guest/init`.
 //!
-//! A server that ends on SIGTERM takes everything home. One that is killed loses what was not flushed, as a disk does
+//! A server that ends on SIGTERM writes everything back. One that is killed loses what was not flushed, as a disk does
 //! that loses power, but a guest that goes on does not write it again: it is protected by `write-cache=off`, with which
 //! QEMU asks for every write to be durable.
 

@@ -33,10 +33,10 @@ use program::{GENERATIONS, Generation};
 use served::Target;
 
 /// One operation by one client of a generation.
-type Run = fn(Generation, &Target, &Line) -> Result<(), String>;
+type ClientRun = fn(Generation, &Target, &Line) -> Result<(), String>;
 
 /// Tries a client of both generations, in the style that it asks for, with TLS and without.
-fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &[Operation], run: Run) {
+fn both_generations(program: &str, style: fn(Generation) -> Style, operations: &[Operation], run: ClientRun) {
     generations(program, style, |_| true, operations, run);
 }
 
@@ -46,7 +46,7 @@ fn generations(
     style: fn(Generation) -> Style,
     knows_tls: fn(Generation) -> bool,
     operations: &[Operation],
-    run: Run,
+    run: ClientRun,
 ) {
     let mut matrix = Matrix::new();
     for generation in GENERATIONS {

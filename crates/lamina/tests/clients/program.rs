@@ -59,7 +59,7 @@ impl Generation {
         first.split_whitespace().find(is_version).unwrap_or_else(|| panic!("{name}: no version in {text}")).into()
     }
 
-    /// What a client of a library asks for by itself: extended headers if the library knows them.
+    /// What a client of a library asks for by itself: extended headers if the library supports them.
     fn style(self, program: &str, first_extended: (u32, u32)) -> Style {
         let version = self.version(program);
         let mut numbers = version.split('.').map(|n| n.parse::<u32>().unwrap_or_default());

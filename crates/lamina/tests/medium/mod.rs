@@ -2,7 +2,7 @@
 //! NBD server is here. The server is in the outer run of the test and goes on when the inner one fails, so that the
 //! mounts can be taken away; the inner one tells it over a socket what has to fail.
 //!
-//! nbdkit's error filter knows no flushes and no numbers of requests. What is refused here has changed nothing, and
+//! nbdkit's error filter cannot fail flushes or the nth request. What is refused here has changed nothing, and
 //! what was acknowledged is kept.
 
 #![allow(clippy::unwrap_used)]

@@ -51,7 +51,7 @@ pub enum Command<'a> {
     Zero { offset: u64, length: u32, fua: bool },
 }
 
-/// A connection to one export. Dropped, it says farewell as the protocol wants it.
+/// A connection to one export. Dropping it sends the protocol's disconnect request.
 pub struct Client {
     stream: UnixStream,
     replies: BufReader<UnixStream>,

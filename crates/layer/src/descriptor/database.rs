@@ -5,7 +5,7 @@
 use super::{Adapter, ContentId, DATABASE_MAX, Geometry, Result, Uuid, corrupt, identity};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct DatabaseEntry {
     pub(super) key: String,
     pub(super) value: Vec<u8>,
 }
@@ -13,7 +13,7 @@ pub(super) struct Entry {
 /// The entries of a descriptor.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Database {
-    entries: Vec<Entry>,
+    entries: Vec<DatabaseEntry>,
 }
 
 impl Database {
@@ -22,11 +22,11 @@ impl Database {
         if self.entries.len() >= DATABASE_MAX {
             return Err(corrupt(format!("the descriptor has more than {DATABASE_MAX} ddb entries")));
         }
-        self.entries.push(Entry { key, value });
+        self.entries.push(DatabaseEntry { key, value });
         Ok(())
     }
 
-    pub(super) fn entries(&self) -> &[Entry] {
+    pub(super) fn entries(&self) -> &[DatabaseEntry] {
         &self.entries
     }
 
@@ -45,7 +45,7 @@ impl Database {
             Some(entry) => entry.value = value,
             None => {
                 let place = self.entries.iter().position(|entry| entry.key > key).unwrap_or(self.entries.len());
-                self.entries.insert(place, Entry { key, value });
+                self.entries.insert(place, DatabaseEntry { key, value });
             }
         }
     }

@@ -181,7 +181,7 @@ fn word(text: &[u8]) -> (&[u8], &[u8]) {
 }
 
 /// What stands between the quote that `text` begins with and the next one, and what comes after it. A name cannot hold
-/// a quote: nothing is known of a way to write one.
+/// a quote: the format has no known escape for it.
 fn quoted(text: &[u8]) -> Option<(&[u8], &[u8])> {
     let inner = text.strip_prefix(b"\"")?;
     let end = inner.iter().position(|byte| *byte == b'"')?;

@@ -208,7 +208,7 @@ impl Descriptor {
     }
 
     /// Gives the content a new identity: due before the first change after each opening, so that a delta made above
-    /// the old content is never combined with the new one. Change tracking ends, since nobody follows the changes.
+    /// the old content is never combined with the new one. Change tracking ends, since changes are not recorded.
     pub fn renew_content(&mut self, random: &mut dyn FnMut() -> u64) {
         self.content = ContentId::after(self.content, 8, random);
         self.database.set_long_content(self.content, random);

@@ -121,7 +121,7 @@ impl<'a> Header<'a> {
             match header.values[index] {
                 Some(before) if before != value => {
                     return Err(corrupt(format!(
-                        "the descriptor says {}={} and {}: whoever wrote it knows which is right",
+                        "the descriptor says {}={} and {}: remove the wrong line",
                         KEYS[index],
                         shown(before),
                         shown(value)

@@ -10,8 +10,8 @@
 //!    being made leaves a file that says what else was made, and [`sweep`] removes all of it.
 //! 3. Sweeping removes only what the unfinished text names, under names that this program gives to extents of that
 //!    very descriptor, and nothing that any finished descriptor of the folder names.
-//! 4. Whoever makes a disk holds the lock of the temporary file from the moment it appears until the disk has its name
-//!    or is gone, and whoever sweeps in a folder of others takes that lock first ([`sweep_one`]).
+//! 4. The process that makes a disk holds the lock of the temporary file from the moment it appears until the disk has
+//!    its name or is gone; a sweep in a folder of other disks takes that lock first ([`sweep_one`]).
 //!
 //! An embedded descriptor cannot be replaced by renaming: only digits of its identities are overwritten, each within
 //! its sector ([`renew_embedded`], [`renumber`]). A full file system has no room for the new text of a descriptor
@@ -44,7 +44,7 @@ pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
 /// Puts a new text in place of descriptor `name`, which exists. Durable on return; after a failure the old text stands.
 pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
     let temporary = format!("{name}{NEW_SUFFIX}");
-    // Left over by a crash, or by a creation that nobody swept: this process owns the disk, so it may go.
+    // Left by a crash, or by a failed creation that was not swept: this process owns the disk, so it may go.
     match directory.remove(&temporary) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(Error::io(format!("removing the unfinished '{temporary}'"), error));
@@ -64,14 +64,14 @@ pub struct Pending<'a> {
     directory: &'a dyn Directory,
     name: String,
     temporary: String,
-    /// While it is held, nobody takes the text for what a crash has left.
+    /// While it is held, no sweep takes the text for what a crash has left.
     lock: Box<dyn Lock>,
 }
 
 /// Makes the file that is to become `name`, under its temporary name, and locks it.
 ///
 /// # Errors
-/// `Exists` when there is one; `Busy` when somebody who sweeps took it for what a crash had left.
+/// `Exists` when there is one; `Busy` when a concurrent sweep took it for what a crash had left.
 pub fn create_unfinished(
     directory: &dyn Directory,
     name: &str,
@@ -151,7 +151,7 @@ impl<'a> Pending<'a> {
             .during(|| format!("renaming '{}' to '{}'", self.temporary, self.name))
     }
 
-    /// The second half: after an error only the medium knows whether it is done, and nothing must be removed.
+    /// The second half: after an error the rename may or may not be durable, and nothing must be removed.
     pub fn settle(self) -> Result<()> {
         self.directory.sync().during(|| format!("making '{}' durable", self.name))
     }
@@ -187,7 +187,7 @@ pub fn sweep(directory: &dyn Directory) -> Result<Vec<String>> {
 /// As [`sweep`] for what was to become `name`, in a folder that others may own.
 ///
 /// # Errors
-/// `Busy` while somebody still makes it, and has its text locked, or has one of its extents open for writing.
+/// `Busy` while a process still makes it and has its text locked, or has one of its extents open for writing.
 pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
     let list = || directory.list().during(|| "listing the folder".to_owned());
     let temporary = format!("{name}{NEW_SUFFIX}");

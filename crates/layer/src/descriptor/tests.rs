@@ -106,7 +106,7 @@ fn what_others_write_is_understood() {
     assert_eq!((hosted.extents[2].kind, hosted.extents[2].access), (ExtentKind::Zero, Access::ReadOnly));
     let keys: Vec<String> = hosted.database.iter().map(|(key, _)| key.to_owned()).collect();
     assert_eq!(keys, ["ddb.virtualHWVersion", "ddb.geometry.cylinders", "ddb.toolsVersion"]);
-    // Upper and lower case, blanks, a byte order mark, comments and lines that nobody knows.
+    // Upper and lower case, blanks, a byte order mark, comments and lines with unknown keys.
     let loud = BASE
         .replace("version=1", "\u{feff}  # c\n \nVERSION = 3 \nfuture=\"x\"\nsomething else")
         .replace("# Disk DescriptorFile\n", "")
@@ -131,7 +131,7 @@ fn what_could_be_understood_in_two_ways_is_refused() {
         ("CID=1\nversion=1\n", "does not begin with its version"),
         (&BASE.replace("version=1", "version=5"), "version '5'"),
         (&BASE.replace("version=1", "version=1.0"), "version '1.0'"),
-        (&BASE.replace("CID=fffffffe\n", "CID=fffffffe\nCID=00000001\n"), "knows which is right"),
+        (&BASE.replace("CID=fffffffe\n", "CID=fffffffe\nCID=00000001\n"), "remove the wrong line"),
         (&BASE.replace("CID=fffffffe\n", ""), "no CID line"),
         (&BASE.replace("CID=fffffffe", "CID=ffffffff"), "means that there is no content"),
         (&BASE.replace("CID=fffffffe", "CID=123456789"), "hexadecimal number"),

@@ -6,7 +6,7 @@
 //!
 //! 1. `written` and `unwritten` are disjoint, but for the moment in which [`Blocks::write`] moves a block.
 //! 2. The counters are the numbers of bits in the sets. They change by what an atomic change of a word reports, so
-//!    that they are right whoever else changes the same word.
+//!    that they are right when several threads change the same word.
 //! 3. A block is in `written` before a write to it is acknowledged, and leaves it only under the block's lock
 //!    ([`super::locks`]) after its bytes read as zeros. What is not in `written` reads as zeros.
 //!
@@ -22,7 +22,7 @@ pub const FILE_BLOCK: u64 = 1 << 20;
 
 /// What a block is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum BlockType {
     /// Takes no space.
     Hole,
     /// Has space, all of it reserved only.
@@ -76,11 +76,11 @@ impl Blocks {
             ..((first + blocks.end) * FILE_BLOCK).min(self.bytes.end)
     }
 
-    pub(super) fn state(&self, block: u64) -> State {
+    pub(super) fn state(&self, block: u64) -> BlockType {
         match (self.written.has(block), self.unwritten.has(block)) {
-            (true, _) => State::Written,
-            (false, true) => State::Unwritten,
-            (false, false) => State::Hole,
+            (true, _) => BlockType::Written,
+            (false, true) => BlockType::Unwritten,
+            (false, false) => BlockType::Hole,
         }
     }
 
@@ -118,22 +118,22 @@ impl Blocks {
     }
 
     /// Notes what one block is now. Under its lock.
-    pub(super) fn set(&self, block: u64, state: State) {
+    pub(super) fn set(&self, block: u64, state: BlockType) {
         match state {
-            State::Hole => {
+            BlockType::Hole => {
                 self.written.remove(block);
                 self.unwritten.remove(block);
             }
-            State::Unwritten => {
+            BlockType::Unwritten => {
                 self.reserved_seen.store(true, Ordering::Release);
                 self.unwritten.insert(block);
                 self.written.remove(block);
             }
-            State::Written => self.write(block..block + 1),
+            BlockType::Written => self.write(block..block + 1),
         }
     }
 
-    /// Learns from the file system what every block is. Nobody else may change anything meanwhile.
+    /// Reads from the file system what every block is. No other thread may change the extent meanwhile.
     pub(super) fn load(&self, file: &dyn File, name: &str) -> Result<()> {
         let mut at = self.bytes.start;
         while at < self.bytes.end {

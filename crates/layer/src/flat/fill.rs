@@ -12,12 +12,12 @@
 //! ```
 //!
 //! 1. From the beginning discards keep their space: what was found to be whole stays so.
-//! 2. A block that was never written by anybody is told from our own account, not from the file system's: that knows
-//!    nothing of bytes which still wait in the page cache.
+//! 2. Whether a block was ever written is read from the layer's own block sets, not from the file system's extent map,
+//!    which lacks the bytes that are still dirty in the page cache.
 //! 3. Written back is what was read, so a power cut between the two changes nothing, sector by sector.
 //! 4. Stopped, it leaves an extent of its old type with more space than before. Run again it goes on.
 
-use super::blocks::State;
+use super::blocks::BlockType;
 use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
 use crate::{IoContext, Layer, Result, Step, Watch};
 use backend::{BLOCK_SIZE, Buffer, Placement};
@@ -50,13 +50,13 @@ impl Flat {
         let during = || format!("taking {length} bytes of space for '{}'", self.name);
         let reserved = self.file.reserve(self.bytes.start, length).during(during);
         for block in 0..self.blocks.count() {
-            if self.blocks.state(block) != State::Hole {
+            if self.blocks.state(block) != BlockType::Hole {
                 continue;
             }
             let _alone = self.locks.alone(block..block + 1);
-            if self.blocks.state(block) == State::Hole {
+            if self.blocks.state(block) == BlockType::Hole {
                 match reserved {
-                    Ok(()) => self.blocks.set(block, State::Unwritten),
+                    Ok(()) => self.blocks.set(block, BlockType::Unwritten),
                     Err(_) => self.give_back(block..block + 1, &self.blocks.bytes_of(block..block + 1))?,
                 }
             }
@@ -76,12 +76,12 @@ impl Flat {
                 self.flush()?;
                 return Err(interrupted("filling", &self.name));
             }
-            if self.blocks.state(block) == State::Written && account.is_whole(&bytes)? {
+            if self.blocks.state(block) == BlockType::Written && account.is_whole(&bytes)? {
                 continue;
             }
             let alone = self.locks.alone(block..block + 1);
             match self.blocks.state(block) {
-                State::Written => self.write_back(&bytes, &mut memory)?,
+                BlockType::Written => self.write_back(&bytes, &mut memory)?,
                 _ => {
                     self.put_zeros(&bytes)?;
                     self.blocks.write(block..block + 1);
@@ -119,7 +119,7 @@ impl Flat {
 /// What the file system says about which bytes are written, asked for part by part as the work goes on.
 struct Account<'a> {
     flat: &'a Flat,
-    /// Bytes that `whole` speaks of.
+    /// Bytes that `whole` covers.
     from: u64,
     known_to: u64,
     /// Written runs, merged, in order.

@@ -1,10 +1,10 @@
-//! Locks of file blocks: whoever changes what a block *is* has it to itself.
+//! Locks of file blocks: a thread that changes the type of a block holds the block's lock exclusively.
 //!
 //! Guest writes share a block; discards, filling and hole punching take it alone for as long as they look at one block
 //! and change it (about a millisecond). Reads take nothing.
 //!
-//! 1. Blocks share a fixed number of locks. Whoever needs several takes them in the order of the locks, so that no two
-//!    wait for each other.
+//! 1. Blocks share a fixed number of locks. A thread that needs several takes them in the order of the locks, so that
+//!    no two threads wait for each other.
 //! 2. A write that finds the block it goes to being filled with zeros waits for it; zeros are never written over what
 //!    was acknowledged.
 

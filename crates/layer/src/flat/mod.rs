@@ -14,7 +14,7 @@
 //!
 //! 1. A flat extent has no parent to ask: what is not written reads as zeros.
 //! 2. The counters ([`Flat::counters`]) are true whenever no change is under way, and after each reopening: see
-//!    [`blocks`] for the model and [`locks`] for who may change what at once.
+//!    [`blocks`] for the model and [`locks`] for which changes may run at once.
 //! 3. Filling ([`Flat::fill`]) and giving back ([`Flat::punch_zeros`]) never change what is read, at any instruction,
 //!    with or without the guest writing, power cuts included.
 //! 4. After a failed flush nothing is known of what was written before: every later change and flush fails, until the
@@ -37,7 +37,7 @@ pub(crate) use create::{SPLIT_SECTORS, check_capacity, fill_extent};
 
 use crate::{CAPACITY_MAX, Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, read_only};
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
-use blocks::{Blocks, State};
+use blocks::{BlockType, Blocks};
 use locks::Locks;
 use parking_lot::{Mutex, MutexGuard};
 use std::ops::Range;
@@ -86,7 +86,7 @@ impl std::ops::Add for Counters {
     }
 }
 
-/// Which part of a file is an extent, and what for.
+/// Where an extent is in its file, and how it is opened.
 #[derive(Clone, Copy, Debug)]
 pub struct FlatOptions {
     /// Where the extent begins in the file, in bytes.
@@ -110,7 +110,7 @@ pub struct Flat {
     file: Arc<dyn File>,
     /// The extent's bytes in the file.
     bytes: Range<u64>,
-    /// Whether the file ends with the extent, so that the rest of its last page belongs to nobody else.
+    /// Whether the file ends with the extent, so that the rest of its last page belongs to no other extent.
     owns_tail: bool,
     writable: bool,
     /// Index in [`Provisioning::ALL`].
@@ -330,17 +330,17 @@ impl Flat {
     fn look_again(&self, blocks: Range<u64>) {
         for block in blocks {
             let alone = self.locks.alone(block..block + 1);
-            if self.blocks.state(block) != State::Written {
-                self.blocks.set(block, self.look(block).unwrap_or(State::Written));
+            if self.blocks.state(block) != BlockType::Written {
+                self.blocks.set(block, self.look(block).unwrap_or(BlockType::Written));
             }
             drop(alone);
         }
     }
 
     /// What the file system says of one block.
-    fn look(&self, block: u64) -> std::io::Result<State> {
+    fn look(&self, block: u64) -> std::io::Result<BlockType> {
         let bytes = self.blocks.bytes_of(block..block + 1);
-        let mut state = State::Hole;
+        let mut state = BlockType::Hole;
         let mut at = bytes.start;
         while at < bytes.end {
             let placements = self.file.placements(at)?;
@@ -348,8 +348,8 @@ impl Flat {
             at = last.range.end.max(at + 1);
             for placement in placements.iter().filter(|placement| placement.range.start < bytes.end) {
                 match placement.written {
-                    true => return Ok(State::Written),
-                    false => state = State::Unwritten,
+                    true => return Ok(BlockType::Written),
+                    false => state = BlockType::Unwritten,
                 }
             }
         }

@@ -1,10 +1,10 @@
 //! Giving back blocks that hold only zeros (*punchzero*): the extent becomes thin, and takes as little space as it can
 //! in whole file blocks.
 //!
-//! A block is looked at without a lock first, which finds out most of those that hold something; what seems empty is
-//! held alone and looked at again before its space goes. A power cut leaves a block punched or not: zeros either way.
+//! A block is read without a lock first, which excludes most blocks with data. A block that seems empty is locked
+//! exclusively and read again before it is punched. A power cut leaves a block punched or not: zeros either way.
 
-use super::blocks::State;
+use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
 use super::{Flat, Provisioning, interrupted};
 use crate::{IoContext, Layer, Result, Step, Watch};
@@ -34,7 +34,7 @@ impl Flat {
                 return Err(interrupted("giving back zeros of", &self.name));
             }
             let (end, punched) = match self.blocks.state(next) {
-                State::Unwritten => self.punch_unwritten(next)?,
+                BlockType::Unwritten => self.punch_unwritten(next)?,
                 _ => {
                     let (punched, read) = self.punch_if_zero(next, &mut memory)?;
                     moved += read;
@@ -54,7 +54,7 @@ impl Flat {
     fn punch_unwritten(&self, first: u64) -> Result<(u64, u64)> {
         let end = self.blocks.count().min(first + ALONE_MAX);
         let _alone = self.locks.alone(first..end);
-        let run = (first..end).take_while(|block| self.blocks.state(*block) == State::Unwritten).count() as u64;
+        let run = (first..end).take_while(|block| self.blocks.state(*block) == BlockType::Unwritten).count() as u64;
         if run > 0 {
             self.give_back(first..first + run, &self.blocks.bytes_of(first..first + run))?;
         }
@@ -76,7 +76,7 @@ impl Flat {
         }
         self.give_back(block..block + 1, &bytes)?;
         // A page that the extent shares with what comes before or behind it in the file stays.
-        Ok((u64::from(self.blocks.state(block) == State::Hole), zeros + again))
+        Ok((u64::from(self.blocks.state(block) == BlockType::Hole), zeros + again))
     }
 
     /// How many bytes of the file from the first on read as zeros, in whole parts.

@@ -1,7 +1,7 @@
 //! The room that a copy into a flat extent needs: how much it is, and taking it before the copy is begun.
 
 use super::Flat;
-use super::blocks::State;
+use super::blocks::BlockType;
 use crate::{IoContext, Result};
 use std::ops::Range;
 
@@ -30,8 +30,8 @@ impl Flat {
             let _alone = self.locks.alone(block..block + 1);
             let taken = self.file.reserve(part.start, part.end - part.start);
             taken.during(|| format!("taking {} bytes of space for '{}'", part.end - part.start, self.name))?;
-            if self.blocks.state(block) == State::Hole {
-                self.blocks.set(block, State::Unwritten);
+            if self.blocks.state(block) == BlockType::Hole {
+                self.blocks.set(block, BlockType::Unwritten);
             }
         }
         Ok(())

@@ -9,7 +9,7 @@
 //! The type is read again under the locks of each step, so that no step acts by a type that filling or punching has
 //! ended meanwhile.
 
-use super::blocks::State;
+use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
 use super::{FILE_BLOCK, Flat, Provisioning, zeros};
 use crate::{IoContext, Result};
@@ -64,12 +64,12 @@ impl Flat {
             let bytes = self.blocks.bytes_of(block..block + 1);
             let whole = part.start <= bytes.start && bytes.end <= part.end && in_pages(&self.whole_pages(&bytes));
             let left = match whole {
-                true => State::Hole,
+                true => BlockType::Hole,
                 // Dearer, as it has everything written placed first; thin disks hardly ever need it.
                 false if self.blocks.may_be_mixed() => self.look(block).during(during)?,
                 false => match self.file.next_allocated(bytes.start).during(during)? {
                     Some(run) if run.start < bytes.end => self.blocks.state(block),
-                    _ => State::Hole,
+                    _ => BlockType::Hole,
                 },
             };
             self.blocks.set(block, left);
@@ -84,14 +84,14 @@ impl Flat {
             let range = bytes.start.max(part.start)..bytes.end.min(part.end);
             let state = self.blocks.state(block);
             match state {
-                State::Unwritten => {}
+                BlockType::Unwritten => {}
                 // Only whole blocks become unwritten, so that what the file system says of a block and what is
                 // counted stay the same.
-                State::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
+                BlockType::Written if range != bytes || !in_pages(&range) => self.put_zeros(&range)?,
                 _ => match self.file.zero_range(range.start, range.end - range.start) {
-                    Ok(()) if in_pages(&range) => self.blocks.set(block, State::Unwritten),
+                    Ok(()) if in_pages(&range) => self.blocks.set(block, BlockType::Unwritten),
                     // A part of a page is zeroed by writing it.
-                    Ok(()) => self.blocks.set(block, self.look(block).unwrap_or(State::Written)),
+                    Ok(()) => self.blocks.set(block, self.look(block).unwrap_or(BlockType::Written)),
                     Err(error) if error.kind() == io::ErrorKind::Unsupported => {
                         self.put_zeros(&range)?;
                         self.blocks.write(block..block + 1);

@@ -5,7 +5,7 @@ use super::Hosted;
 use super::copies::Doubt;
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, ReadTable};
 use super::header::FLAG_ZERO_GRAINS;
-use super::space::Run;
+use super::space::SectorRun;
 use crate::{IoContext, Result, SECTOR};
 use std::collections::BTreeMap;
 
@@ -140,7 +140,7 @@ impl Scan {
     }
 
     /// Runs of places before [`Scan::used`] that nothing names.
-    pub(super) fn dead_runs(&self) -> impl Iterator<Item = Run> + '_ {
+    pub(super) fn dead_runs(&self) -> impl Iterator<Item = SectorRun> + '_ {
         let (mut place, end) = (self.overhead.div_ceil(self.grain), self.named_end() / self.grain);
         std::iter::from_fn(move || {
             let marked = |place| self.tables.is_marked(place) || self.grains.is_marked(place);
@@ -151,7 +151,7 @@ impl Scan {
             while place < end && !marked(place) {
                 place += 1;
             }
-            (place > start).then(|| Run { start: start * self.grain, sectors: (place - start) * self.grain })
+            (place > start).then(|| SectorRun { start: start * self.grain, sectors: (place - start) * self.grain })
         })
     }
 }

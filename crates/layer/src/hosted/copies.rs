@@ -21,7 +21,7 @@ pub(crate) struct Rules {
     pub(super) compare: bool,
     /// A parent shows through absent grains.
     pub(super) parent: bool,
-    /// Where two possible entries differ, one is taken: a crash leaves such, or the caller wants the primary.
+    /// Where two possible entries differ, one is taken: a crash leaves such, or the caller asks for the primary.
     pub(super) lenient: bool,
 }
 

@@ -6,7 +6,7 @@ use super::header::{
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 
-/// Sectors kept for an embedded descriptor, as everybody does; more only for a longer text.
+/// Sectors kept for an embedded descriptor, as VMware and QEMU do; more only for a longer text.
 const DESCRIPTOR_SECTORS: u64 = 20;
 
 /// Sectors of the usual grain, 64 KiB.
@@ -29,7 +29,7 @@ pub fn create(file: &dyn File, image: &str, options: &CreateOptions<'_>) -> Resu
     create_shaped(file, image, options, GRAIN_SECTORS, TABLE_ENTRIES_MAX)
 }
 
-/// As [`create`], with grains and tables of another size than anybody writes: tests have many tables in little space.
+/// As [`create`], with grains and tables of an unusual size: tests get many tables in little space.
 pub(super) fn create_shaped(
     file: &dyn File,
     image: &str,

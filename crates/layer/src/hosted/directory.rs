@@ -152,7 +152,7 @@ impl Directories {
         &self.rules
     }
 
-    /// Where table `index` of a copy lies in a file that has all tables behind their directory, as everybody makes it.
+    /// Where table `index` of a copy lies in a file that has all tables behind their directory, the usual layout.
     pub(super) fn laid_out(&self, copy: usize, index: usize) -> u32 {
         let place = (index as u64).checked_mul(self.table_sectors).and_then(|by| self.laid[copy].checked_add(by));
         place.and_then(|place| u32::try_from(place).ok()).unwrap_or(0)
@@ -201,7 +201,7 @@ impl Directories {
         warnings: &Warnings,
     ) -> Result<Option<ReadTable>> {
         let named = self.named(index);
-        // Entry 1 in a directory would be a table of zero grains; nobody is known to write it, and the sector holds the
+        // Entry 1 in a directory would be a table of zero grains; no known program writes it, and the sector holds the
         // descriptor or a directory.
         if named == [0, 0] || (named[0] == 0 && !self.has(1)) || (named[1] == 0 && !self.has(0)) {
             return Ok(None);

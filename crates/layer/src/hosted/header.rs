@@ -1,7 +1,7 @@
 //! The header of a sparse extent: one sector, at the start of the file, and once more as the footer of a stream.
 //!
 //! What passes [`Header::decode`] has a capacity, grains and tables within the limits below; where its areas lie in the
-//! file is checked by whoever reads them.
+//! file is checked where they are read.
 
 use crate::{CAPACITY_MAX, Error, ErrorKind, Result, SECTOR};
 
@@ -29,14 +29,14 @@ const FLAGS_ESSENTIAL: u32 = 0xffff_0000;
 /// Carriage returns, line feeds and a space, which a text-mode transfer would have changed.
 const NEWLINES: [u8; 4] = [0x0a, 0x20, 0x0d, 0x0a];
 
-/// Place of the directory in the header of a stream whose footer knows better.
+/// Place of the directory in the header of a stream: the footer has the real one.
 pub const DIRECTORY_AT_END: u64 = u64::MAX;
 
 /// Smallest grain, in sectors.
 pub const GRAIN_SECTORS_MIN: u64 = 8;
 /// Largest grain, in sectors: 1 MiB, eight times what VMware's own software takes.
 pub const GRAIN_SECTORS_MAX: u64 = 2048;
-/// Most entries of a grain table; everybody writes 512.
+/// Most entries of a grain table; every known writer uses 512.
 pub const TABLE_ENTRIES_MAX: u32 = 512;
 /// Most entries of a grain directory: 64 TiB in the usual grains, 8 MiB of memory.
 pub const DIRECTORY_ENTRIES_MAX: u64 = 1 << 21;

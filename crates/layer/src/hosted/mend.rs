@@ -87,7 +87,7 @@ impl Hosted {
                     let impossible = doubt.possible == [false; 2];
                     *(if impossible { &mut scan.check.bad } else { &mut scan.check.unproven }) += 1;
                     tell(&mut scan.check.doubts, || match impossible {
-                        true => format!("grain {number} ({bytes}): no copy of its table names a place that can be"),
+                        true => format!("grain {number} ({bytes}): no copy of its table names a valid place"),
                         false => format!(
                             "grain {number} ({bytes}): the copies of its table name sectors {one} and {other}, and \
                              neither is provably wrong; reading it fails until one is"
@@ -99,7 +99,7 @@ impl Hosted {
         Ok(())
     }
 
-    /// Whether the file is as a writer left it who did not close it: then its copies may differ without damage.
+    /// Whether the last writer did not close the file: then its copies may differ without damage.
     fn has_crashed(&self) -> bool {
         self.header.unclean && self.writer.is_none()
     }

@@ -16,7 +16,7 @@
 //! 3. The unclean mark is durable before the first change and goes after the last, when the file is cut to what is
 //!    used.
 //! 4. A place is named by one entry at most (a file where it is not so is not opened for writing), and used again only
-//!    after nobody can read it by its old name: see `space.rs`.
+//!    after no reader can reach it by its old entry: see `space.rs`.
 //! 5. After a failed write or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is opened
 //!    again.
 //!
@@ -145,7 +145,7 @@ impl Hosted {
     fn damaged_entry(&self, grain: u64) -> Error {
         let what =
             format!("{}: the place of grain {grain} is lost, its tables are damaged or the file was cut", self.image);
-        Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to mend what can be proven"))
+        Error::new(ErrorKind::Corrupt, format!("{what}; check the image, with --repair to correct what can be proven"))
     }
 }
 

@@ -4,8 +4,8 @@
 //! that no table names any more is *retired*. Its place is used again only after
 //!
 //! 1. a commit that took the table without it has ended, so that no crash brings the name back, and
-//! 2. everybody who asked the map before that commit has let go of the [`Epoch`] he held: reads go to places without a
-//!    lock, and writes in place too.
+//! 2. every thread that asked the map before that commit has dropped its [`Epoch`]: reads go to places without a lock,
+//!    and writes in place too.
 //!
 //! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name
 //! are found when the image is opened for writing the next time.
@@ -25,7 +25,7 @@ const FREE_RUNS_MAX: usize = 1 << 16;
 /// First sector that no 32-bit entry can name as the start of a grain; the largest number is kept for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
-/// Held by whoever uses places that the map told him.
+/// Held by each operation while it uses places that the map gave it.
 pub(super) struct Epoch;
 
 /// Grains retired in one epoch.
@@ -36,12 +36,12 @@ pub(super) struct Retired {
 
 /// Sectors next to each other in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct SectorRun {
     pub(super) start: u64,
     pub(super) sectors: u64,
 }
 
-struct State {
+struct SpaceState {
     /// First sector never used.
     used: u64,
     /// Length of the file, in sectors.
@@ -51,28 +51,28 @@ struct State {
     retired: Vec<u32>,
     waiting: VecDeque<Retired>,
     /// What is left of the last place taken for tables.
-    tables: Run,
+    tables: SectorRun,
 }
 
 /// The space of one file.
 pub(super) struct Space {
     image: String,
     grain: u64,
-    state: Mutex<State>,
+    state: Mutex<SpaceState>,
 }
 
 impl Space {
     /// The space of a file that is used up to sector `used`.
     pub(super) fn new(image: &str, grain: u64, used: u64) -> Self {
         let used = used.next_multiple_of(grain);
-        let state = State {
+        let state = SpaceState {
             used,
             length: 0,
             free: BTreeMap::new(),
             epoch: Arc::new(Epoch),
             retired: Vec::new(),
             waiting: VecDeque::new(),
-            tables: Run { start: 0, sectors: 0 },
+            tables: SectorRun { start: 0, sectors: 0 },
         };
         Self { image: image.to_owned(), grain, state: Mutex::new(state) }
     }
@@ -100,8 +100,8 @@ impl Space {
         self.state.lock().free.values().sum()
     }
 
-    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and nobody names them.
-    pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<Run>) -> Result<()> {
+    /// Places for `grains` grains, in as few runs as may be. They read as zeros, and no table names them.
+    pub(super) fn allocate(&self, file: &dyn File, grains: u64, out: &mut Vec<SectorRun>) -> Result<()> {
         let mut state = self.state.lock();
         let mut left = grains * self.grain;
         let before = out.len();
@@ -112,7 +112,7 @@ impl Space {
                 state.free.insert(start + taken, sectors - taken);
             }
             left -= taken;
-            push(out, Run { start, sectors: taken });
+            push(out, SectorRun { start, sectors: taken });
         }
         if left > 0 {
             match self.append(&mut state, file, left) {
@@ -151,7 +151,7 @@ impl Space {
         }
     }
 
-    fn append(&self, state: &mut State, file: &dyn File, sectors: u64) -> Result<Run> {
+    fn append(&self, state: &mut SpaceState, file: &dyn File, sectors: u64) -> Result<SectorRun> {
         let start = state.used;
         let end = start.checked_add(sectors).filter(|end| *end <= SECTORS_END).ok_or_else(|| self.full())?;
         if end > state.length {
@@ -160,7 +160,7 @@ impl Space {
             state.length = length / SECTOR;
         }
         state.used = end;
-        Ok(Run { start, sectors })
+        Ok(SectorRun { start, sectors })
     }
 
     fn full(&self) -> Error {
@@ -174,7 +174,7 @@ impl Space {
     }
 
     /// Gives back places that were allocated and never named.
-    pub(super) fn give_back(&self, runs: &[Run]) {
+    pub(super) fn give_back(&self, runs: &[SectorRun]) {
         let grain = self.grain as usize;
         let places = runs.iter().flat_map(|run| (run.start..run.start + run.sectors).step_by(grain));
         self.retire(places.filter_map(|place| u32::try_from(place).ok()));
@@ -187,7 +187,7 @@ impl Space {
         Retired { epoch, places: std::mem::take(&mut state.retired) }
     }
 
-    /// After a commit: frees what nobody can be looking at any more. Commits do not overlap, and neither do calls.
+    /// After a commit: frees what no reader can reach any more. Commits do not overlap, and neither do calls.
     pub(super) fn release(&self, retired: Retired, file: &dyn File) {
         let mut places: Vec<u32> = Vec::new();
         {
@@ -199,15 +199,15 @@ impl Space {
         }
         places.sort_unstable();
         places.dedup();
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<SectorRun> = Vec::new();
         for place in places {
-            push(&mut runs, Run { start: u64::from(place), sectors: self.grain });
+            push(&mut runs, SectorRun { start: u64::from(place), sectors: self.grain });
         }
         runs.into_iter().for_each(|run| self.free_run(run, file));
     }
 
-    /// Punches a run that nobody names and makes it free. What cannot be punched stays dead: nobody misses it.
-    pub(super) fn free_run(&self, run: Run, file: &dyn File) {
+    /// Punches a run that no table names and makes it free. What cannot be punched stays dead: only space is lost.
+    pub(super) fn free_run(&self, run: SectorRun, file: &dyn File) {
         if let Err(error) = file.punch(run.start * SECTOR, run.sectors * SECTOR) {
             tracing::warn!(image = self.image, sector = run.start, "cannot give space back: {error}");
             return;
@@ -220,14 +220,14 @@ impl Space {
 }
 
 /// Appends a run, to the last one where it adjoins.
-fn push(runs: &mut Vec<Run>, run: Run) {
+fn push(runs: &mut Vec<SectorRun>, run: SectorRun) {
     match runs.last_mut() {
         Some(last) if last.start + last.sectors == run.start => last.sectors += run.sectors,
         _ => runs.push(run),
     }
 }
 
-fn insert_free(free: &mut BTreeMap<u64, u64>, run: Run) {
+fn insert_free(free: &mut BTreeMap<u64, u64>, run: SectorRun) {
     let mut run = run;
     if let Some(after) = free.remove(&(run.start + run.sectors)) {
         run.sectors += after;

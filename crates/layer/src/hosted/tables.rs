@@ -1,10 +1,10 @@
 //! Grain tables in memory: a bounded cache of what is on the medium, and the tables changed since the last commit.
 //!
-//! 1. A table is in memory once: whoever changes it and whoever reads it see the same words.
+//! 1. A table is in memory once: readers and writers share the same words.
 //! 2. A changed table stays in memory until a commit has written it: first in `changed`, then in `writing`, then it may
 //!    be forgotten. So what is read from the medium is never older than what was committed.
-//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion nobody
-//!    else can have loaded, changed, committed and forgotten it.
+//! 3. Tables are loaded one at a time (`loading`): between the look that found a table missing and its insertion no
+//!    other thread can have loaded, changed, committed and forgotten it.
 //! 4. A table with entries that neither copy proves is read as far as it goes and never changed.
 
 use super::directory::{Directories, ENTRY_ABSENT, ENTRY_BAD, Places, Warnings};
@@ -71,13 +71,13 @@ impl Batch {
     }
 }
 
-struct State {
+struct TablesState {
     cache: ClockCache<usize, Arc<Table>>,
     changed: FxHashMap<usize, Arc<Table>>,
     writing: FxHashMap<usize, Arc<Table>>,
 }
 
-impl State {
+impl TablesState {
     fn get(&self, index: usize) -> Option<&Arc<Table>> {
         self.changed.get(&index).or_else(|| self.writing.get(&index)).or_else(|| self.cache.get(index))
     }
@@ -87,7 +87,7 @@ impl State {
 pub(crate) struct Tables {
     image: String,
     directories: RwLock<Directories>,
-    state: RwLock<State>,
+    state: RwLock<TablesState>,
     loading: Mutex<()>,
     table_entries: usize,
 }
@@ -95,7 +95,7 @@ pub(crate) struct Tables {
 impl Tables {
     pub(crate) fn new(image: &str, directories: Directories, table_entries: u32) -> Self {
         let table_entries = table_entries as usize;
-        let state = State {
+        let state = TablesState {
             cache: ClockCache::new(CACHE_BYTES / (table_entries * 4)),
             changed: FxHashMap::default(),
             writing: FxHashMap::default(),

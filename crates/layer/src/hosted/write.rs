@@ -12,7 +12,7 @@
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Places};
 use super::header::{FLAG_ZERO_GRAINS, UNCLEAN_OFFSET};
-use super::space::{Epoch, Run, Space};
+use super::space::{Epoch, SectorRun, Space};
 use super::tables::Table;
 use super::{Hosted, check_range};
 use crate::backing::Backing;
@@ -55,7 +55,7 @@ impl Writer {
 
 /// Consecutive grains at consecutive places.
 #[derive(Clone, Copy)]
-struct Piece {
+struct WritePiece {
     first: u64,
     count: u64,
     /// Sector of the first; `None` while it has no place.
@@ -78,8 +78,7 @@ impl Hosted {
         }
         self.tables.judge_strictly(force);
         if scan.in_doubt {
-            let sentence =
-                "nothing that seems to be free is used again, as not all its tables can be believed".to_owned();
+            let sentence = "free grains are not used again, since some of its tables are damaged".to_owned();
             self.warnings.add(&self.image, sentence);
         } else {
             space.cut(self.file.as_ref())?;
@@ -159,7 +158,7 @@ impl Hosted {
         if range.is_empty() {
             return Ok(());
         }
-        // Held to the end: a grain overwritten in place must not be given to somebody else under the write.
+        // Held to the end: a grain overwritten in place must not be given to another owner under the write.
         let _epoch = writer.epoch();
         let first = start / self.grain_bytes();
         let planned = self.plan(first, range.end.div_ceil(self.grain_bytes()) - first)?;
@@ -183,8 +182,8 @@ impl Hosted {
     }
 
     /// Where grains are now.
-    fn plan(&self, first: u64, count: u64) -> Result<Vec<Piece>> {
-        let mut pieces: Vec<Piece> = Vec::new();
+    fn plan(&self, first: u64, count: u64) -> Result<Vec<WritePiece>> {
+        let mut pieces: Vec<WritePiece> = Vec::new();
         let mut number = first;
         for (index, entry, entries) in self.by_table(first, count) {
             let table = self.tables.get(self.file.as_ref(), index, &self.warnings)?;
@@ -200,7 +199,7 @@ impl Hosted {
                 }
                 match pieces.last_mut() {
                     Some(last) if follows(last, place, self.header.grain) => last.count += 1,
-                    _ => pieces.push(Piece { first: number, count: 1, place, fresh: place.is_none() }),
+                    _ => pieces.push(WritePiece { first: number, count: 1, place, fresh: place.is_none() }),
                 }
                 number += 1;
             }
@@ -209,7 +208,7 @@ impl Hosted {
     }
 
     /// Finds places for the pieces that have none; what was allocated goes to `runs`.
-    fn place(&self, writer: &Writer, planned: Vec<Piece>, runs: &mut Vec<Run>) -> Result<Vec<Piece>> {
+    fn place(&self, writer: &Writer, planned: Vec<WritePiece>, runs: &mut Vec<SectorRun>) -> Result<Vec<WritePiece>> {
         let missing: u64 = planned.iter().filter(|piece| piece.fresh).map(|piece| piece.count).sum();
         if missing == 0 {
             return Ok(planned);
@@ -225,7 +224,7 @@ impl Hosted {
                     (place, left) = supply.next().unwrap_or((0, u64::MAX));
                 }
                 let count = piece.count.min(left);
-                pieces.push(Piece { first: piece.first, count, place: Some(place), fresh: true });
+                pieces.push(WritePiece { first: piece.first, count, place: Some(place), fresh: true });
                 piece.first += count;
                 piece.count -= count;
                 place += count * grain;
@@ -239,7 +238,7 @@ impl Hosted {
     }
 
     /// Writes the payload, pieces next to each other in the file with one call.
-    fn write_pieces(&self, pieces: &[Piece], slices: &[&[u8]], length: u64) -> Result<()> {
+    fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]], length: u64) -> Result<()> {
         let grain = self.grain_bytes();
         let mut source = Source { slices, at: 0 };
         let mut left = length;
@@ -357,7 +356,7 @@ impl Hosted {
             (true, true) => Some(ENTRY_ZERO),
             (true, false) => None,
         };
-        let mut holes: Vec<Piece> = Vec::new();
+        let mut holes: Vec<WritePiece> = Vec::new();
         for piece in self.plan(first, count)? {
             match (piece.place, nowhere) {
                 (Some(place), _) if keep || nowhere.is_none() => {
@@ -388,7 +387,7 @@ impl Hosted {
         }
     }
 
-    /// Commits, unless the image was closed: nothing is left to do then, and its places may be somebody else's.
+    /// Commits, unless the image was closed: nothing is left to do then, and its places may have other owners.
     pub(super) fn flush_open(&self, writer: &Writer) -> Result<()> {
         match *writer.gate.read() {
             true => self.commit(writer),
@@ -448,7 +447,7 @@ impl Hosted {
 }
 
 /// Whether a grain at `place` continues a piece.
-fn follows(last: &Piece, place: Option<u64>, grain: u64) -> bool {
+fn follows(last: &WritePiece, place: Option<u64>, grain: u64) -> bool {
     match (last.place, place) {
         (None, None) => true,
         (Some(first), Some(place)) => first + last.count * grain == place,

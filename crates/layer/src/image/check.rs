@@ -205,11 +205,11 @@ impl Work<'_> {
         checked.notes.extend(layer.replayed().map(|replayed| replayed.to_string()));
         checked.dead = found.unnamed.saturating_mul(layer.grain()).min(capacity);
         let wrong = [
-            (found.invalid, "slots or entries that cannot be", true),
+            (found.invalid, "invalid slots or entries", true),
             (found.outside, "grains that the file does not have", true),
             (found.overlapping, "grains named by more than one entry", true),
             (found.lost_tables, "tables in use that no slot of the directory names", true),
-            (found.provable, "entries, slots or headers that are wrong and can be mended: --repair does", true),
+            (found.provable, "wrong entries, slots or headers that --repair can correct", true),
             (found.unallocated, "grains in use that the bitmap calls free", false),
             (found.misowned, "grains whose owner the backmap has wrong", false),
         ];
@@ -279,7 +279,7 @@ fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
             }
         }
         if at <= begun {
-            return Err(Error::new(ErrorKind::Corrupt, format!("nobody knows what is at byte {at}")));
+            return Err(Error::new(ErrorKind::Corrupt, format!("the image's map has no answer for byte {at}")));
         }
         if watch(Step { done: at, total: capacity, moved: 0 }).is_break() {
             return Err(stopped_check());

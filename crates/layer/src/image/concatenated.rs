@@ -35,7 +35,7 @@ pub(super) struct Concatenated {
 }
 
 /// A piece of a range: which part, where in it.
-struct Piece<'a> {
+struct ExtentPart<'a> {
     index: usize,
     placed: &'a Placed,
     within: Range<u64>,
@@ -74,7 +74,7 @@ impl Concatenated {
     }
 
     /// The pieces of a range, in order.
-    fn pieces(&self, range: Range<u64>) -> Result<impl Iterator<Item = Piece<'_>>> {
+    fn pieces(&self, range: Range<u64>) -> Result<impl Iterator<Item = ExtentPart<'_>>> {
         if range.start > range.end || range.end > self.capacity {
             let text = format!("bytes {} to {} reach past the end of the disk", range.start, range.end);
             return Err(Error::new(ErrorKind::Invalid, text));
@@ -86,7 +86,7 @@ impl Concatenated {
         Ok(touched.filter_map(move |(index, placed)| {
             let from = range.start.max(placed.start) - placed.start;
             let to = range.end.min(placed.start + placed.part.length) - placed.start;
-            (from < to).then_some(Piece { index, placed, within: from..to })
+            (from < to).then_some(ExtentPart { index, placed, within: from..to })
         }))
     }
 
@@ -95,7 +95,7 @@ impl Concatenated {
     }
 }
 
-impl Piece<'_> {
+impl ExtentPart<'_> {
     /// The layer to change.
     fn changeable(&self) -> Result<&Arc<dyn Layer>> {
         let name = &self.placed.part.name;

@@ -14,11 +14,11 @@
 //! What holds at every instruction:
 //!
 //! 1. The name leads to nothing until [`Unfinished::finish`], and then to a whole image. So a conversion fills an image
-//!    between [`begin`] and `finish`, and nobody can take a half for a disk.
+//!    between [`begin`] and `finish`, and a half-filled image is never taken for a disk.
 //! 2. The text that names the extents is durable, under a temporary name, before any of them is made: what a crash
 //!    leaves is what [`storage::sweep`] removes. An image that is one file is made under that temporary name as a
 //!    whole.
-//! 3. The file with the temporary name is locked as long as an image is unfinished: who comes meanwhile is told.
+//! 3. The file with the temporary name is locked as long as an image is unfinished: a second creation fails, `Busy`.
 //! 4. Nothing that was there before is written over, and after an error nothing new is left.
 
 use super::{Folder, Image, OpenOptions, Place};
@@ -208,7 +208,7 @@ impl NewParent {
     pub fn of(parent: &Image, folder: &Folder) -> Result<Self> {
         let Some(descriptor) = parent.descriptor() else {
             let text = format!(
-                "'{}' cannot be a parent: it has no descriptor whose content a child could remember",
+                "'{}' cannot be a parent: it has no descriptor, so a child cannot record its content",
                 parent.place().label()
             );
             return Err(Error::new(ErrorKind::Unsupported, text));
@@ -420,7 +420,7 @@ impl Unfinished {
         let Self { folder, name, descriptor: _, extents, lock } = self;
         let directory = &**folder.directory();
         let pending = Pending::resume(directory, &name, lock);
-        // Whoever made a file of that name meanwhile keeps it.
+        // A file of that name that appeared meanwhile is kept.
         if let Err(error) = refuse_existing(directory, &name).and_then(|()| pending.rename()) {
             take_back(pending, directory, &extents);
             return Err(error);

@@ -1,4 +1,4 @@
-//! Opening one extent: the one place that knows all formats by name.
+//! Opening one extent: the one place that names every format.
 
 use super::maintain::Engine;
 use super::{OpenOptions, ParentReference, Place};

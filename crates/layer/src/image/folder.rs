@@ -7,7 +7,7 @@
 //! 2. What counts is where a file really is: the name is resolved first, links and all, and the result compared with
 //!    the roots. A link that leads out is refused as the path it leads to would be.
 //! 3. What was resolved is what is opened: the folder is opened component by component and the file in it, neither
-//!    through a link, so that nobody can exchange them in between.
+//!    through a link, so that no other process can exchange them in between.
 //! 4. A name that is refused is not looked at: whether there is such a file is not told.
 //! 5. Only regular files: no device, pipe or socket.
 //!
@@ -65,7 +65,7 @@ impl Folder {
         Ok(Self { directory: Arc::new(directory), path: Some(path.into()), roots })
     }
 
-    /// The folder as the backend knows it.
+    /// The backend's handle of the folder.
     pub fn directory(&self) -> &Arc<dyn Directory> {
         &self.directory
     }

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A descriptor and where it is written.
-pub(super) struct Home {
+pub(super) struct StoredDescriptor {
     pub(super) place: Place,
     /// The extent that embeds it, and where.
     pub(super) embedded: Option<(Arc<dyn File>, Range<u64>)>,
@@ -27,15 +27,15 @@ pub(super) struct Home {
     renewed: AtomicBool,
 }
 
-impl Home {
+impl StoredDescriptor {
     pub(super) fn new(
         place: Place,
         descriptor: Descriptor,
         embedded: Option<(Arc<dyn File>, Range<u64>)>,
         random: Entropy,
     ) -> Self {
-        // An unfinished image was begun with an identity that nobody knows yet. Its text must not be replaced either:
-        // it bears the lock of whoever makes it.
+        // An unfinished image was begun with an identity that no child refers to yet. Its text must not be replaced
+        // either: the process that makes the image holds its lock on that file.
         let renewed = AtomicBool::new(place.name.ends_with(storage::NEW_SUFFIX));
         Self { place, embedded, descriptor: Mutex::new(descriptor), random, renewed }
     }
@@ -62,7 +62,7 @@ impl Home {
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
         }
-        // Under the lock to the end: whoever has asked for the identity knows that nobody changes it again.
+        // Under the lock to the end: once a caller has asked for the identity, it does not change again.
         let mut current = self.descriptor.lock();
         if self.renewed.load(Ordering::Acquire) {
             return Ok(());
@@ -92,7 +92,7 @@ impl Home {
 /// The extents of an image that has a descriptor, opened for writing.
 pub(super) struct Identified {
     pub(super) inner: Arc<dyn Layer>,
-    pub(super) home: Arc<Home>,
+    pub(super) home: Arc<StoredDescriptor>,
 }
 
 impl Layer for Identified {

@@ -45,7 +45,7 @@ use crate::{Error, ErrorKind, IoContext, Layer, Result, Step, Watch};
 use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
-use home::{Home, Identified};
+use home::{Identified, StoredDescriptor};
 use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::Range;
@@ -114,7 +114,7 @@ pub struct ParentReference {
 /// An open image: one level of a chain.
 pub struct Image {
     place: Place,
-    home: Option<Arc<Home>>,
+    home: Option<Arc<StoredDescriptor>>,
     layer: Arc<dyn Layer>,
     flats: Vec<Arc<Flat>>,
     engines: Vec<Engine>,
@@ -156,7 +156,7 @@ impl Image {
             Signature::HostedSparse => Self::open_embedded(place, options),
             Signature::VmfsSparse | Signature::SeSparse | Signature::VsanSparse if needs_text => Err(Error::new(
                 ErrorKind::Invalid,
-                format!("'{label}' is an extent: open the descriptor that names it, which knows its parent"),
+                format!("'{label}' is an extent: open the descriptor that names it, which names its parent too"),
             )),
             Signature::VmfsSparse => alone(Format::VmfsSparse),
             Signature::SeSparse => alone(Format::SeSparse),
@@ -224,14 +224,14 @@ impl Image {
                 drop(lock);
                 return Self::open_alone(place, Format::HostedSparse, options);
             }
-            let text = format!("'{label}' is an extent: open the descriptor that names it, which knows its parent");
+            let text = format!("'{label}' is an extent: open the descriptor that names it, which names its parent too");
             return Err(Error::new(ErrorKind::Invalid, text));
         };
         let parent = parent_of(&descriptor, &label, options)?;
-        // The lines of an embedded descriptor name the file that it is in; the header knows the size better.
+        // The lines of an embedded descriptor name the file that it is in; the size is taken from the header.
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
-        let home = Home::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
+        let home = StoredDescriptor::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
         let engines = opened.engine.into_iter().collect();
         Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
     }
@@ -272,13 +272,13 @@ impl Image {
                 Concatenated::new(parts, options.writable).map_err(|error| error.context(format!("'{label}'")))?,
             ),
         };
-        let home = Home::new(place.clone(), descriptor, None, Arc::clone(&options.random));
+        let home = StoredDescriptor::new(place.clone(), descriptor, None, Arc::clone(&options.random));
         Ok(Self::assemble(place, home, layer, (flats, engines), only_flat, parent, lock))
     }
 
     fn assemble(
         place: Place,
-        home: Home,
+        home: StoredDescriptor,
         layer: Arc<dyn Layer>,
         (flats, engines): (Vec<Arc<Flat>>, Vec<Engine>),
         only_flat: bool,
@@ -335,7 +335,7 @@ impl Image {
         (self.only_flat && !self.flats.is_empty()).then_some(sum)
     }
 
-    /// In how many runs its flat extents lie on the medium; `None` where nobody can say.
+    /// In how many runs its flat extents lie on the medium; `None` where the file system does not report it.
     pub fn fragments(&self) -> Result<Option<u64>> {
         let mut sum = 0;
         for flat in &self.flats {
@@ -490,7 +490,7 @@ fn access(writable: bool) -> backend::Access {
     if writable { backend::Access::ReadWrite } else { backend::Access::Read }
 }
 
-/// The lock of whoever writes an image: on its first extent, which is never renamed while the image exists.
+/// The lock that a writer of an image holds: on its first extent, which is never renamed while the image exists.
 fn lock_for(place: &Place, options: &OpenOptions) -> Result<Option<Box<dyn Lock>>> {
     if !options.writable || options.held {
         return Ok(None);

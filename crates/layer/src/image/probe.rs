@@ -8,7 +8,7 @@
 
 use crate::descriptor;
 
-/// How many bytes from the beginning of a file [`probe`] wants to see; fewer will do for a shorter file.
+/// How many bytes from the beginning of a file [`probe`] takes; fewer will do for a shorter file.
 pub const PROBE_LENGTH: usize = 4096;
 
 /// What a file is.

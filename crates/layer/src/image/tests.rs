@@ -184,7 +184,7 @@ fn raw_files_need_no_descriptor() {
     assert_eq!(error(open(&directory, "extent", &writing())).0, ErrorKind::Invalid);
     let insisting = OpenOptions { format: Some(Format::HostedSparse), ..writing() };
     assert_ne!(error(open(&directory, "extent", &insisting)).0, ErrorKind::Busy);
-    // What a guest wrote is not believed when the user knows better.
+    // A format that the user gives goes before a signature that a guest may have written.
     put(&directory, "guest.img", b"# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n");
     assert_eq!(error(open(&directory, "guest.img", &OpenOptions::default())).0, ErrorKind::Corrupt);
     let raw = OpenOptions { format: Some(Format::Flat), ..OpenOptions::default() };
@@ -370,7 +370,7 @@ fn grains_of_parts_are_respected() {
     let mut bytes = [0; 1024];
     whole.read_encoded(8192 - 512, &mut bytes).unwrap();
     assert_eq!((bytes[0], bytes[512]), ((8192u64 + 8192 - 512) as u8, 16384u64 as u8));
-    // Stops early like the part does, and one part's end does not hide the next.
+    // The map stops early where the part's map does, and goes on behind the end of a part.
     let mut extents = Vec::new();
     whole.map(0..20000, 1000, &mut extents).unwrap();
     assert_eq!(extents, [Extent { start: 0, length: 4096, content: Content::Absent }]);

@@ -155,7 +155,7 @@ impl Seek for Reader {
             SeekFrom::Current(by) => self.at.checked_add_signed(by),
             SeekFrom::End(by) => self.length.checked_add_signed(by),
         };
-        self.at = at.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a size cannot be"))?;
+        self.at = at.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "a size is invalid"))?;
         Ok(self.at)
     }
 }

@@ -4,7 +4,7 @@ use sha1::Sha1;
 use sha2::{Digest, Sha256, Sha512};
 use std::fmt;
 
-/// A digest algorithm. SHA-1 protects against accidents, not against intent; OVF 1.0 knew no other.
+/// A digest algorithm. SHA-1 detects accidental damage, not forgery; OVF 1.0 defines no other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Algorithm {
     /// SHA-1.

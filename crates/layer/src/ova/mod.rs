@@ -3,8 +3,8 @@
 //! No layer, but the way layers travel: [`Ova`] reads an archive in place, so that a disk in it can be served or
 //! converted without being unpacked; [`OvaWriter`] makes one. What must hold:
 //!
-//! 1. Names in the archive and in the OVF are plain file names. One that leads anywhere else is refused, whoever wants
-//!    it.
+//! 1. Names in the archive and in the OVF are plain file names. Any other name is refused for every
+//!    caller.
 //! 2. Members, references, disks and the sizes of what is taken into memory are bounded by the limits below.
 //! 3. Digests are checked while bytes pass, never assumed: [`Ova::verify`], [`Ova::reader`]. A mismatch names the
 //!    member.
@@ -206,7 +206,7 @@ impl Read for CheckedReader {
         if let Some((hasher, ..)) = &mut self.check {
             hasher.update(&buffer[..part]);
         }
-        // With the last bytes, not after them: who knows the length stops there.
+        // With the last bytes, not after them: a reader that has the length stops there.
         if self.at == self.section.length()
             && let Some((hasher, algorithm, expected)) = self.check.take()
         {

@@ -162,7 +162,7 @@ fn read_disk(disk: &Element) -> Result<Option<Disk>> {
     let bad = |what: &str| wrong(format!("the capacity of disk {id} {what}"));
     let count = disk.attribute("capacity").ok_or_else(|| bad("is missing"))?.trim();
     if count.starts_with("${") {
-        let what = format!("the capacity of disk {id} is the property {count}, which nobody sets here");
+        let what = format!("the capacity of disk {id} is the OVF property {count}: only numbers are supported there");
         return Err(Error::new(ErrorKind::Unsupported, what));
     }
     let count: u64 = count.parse().map_err(|_| bad("is no number"))?;

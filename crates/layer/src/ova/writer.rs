@@ -178,7 +178,7 @@ fn manifest_lines(descriptor: &str, disks: &[PlannedDisk], algorithm: Algorithm)
     names.map(|name| Manifest::line(name, algorithm, &digest).len() as u64).sum()
 }
 
-/// A tar header; names longer than 100 bytes are refused, OVF wants the plain ustar form.
+/// A tar header; names longer than 100 bytes are refused, since OVF requires the plain ustar form.
 fn header(name: &str, size: u64, time: u64) -> Result<[u8; BLOCK as usize]> {
     let mut header = tar::Header::new_ustar();
     header.set_path(name).during(|| format!("{name} cannot be a member of the archive"))?;

@@ -172,7 +172,7 @@ impl Header {
         self.data_file.as_deref()
     }
 
-    /// Marked as damaged by who wrote it.
+    /// Its last writer marked it as damaged.
     pub fn marked_corrupt(&self) -> bool {
         self.features & CORRUPT != 0
     }

@@ -3,12 +3,12 @@
 //! Written for this because the crates that read qcow2 want their own I/O and their own chains: see
 //! docs/adr/0010-qcow2-reader.md. The bytes are on the format's page, docs/format/qcow2.md. What must hold:
 //!
-//! 1. Never written, never repaired: a dirty mark concerns reference counts, which nobody reads here.
+//! 1. Never written, never repaired: a dirty mark concerns reference counts, which this reader does not use.
 //! 2. The first-level table is the only thing loaded whole, at most `L1_ENTRIES_MAX` entries of it; second-level
 //!    tables are read in slices of `SLICE_BYTES` through a bounded cache, compressed clusters through another.
 //! 3. A compressed cluster never takes more memory than one cluster when inflated, nor twice that when compressed.
-//! 4. Backing file and data file are named to the caller; opening them, and not in a circle, is his business. Internal
-//!    snapshots are passed over.
+//! 4. Backing file and data file are named to the caller, which opens them and refuses a circle. Internal snapshots are
+//!    ignored.
 
 mod compressed;
 mod entry;

@@ -26,7 +26,7 @@ const FIRST_SHIFT: u32 = COUNT_SHIFT + 12;
 
 /// Entries next to each other: of one kind, and at places next to each other or all without one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Run {
+pub(crate) struct EntryRun {
     /// The first entry.
     pub(crate) first: u32,
     /// How many there are.
@@ -37,7 +37,7 @@ pub(crate) struct Run {
     pub(crate) place: u64,
 }
 
-impl Run {
+impl EntryRun {
     fn end(&self) -> u32 {
         self.first + self.count
     }
@@ -75,8 +75,8 @@ impl Packed {
         self.first() + (self.0 >> COUNT_SHIFT) as u32 % ENTRIES_MAX + 1
     }
 
-    fn unpack(self) -> Run {
-        Run {
+    fn unpack(self) -> EntryRun {
+        EntryRun {
             first: self.first(),
             count: self.end() - self.first(),
             kind: (self.0 >> KIND_SHIFT) as u8 & 3,
@@ -87,7 +87,7 @@ impl Packed {
 
 /// Entries of a table next to each other: a run or the part of one, or entries that are absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Piece {
+pub(crate) struct EntryPiece {
     /// The first entry.
     pub(crate) first: u32,
     /// How many there are.
@@ -102,7 +102,7 @@ pub(crate) struct RunList {
     runs: Vec<Packed>,
     /// How far the places of neighbours are apart.
     stride: u32,
-    /// What a format wants to know of a table beside its entries.
+    /// What a format keeps of a table beside its entries.
     pub(crate) note: u32,
 }
 
@@ -113,12 +113,12 @@ impl RunList {
     }
 
     /// Appends entries behind all others, as a table is read.
-    pub(crate) fn push(&mut self, run: Run) {
+    pub(crate) fn push(&mut self, run: EntryRun) {
         if let Some(last) = self.runs.last_mut() {
             let before = last.unpack();
             debug_assert!(before.end() <= run.first);
             if before.is_continued_by(&run, self.stride) {
-                *last = Run { count: before.count + run.count, ..before }.pack();
+                *last = EntryRun { count: before.count + run.count, ..before }.pack();
                 return;
             }
         }
@@ -136,7 +136,7 @@ impl RunList {
     }
 
     /// All runs, in order.
-    pub(crate) fn runs(&self) -> impl Iterator<Item = Run> + '_ {
+    pub(crate) fn runs(&self) -> impl Iterator<Item = EntryRun> + '_ {
         self.runs.iter().map(|run| run.unpack())
     }
 
@@ -149,7 +149,7 @@ impl RunList {
     /// Makes the entries of `range` be of one kind, at places that begin with `place`.
     pub(crate) fn set(&mut self, range: Range<u32>, kind: u8, place: u64) {
         if !range.is_empty() {
-            let run = Run { first: range.start, count: range.end - range.start, kind, place };
+            let run = EntryRun { first: range.start, count: range.end - range.start, kind, place };
             self.replace(range, Some(run));
         }
     }
@@ -162,7 +162,7 @@ impl RunList {
         }
     }
 
-    fn replace(&mut self, range: Range<u32>, run: Option<Run>) {
+    fn replace(&mut self, range: Range<u32>, run: Option<EntryRun>) {
         // A table filled in order: the run goes behind all others.
         if self.runs.last().is_none_or(|last| last.end() <= range.start) {
             if let Some(run) = run {
@@ -188,7 +188,7 @@ impl RunList {
         }
         let mut new: [Packed; 5] = [Packed(0); 5];
         let mut count = 0;
-        let mut open: Option<Run> = None;
+        let mut open: Option<EntryRun> = None;
         for next in around.into_iter().flatten() {
             match &mut open {
                 Some(run) if run.is_continued_by(&next, self.stride) => run.count += next.count,
@@ -219,9 +219,9 @@ pub(crate) struct Pieces<'a> {
 }
 
 impl Iterator for Pieces<'_> {
-    type Item = Piece;
+    type Item = EntryPiece;
 
-    fn next(&mut self) -> Option<Piece> {
+    fn next(&mut self) -> Option<EntryPiece> {
         if self.range.is_empty() {
             return None;
         }
@@ -230,11 +230,11 @@ impl Iterator for Pieces<'_> {
             Some(run) if run.first <= first => {
                 self.runs = &self.runs[1..];
                 let run = run.within(&self.range, self.stride);
-                Piece { first, count: run.count, what: Some((run.kind, run.place)) }
+                EntryPiece { first, count: run.count, what: Some((run.kind, run.place)) }
             }
             next => {
                 let end = next.map_or(self.range.end, |run| run.first.min(self.range.end));
-                Piece { first, count: end - first, what: None }
+                EntryPiece { first, count: end - first, what: None }
             }
         };
         self.range.start += piece.count;

@@ -14,10 +14,10 @@ impl Numbers {
     }
 }
 
-type Entry = Option<(u8, u64)>;
+type ModelRow = Option<(u8, u64)>;
 
-fn check(list: &RunList, model: &[Entry], stride: u32) {
-    let runs: Vec<Run> = list.runs().collect();
+fn check(list: &RunList, model: &[ModelRow], stride: u32) {
+    let runs: Vec<EntryRun> = list.runs().collect();
     for pair in runs.windows(2) {
         assert!(pair[0].end() <= pair[1].first, "sorted and disjoint");
         assert!(!pair[0].is_continued_by(&pair[1], stride), "{pair:?} should be one");
@@ -41,7 +41,7 @@ fn tables_are_what_was_set() {
         let stride = [1, 1, 8, 3][seed as usize % 4];
         let size = [16, 512, 4096][seed as usize % 3] as u32;
         let mut list = RunList::new(stride);
-        let mut model: Vec<Entry> = vec![None; size as usize];
+        let mut model: Vec<ModelRow> = vec![None; size as usize];
         let mut next = 100;
         for _ in 0..400 {
             let first = numbers.below(u64::from(size)) as u32;
@@ -81,7 +81,7 @@ fn the_limits_fit() {
     list.set(0..ENTRIES_MAX, 3, PLACE_MAX - u64::from(ENTRIES_MAX));
     assert_eq!(
         list.runs().collect::<Vec<_>>(),
-        [Run { first: 0, count: ENTRIES_MAX, kind: 3, place: PLACE_MAX - u64::from(ENTRIES_MAX) }]
+        [EntryRun { first: 0, count: ENTRIES_MAX, kind: 3, place: PLACE_MAX - u64::from(ENTRIES_MAX) }]
     );
     assert!(list.heap_bytes() / size_of::<u64>() < 5);
 }
@@ -89,7 +89,7 @@ fn the_limits_fit() {
 fn table(index: u32) -> RunList {
     let mut list = RunList::new(1);
     for at in 0..64 {
-        list.push(Run { first: at * 2, count: 1, kind: 1, place: u64::from(index * 1000 + at + 1) });
+        list.push(EntryRun { first: at * 2, count: 1, kind: 1, place: u64::from(index * 1000 + at + 1) });
     }
     list.shrink_to_fit();
     list

@@ -2,7 +2,7 @@
 //!
 //! 1. What is in memory is what holds; the file may be behind it only where a page is dirty or being written.
 //! 2. A page leaves memory only when it is neither, so that what a miss reads is current. The cache is larger than its
-//!    bound for as long as that demands; whoever changes pages commits before half of the bound is dirty.
+//!    bound for as long as that demands; a thread that changes pages commits before half of the bound is dirty.
 //! 3. A commit takes the pages as they are at one instant and shares their bytes; a change made while they are being
 //!    written copies the page first.
 //! 4. A page that is `backed` has its space in the file, so that writing it cannot run out of room.
@@ -113,7 +113,7 @@ pub(super) struct Captured {
 /// The pages in memory.
 pub(super) struct Cache {
     pages: FxHashMap<PageKey, Page>,
-    /// Every page once; the hand goes round and takes what nobody used since it last came by.
+    /// Every page once; the hand goes round and evicts what was not used since it last came by.
     ring: Vec<PageKey>,
     hand: usize,
     most: usize,

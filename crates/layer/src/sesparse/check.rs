@@ -17,13 +17,13 @@
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
-use super::entry::{Entry, Grain, Owner, Run, Table};
+use super::entry::{Entry, Grain, GrainRun, Owner, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
 use super::proof::{Evidence, Suspect};
 use super::recover::NamedTables;
 use super::relocate::names;
-use super::state::{State, Step, backmap_page, bitmap_page, page_index, table_page};
+use super::state::{LayerState, Step, backmap_page, bitmap_page, page_index, table_page};
 use super::wipe::{GrainSet, Holes};
 use crate::{ErrorKind, Result, Watch};
 use std::ops::Range;
@@ -404,7 +404,7 @@ impl SeSparse {
 }
 
 /// Whether the backmap has a grain with its owner.
-fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
+fn check_owner(state: &mut LayerState, grain: u64, owner: Owner, repair: bool, report: &mut CheckReport) -> Step<bool> {
     // A guest may have changed the entry since it was read.
     if state.owner(grain)? == Some(owner) || !names(state, owner, Grain(grain))? {
         return Ok(true);
@@ -421,13 +421,13 @@ fn check_owner(state: &mut State, grain: u64, owner: Owner, repair: bool, report
 }
 
 /// Whether an entry says the same as when it was read.
-pub(super) fn says(state: &mut State, owner: Owner, raw: u64) -> Step<bool> {
+pub(super) fn says(state: &mut LayerState, owner: Owner, raw: u64) -> Step<bool> {
     let entry = u64::from(owner.entry);
     Ok(state.word(table_page(owner.table, entry), page_index(entry))? == raw)
 }
 
 /// Whether the entry that the backmap has for a grain names it, and the bitmap calls it free.
-fn is_unallocated(state: &mut State, grain: u64) -> Step<bool> {
+fn is_unallocated(state: &mut LayerState, grain: u64) -> Step<bool> {
     let bit = grain % PAGE_BITS;
     if state.word(bitmap_page(grain), (bit / 64) as usize)? >> (bit % 64) & 1 == 1 {
         return Ok(false);
@@ -436,9 +436,9 @@ fn is_unallocated(state: &mut State, grain: u64) -> Step<bool> {
     owner.map_or(Ok(false), |owner| names(state, owner, Grain(grain)))
 }
 
-fn repair_bit(state: &mut State, grain: u64, allocated: bool) -> Step<()> {
+fn repair_bit(state: &mut LayerState, grain: u64, allocated: bool) -> Step<()> {
     state.need_no_commit()?;
-    let run = Run { start: grain, count: 1 };
+    let run = GrainRun { start: grain, count: 1 };
     if !allocated {
         return state.release(run);
     }

@@ -16,7 +16,7 @@
 //! * A bit is cleared, and an owner forgotten, only by a commit that begins after the table that gave the grain up was
 //!   durable ([`super::epoch`]).
 //! * A slot that names a new table becomes durable in 2; the table and the count did in 1. What a table names while no
-//!   slot names it is nobody's.
+//!   slot names it has no owner.
 //! * The journal stays empty and `replayJournal` zero, so that no reader has to replay what it cannot check.
 //!
 //! What a cut between 1 and 2 leaves is allocated and named by nothing; the mark says where to look for it.
@@ -34,7 +34,7 @@ use std::sync::atomic::Ordering;
 const PAGES_MAX: usize = 512;
 /// Pages of the backmap that freeing dirties before it looks again how many are.
 const RELEASED_PAGES: u64 = 32;
-/// Commits that closing makes at the most to write what readers let go of only then.
+/// Commits that closing makes at the most to write what readers release only then.
 const CLOSING_COMMITS: usize = 64;
 
 /// What the lock of commits protects.
@@ -72,7 +72,7 @@ impl SeSparse {
         self.commit(&mut self.committed.lock())
     }
 
-    /// One commit. Frees afterwards what nothing holds any more.
+    /// One commit. Afterwards it frees the retired grains that no operation uses any more.
     pub(super) fn commit(&self, committed: &mut Committed) -> Result<()> {
         self.check_changeable()?;
         let work = self.capture();
@@ -203,8 +203,8 @@ impl SeSparse {
         }
     }
 
-    /// Gives long runs back to the file system, where that is asked for. Nobody has them yet.
-    fn punch_runs(&self, runs: &[super::entry::Run]) -> Result<()> {
+    /// Gives long runs back to the file system, where that is asked for. They are not handed out yet.
+    fn punch_runs(&self, runs: &[super::entry::GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
         for run in runs.iter().filter(|run| run.count * grain >= least) {
@@ -261,7 +261,7 @@ impl SeSparse {
     }
 }
 
-/// The error of work that somebody stopped.
+/// The error of work that its caller stopped.
 pub(super) fn interrupted(name: &str, what: &str) -> Error {
     Error::new(ErrorKind::Interrupted, format!("{name}: {what} was stopped; what it did so far is kept"))
 }

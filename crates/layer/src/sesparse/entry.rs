@@ -1,7 +1,7 @@
 //! The 8-byte entries of grain directory, grain tables and backmap, and the types of what they point to.
 //!
 //! A number read from the medium becomes one of these types only through `decode`, which refuses what the format does
-//! not have. Whether the place lies within its area is for whoever knows the areas to say.
+//! not have. Whether the place lies within its area is checked by the caller, which has the areas.
 
 /// Bytes of a grain.
 pub(super) const GRAIN: u64 = 4096;
@@ -27,12 +27,12 @@ pub(super) struct Table(pub u32);
 
 /// Adjoining grains.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Run {
+pub(super) struct GrainRun {
     pub start: u64,
     pub count: u64,
 }
 
-impl Run {
+impl GrainRun {
     pub(super) fn end(self) -> u64 {
         self.start + self.count
     }
@@ -98,7 +98,7 @@ pub(super) struct Owner {
 }
 
 impl Owner {
-    /// `None` for a grain that nobody owns, and for what the format does not have.
+    /// `None` for a grain without an owner, and for what the format does not have.
     pub(super) fn decode(raw: u64) -> Option<Self> {
         let table = u32::try_from(raw & LOW).ok()?;
         let entry = (raw >> TWELVE_SHIFT & TWELVE) as u16;

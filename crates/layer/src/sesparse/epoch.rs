@@ -3,13 +3,13 @@
 //! A grain given up by a table waits in a batch until
 //!
 //! 1. a commit that began after it was given up is complete, so that no table on the medium names it, and
-//! 2. nobody holds the token of the batch or of an older one: whoever asked the map, or writes in place, took the
-//!    token that was current then.
+//! 2. no thread holds the token of the batch or of an older one: a thread that asks the map, or writes in place, takes
+//!    the token that is current then.
 //!
 //! Batches are freed in order. A batch is closed, and a new token made current, at the start of each commit and
-//! whenever somebody wants to wait for all who began before ([`Retirement::rotate`]).
+//! whenever a caller has to wait for all operations that began before ([`Retirement::rotate`]).
 
-use super::entry::Run;
+use super::entry::GrainRun;
 use super::header::PAGE_ENTRIES;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,13 +18,13 @@ use std::sync::Arc;
 /// never ends lets it come to that.
 pub(super) const WAITING_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
 
-/// Whoever uses an answer of the map holds one.
+/// Held by each operation while it uses an answer of the map.
 #[derive(Debug)]
 pub(super) struct Token;
 
 struct Batch {
     token: Arc<Token>,
-    runs: Vec<Run>,
+    runs: Vec<GrainRun>,
     /// The commit whose completion frees it.
     commit: u64,
     number: u64,
@@ -34,10 +34,10 @@ struct Batch {
 #[derive(Default)]
 pub(super) struct Retirement {
     /// Given up since the last batch was closed.
-    open: Vec<Run>,
+    open: Vec<GrainRun>,
     batches: VecDeque<Batch>,
     /// On their way to being free, outside the lock.
-    releasing: Vec<Run>,
+    releasing: Vec<GrainRun>,
     waiting: usize,
     begun: u64,
     completed: u64,
@@ -52,7 +52,7 @@ impl Retirement {
             Some(last) if last.end() == grain => last.count += 1,
             _ if self.waiting >= WAITING_MAX => return false,
             _ => {
-                self.open.push(Run { start: grain, count: 1 });
+                self.open.push(GrainRun { start: grain, count: 1 });
                 self.waiting += 1;
             }
         }
@@ -60,7 +60,7 @@ impl Retirement {
     }
 
     /// Runs given up since the last batch.
-    pub(super) fn open(&self) -> &[Run] {
+    pub(super) fn open(&self) -> &[GrainRun] {
         &self.open
     }
 
@@ -84,7 +84,7 @@ impl Retirement {
         self.completed = self.completed.max(commit);
     }
 
-    /// True when nobody holds a token of that rotation or an older one.
+    /// True when no thread holds a token of that rotation or an older one.
     pub(super) fn is_quiet(&mut self, number: u64) -> bool {
         let mut older = self.batches.iter_mut().take_while(|batch| batch.number <= number);
         older.all(|batch| Arc::get_mut(&mut batch.token).is_some())
@@ -92,7 +92,7 @@ impl Retirement {
 
     /// Some of the grains that may be freed now: about as many as dirty `pages` pages of the backmap.
     /// [`Retirement::released`] has to follow.
-    pub(super) fn take_ready(&mut self, pages: u64) -> Vec<Run> {
+    pub(super) fn take_ready(&mut self, pages: u64) -> Vec<GrainRun> {
         let (mut ready, mut left) = (Vec::new(), pages);
         while left > 0
             && let Some(batch) = self.batches.front_mut()
@@ -105,11 +105,11 @@ impl Retirement {
             };
             let count = run.count.min(left * PAGE_ENTRIES);
             if count < run.count {
-                batch.runs.push(Run { start: run.start + count, count: run.count - count });
+                batch.runs.push(GrainRun { start: run.start + count, count: run.count - count });
             } else {
                 self.waiting = self.waiting.saturating_sub(1);
             }
-            ready.push(Run { start: run.start, count });
+            ready.push(GrainRun { start: run.start, count });
             left = left.saturating_sub(1 + count / PAGE_ENTRIES);
         }
         self.releasing.clone_from(&ready);
@@ -122,7 +122,7 @@ impl Retirement {
     }
 
     /// Every run that no table names and that is not free yet.
-    pub(super) fn waiting(&self) -> impl Iterator<Item = Run> {
+    pub(super) fn waiting(&self) -> impl Iterator<Item = GrainRun> {
         let batches = self.batches.iter().flat_map(|batch| &batch.runs);
         self.open.iter().chain(batches).chain(&self.releasing).copied()
     }
@@ -143,7 +143,7 @@ mod tests {
         retirement.complete(first);
         assert!(retirement.take_ready(10).is_empty(), "a reader from before holds it");
         drop(reader);
-        assert_eq!(retirement.take_ready(10), [Run { start: 7, count: 1 }]);
+        assert_eq!(retirement.take_ready(10), [GrainRun { start: 7, count: 1 }]);
         retirement.released();
         let later = Arc::clone(&current);
         let number = retirement.rotate(&mut current);
@@ -153,6 +153,6 @@ mod tests {
         assert!(retirement.take_ready(10).is_empty(), "given up during the first commit");
         let second = retirement.begin();
         retirement.complete(second);
-        assert_eq!(retirement.take_ready(10), [Run { start: 8, count: 1 }]);
+        assert_eq!(retirement.take_ready(10), [GrainRun { start: 8, count: 1 }]);
     }
 }

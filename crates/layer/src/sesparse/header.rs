@@ -196,7 +196,7 @@ impl Layout {
         for area in areas {
             let end = area.offset.checked_add(area.size);
             if area.offset == 0 || area.size == 0 || end.is_none_or(|end| end > SECTOR_MAX) {
-                return Err(format!("an area of {} sectors at sector {} cannot be", area.size, area.offset));
+                return Err(format!("an area of {} sectors at sector {} is invalid", area.size, area.offset));
             }
         }
         areas.sort_unstable_by_key(|area| area.offset);
@@ -238,7 +238,7 @@ pub(super) struct Volatile {
     pub free_table: u64,
     /// The sequence number that the journal's next transaction gets. We write no transactions, so it stays.
     pub next_sequence: u64,
-    /// Not zero: the journal has to be replayed before anything else is believed.
+    /// Not zero: the journal has to be replayed before any metadata is used.
     pub replay: u64,
 }
 

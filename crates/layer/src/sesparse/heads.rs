@@ -1,4 +1,4 @@
-//! Mending the headers of an image that carries our mark, before anything else is believed of it.
+//! Mending the headers of an image that carries our mark, before anything else in it is used.
 //!
 //! Every word of the constant header follows from the capacity, which stands in it twice; of the volatile header the
 //! magic number and the padding are known, the sequence number stands in the journal header and the mark too, and the
@@ -92,7 +92,7 @@ fn only_difference(one: &[u8], other: &[u8]) -> Difference {
     }
 }
 
-/// The count of tables that is beyond all of them, from the directory: recovery counts those that slots name.
+/// Clears the number of the next free table, so that recovery counts it again from the slots of the directory.
 pub(super) fn recount_tables(block: &mut [u8]) {
     put(&mut block[VOLATILE..], 8, 0);
 }

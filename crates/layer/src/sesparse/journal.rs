@@ -1,7 +1,7 @@
-//! The journal of ESXi's: read when an image was left with one that was not replayed, never written.
+//! ESXi's journal. lamina replays one that ESXi left unreplayed, and never writes one.
 //!
-//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. Nobody outside VMware
-//! knows how its checksum is made, so a torn transaction cannot be told from a whole one by its own bytes. What can be
+//! A transaction is the new content of up to 24 sectors of metadata, in a slot of 25 sectors. How its checksum
+//! is made is not published, so a torn transaction cannot be told from a whole one by its own bytes. What can be
 //! proven:
 //!
 //! * a transaction that a later one follows was complete before the later one was begun;
@@ -210,10 +210,10 @@ fn area_of(layout: &Layout, sector: u64) -> Option<Target> {
 fn check_payload(layout: &Layout, sector: u64, payload: &[u8]) -> Option<&'static str> {
     let words = || payload.as_chunks::<8>().0.iter().map(|word| u64::from_le_bytes(*word));
     let (sane, what) = match area_of(layout, sector)? {
-        Target::Volatile => (Volatile::decode(payload).is_ok(), "a volatile header that is none"),
-        Target::Directory => (words().all(|raw| decode_slot(raw).is_some()), "slots that cannot be"),
-        Target::Tables => (words().all(|raw| Entry::decode(raw).is_some()), "table entries that cannot be"),
-        Target::Backmap => (words().all(|raw| raw == 0 || Owner::decode(raw).is_some()), "owners that cannot be"),
+        Target::Volatile => (Volatile::decode(payload).is_ok(), "an invalid volatile header"),
+        Target::Directory => (words().all(|raw| decode_slot(raw).is_some()), "invalid slots"),
+        Target::Tables => (words().all(|raw| Entry::decode(raw).is_some()), "invalid table entries"),
+        Target::Backmap => (words().all(|raw| raw == 0 || Owner::decode(raw).is_some()), "invalid owners"),
         Target::Bitmap => (true, ""),
     };
     (!sane).then_some(what)

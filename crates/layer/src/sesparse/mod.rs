@@ -20,14 +20,14 @@
 //! 2. At every instant the file is valid for every other reader, with an empty journal: what a table on the medium
 //!    names is allocated in the bitmap and owned in the backmap; what a slot of the directory names is below the number
 //!    of tables handed out, and written. A crash leaves only grains and tables that nothing names.
-//! 3. A grain is given to a new owner only after no table on the medium names it and nobody who saw it there is still
-//!    reading it (`epoch`).
-//! 4. An allocated grain is overwritten in place. Whoever moves it announces it first, waits for those who were writing
-//!    already, and gives up when somebody writes meanwhile (`relocate`).
+//! 3. A grain is given to a new owner only after no table on the medium names it and every reader that saw it there is
+//!    done (`epoch`).
+//! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for the writes that were
+//!    under way already, and gives up when a write comes meanwhile (`relocate`).
 //! 5. After a failed write of metadata or a failed flush nothing is changed any more until the image is opened again.
 //!
-//! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by whoever changes something, exclusive
-//! for a repair and `close`), `committed`, `length`, `state`, `token`. No I/O happens under the last two.
+//! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair
+//! and `close`), `committed`, `length`, `state`, `token`. No I/O happens under the last two.
 
 mod cache;
 mod check;
@@ -66,7 +66,7 @@ use epoch::Token;
 use header::Layout;
 use journal::Overlay;
 use parking_lot::{Condvar, Mutex, RwLock};
-use state::State;
+use state::LayerState;
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
@@ -109,7 +109,7 @@ pub struct SeSparse {
     file: Arc<dyn File>,
     layout: Layout,
     options: Options,
-    state: Mutex<State>,
+    state: Mutex<LayerState>,
     /// Signalled when a page has been read.
     loaded: Condvar,
     /// Held while an answer of the map is in use.
@@ -126,7 +126,7 @@ pub struct SeSparse {
     /// Grains were written since the last flush of the file.
     unsynced: AtomicBool,
     stopped: AtomicBool,
-    /// Somebody closes the image; it is still changed to do so.
+    /// `close` has begun; it still changes the image.
     closing: AtomicBool,
     closed: AtomicBool,
     /// Requests of guests, for long work to see whether it is alone.

@@ -13,7 +13,7 @@ use super::journal::{self, Overlay, Replayed};
 use super::read::read_sectors;
 use super::recover::NamedTables;
 use super::space::Space;
-use super::state::State;
+use super::state::LayerState;
 use super::touched::Touched;
 use super::{DirtyJournal, Options, SeSparse};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
@@ -39,7 +39,7 @@ fn mend_headers(file: &Arc<dyn File>, name: &str, block: &mut Buffer) -> Result<
 }
 
 impl SeSparse {
-    /// Opens an image. `name` is for messages. Whoever opens for writing sees to it that nobody else has it open.
+    /// Opens an image. `name` is for messages. A caller that opens for writing holds the image's lock.
     pub fn open(file: Arc<dyn File>, name: &str, options: Options) -> Result<Self> {
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("{name}: {what}"));
         let failed = || format!("opening {name}");
@@ -111,7 +111,7 @@ impl SeSparse {
         *layer.mended.lock() = mended;
         match options.write {
             true => layer.recover()?,
-            // Who reads must not be given what another part of the disk holds.
+            // A reader must not be given what another part of the disk holds.
             false => layer.find_shared_tables(),
         }
         Ok(layer)
@@ -154,7 +154,7 @@ impl SeSparse {
         let ours = mark.is_some();
         let touched = mark.clone().filter(|_| options.write);
         let held = layout.grains_in(length);
-        let state = State {
+        let state = LayerState {
             name: Arc::clone(&name),
             layout,
             cache: Cache::new((options.cache / BLOCK_SIZE).max(CACHE_PAGES_MIN)),

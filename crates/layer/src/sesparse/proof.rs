@@ -20,7 +20,7 @@ use super::entry::{Entry, GRAIN, Grain, Owner, TABLE_ENTRIES, Table, encode_slot
 use super::header::{PAGE_ENTRIES, TABLE_PAGES};
 use super::recover::NamedTables;
 use super::relocate::names;
-use super::state::{State, Step, backmap_page, bitmap_page, page_index, table_page};
+use super::state::{LayerState, Step, backmap_page, bitmap_page, page_index, table_page};
 use crate::{Result, SECTOR};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::cmp::Ordering;
@@ -349,7 +349,7 @@ enum Verdict {
     Unowned(u64),
 }
 
-fn judge(state: &mut State, owner: Owner, raw: u64) -> Step<Verdict> {
+fn judge(state: &mut LayerState, owner: Owner, raw: u64) -> Step<Verdict> {
     let grain = match Entry::decode(raw) {
         Some(Entry::Data(grain)) if grain.0 < state.readable.min(state.layout.grains_max()) => grain,
         Some(Entry::Unmapped | Entry::Zero) => return Ok(Verdict::Odd),
@@ -371,7 +371,7 @@ fn judge(state: &mut State, owner: Owner, raw: u64) -> Step<Verdict> {
 }
 
 /// Whether an entry that does not name a grain any more has given it up. One that is damaged has not.
-pub(super) fn gave_up(state: &mut State, owner: Owner, grain: Grain) -> Step<bool> {
+pub(super) fn gave_up(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(match Entry::decode(raw) {
         Some(Entry::Data(named)) if named == grain => false,

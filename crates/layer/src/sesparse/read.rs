@@ -4,7 +4,7 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{Entry, GRAIN, TABLE_SPAN};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
-use super::state::{Need, State, Step, page_index, table_page};
+use super::state::{LayerState, Need, Step, page_index, table_page};
 use crate::{Content, Extent, IoContext, Result, SECTOR, Usage};
 use backend::{BLOCK_SIZE, Buffer, IoMode};
 use std::ops::Range;
@@ -76,7 +76,7 @@ impl SeSparse {
     }
 
     /// Adds what one page of a table says, or an absent table; returns how far it came.
-    fn map_page(&self, state: &mut State, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
+    fn map_page(&self, state: &mut LayerState, range: Range<u64>, answer: &mut Answer) -> Step<u64> {
         let at = range.start;
         let Some(table) = state.table_of(at / TABLE_SPAN)? else {
             let end = (at / TABLE_SPAN + 1).saturating_mul(TABLE_SPAN).min(range.end);
@@ -170,7 +170,7 @@ impl SeSparse {
     }
 
     /// Counts bits of the bitmap as it is in memory. Dead are grains that were handed out once and are free or waiting
-    /// to be, as far as they take space: not what was punched, nor what the file has grown by and nobody wrote.
+    /// to be, as far as they take space: not what was punched, nor what the file has grown by and was never written.
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();

@@ -9,7 +9,7 @@
 
 use super::SeSparse;
 use super::cache::{Kind, PageKey};
-use super::entry::{Run, Table, decode_slot};
+use super::entry::{GrainRun, Table, decode_slot};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::proof::gave_up;
 use super::state::{backmap_page, by_bitmap_page, page_index};
@@ -170,7 +170,7 @@ impl SeSparse {
     /// Frees allocated grains of a page of the bitmap that nothing names; returns how many.
     fn recount_page(&self, page: u64, named: &NamedTables) -> Result<u64> {
         let grains = page * PAGE_BITS..((page + 1) * PAGE_BITS).min(self.layout.grains_max());
-        let run = Run { start: grains.start, count: grains.end - grains.start };
+        let run = GrainRun { start: grains.start, count: grains.end - grains.start };
         let mut owners = self.settle(|state| state.owners(run))?;
         // By owner: neighbours in a table share its pages.
         owners.sort_unstable_by_key(|(_, owner)| *owner);
@@ -190,7 +190,7 @@ impl SeSparse {
         dead.sort_unstable();
         let count = dead.len() as u64;
         for run in dead.chunk_by(|one, other| one + 1 == *other) {
-            for part in by_bitmap_page(Run { start: run[0], count: run.len() as u64 }) {
+            for part in by_bitmap_page(GrainRun { start: run[0], count: run.len() as u64 }) {
                 self.settle(|state| {
                     state.need_no_commit()?;
                     state.release(part)

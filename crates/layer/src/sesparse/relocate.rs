@@ -1,9 +1,9 @@
 //! Moving grains under guests, and finding out for sure that one holds only zeros.
 //!
-//! Guests overwrite grains in place without a lock. So whoever moves grains
+//! Guest writes go to grains in place without a lock. So a move of grains
 //!
-//! 1. announces them: a writer who plans from now on says that he disturbed them;
-//! 2. waits until everybody who took a token before has let go of it: nobody who planned earlier still writes;
+//! 1. announces them: a write that is planned from now on marks them as disturbed;
+//! 2. waits until every token taken before is dropped: no write that was planned earlier is still under way;
 //! 3. copies, without a lock;
 //! 4. points the tables to the copies, but for grains that were disturbed, or whose entry changed meanwhile: those
 //!    copies are thrown away.
@@ -12,11 +12,11 @@
 //! makes the copies durable first and the entries then.
 
 use super::SeSparse;
-use super::entry::{Entry, GRAIN, Grain, Owner, Run};
+use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner};
 use super::epoch::Token;
 use super::header::PAGE_BITS;
 use super::maintain::Work;
-use super::state::{State, Step, page_index, table_page};
+use super::state::{LayerState, Step, page_index, table_page};
 use crate::{IoContext, Result};
 use backend::Buffer;
 use std::sync::Arc;
@@ -56,7 +56,7 @@ impl Drop for Announced<'_> {
 }
 
 impl SeSparse {
-    /// Announces grains and waits until nobody is left who does not know.
+    /// Announces grains and waits until every write that was planned before the announcement has ended.
     pub(super) fn announce<'a>(&'a self, held: &[Held], work: &mut Work) -> Result<Announced<'a>> {
         let (number, announced) = {
             let mut state = self.state.lock();
@@ -87,7 +87,7 @@ impl SeSparse {
                 return Ok(false);
             }
             if let Entry::Data(place) = entry {
-                state.need_backmap(Run { start: place.0, count: 1 })?;
+                state.need_backmap(GrainRun { start: place.0, count: 1 })?;
             }
             state.set_entry(owner, entry)?;
             Ok(true)
@@ -97,7 +97,7 @@ impl SeSparse {
     /// Moves grains, sorted by place, into the lowest free ones: the highest first, as long as each comes to lie lower.
     /// Returns how many moved.
     pub(super) fn relocate(&self, held: &[Held], work: &mut Work) -> Result<u64> {
-        let mut places: Vec<Run> = Vec::new();
+        let mut places: Vec<GrainRun> = Vec::new();
         let moved = self.take_low(held, &mut places).and_then(|taken| match taken {
             0 => Ok(0),
             _ => self.copy_and_repoint(&held[held.len() - taken..], &mut places, work),
@@ -108,7 +108,7 @@ impl SeSparse {
     }
 
     /// Takes the lowest free grains, as many as there are grains above them that are to move; returns how many.
-    fn take_low(&self, held: &[Held], places: &mut Vec<Run>) -> Result<usize> {
+    fn take_low(&self, held: &[Held], places: &mut Vec<GrainRun>) -> Result<usize> {
         let mut taken = 0;
         while taken < held.len() {
             let claimed = self.settle(|state| {
@@ -119,7 +119,7 @@ impl SeSparse {
                 if count == 0 {
                     return Ok(None);
                 }
-                state.claim_run(Run { start: run.start, count }).map(Some)
+                state.claim_run(GrainRun { start: run.start, count }).map(Some)
             })?;
             let Some(run) = claimed else { break };
             places.push(run);
@@ -128,7 +128,7 @@ impl SeSparse {
         Ok(taken)
     }
 
-    fn copy_and_repoint(&self, held: &[Held], places: &mut Vec<Run>, work: &mut Work) -> Result<u64> {
+    fn copy_and_repoint(&self, held: &[Held], places: &mut Vec<GrainRun>, work: &mut Work) -> Result<u64> {
         let _announced = self.announce(held, work)?;
         let content = self.read_grains(held)?;
         let mut at = 0;
@@ -144,9 +144,9 @@ impl SeSparse {
         for (index, (held, target)) in held.iter().zip(&targets).enumerate() {
             match self.repoint(*held, Entry::Data(Grain(*target))) {
                 Ok(true) => moved += 1,
-                Ok(false) => places.push(Run { start: *target, count: 1 }),
+                Ok(false) => places.push(GrainRun { start: *target, count: 1 }),
                 Err(error) => {
-                    places.extend(targets[index..].iter().map(|start| Run { start: *start, count: 1 }));
+                    places.extend(targets[index..].iter().map(|start| GrainRun { start: *start, count: 1 }));
                     return Err(error);
                 }
             }
@@ -155,7 +155,7 @@ impl SeSparse {
     }
 
     /// The grains of a run that are named by the entry that the backmap says, in order, and how many are allocated.
-    pub(super) fn held(&self, run: Run) -> Result<(Vec<Held>, u64)> {
+    pub(super) fn held(&self, run: GrainRun) -> Result<(Vec<Held>, u64)> {
         let owners = self.settle(|state| state.owners(run))?;
         let mut held = Vec::with_capacity(owners.len());
         for (grain, owner) in &owners {
@@ -193,7 +193,7 @@ impl SeSparse {
 
     fn cut_step(&self) -> Result<u64> {
         let _no_growth = self.length.lock();
-        let Some(end) = self.settle(State::lower_end)? else { return Ok(0) };
+        let Some(end) = self.settle(LayerState::lower_end)? else { return Ok(0) };
         let bytes = self.grain_offset(Grain(end))?;
         let length = self.file.len().during(|| format!("asking for the length of {}", self.name))?;
         // A length may be a lie of many petabytes, all of them a hole: steps grow with what there is to cut.
@@ -208,12 +208,12 @@ impl SeSparse {
 }
 
 /// Whether an entry, in memory, names a grain.
-pub(super) fn names(state: &mut State, owner: Owner, grain: Grain) -> Step<bool> {
+pub(super) fn names(state: &mut LayerState, owner: Owner, grain: Grain) -> Step<bool> {
     let raw = state.word(table_page(owner.table, u64::from(owner.entry)), page_index(u64::from(owner.entry)))?;
     Ok(Entry::decode(raw) == Some(Entry::Data(grain)))
 }
 
-impl State {
+impl LayerState {
     /// Lowers the end of what is handed out to behind the last allocated grain, and the length with it: new grains at
     /// the end have to wait for growth from here on. `None` while the bitmap is not to be trusted.
     fn lower_end(&mut self) -> Step<Option<u64>> {
@@ -252,7 +252,7 @@ impl State {
     }
 
     /// Allocated grains of a run within one page of the bitmap, in order, with their owners as the backmap has them.
-    pub(super) fn owners(&mut self, run: Run) -> Step<Vec<(Grain, Option<Owner>)>> {
+    pub(super) fn owners(&mut self, run: GrainRun) -> Step<Vec<(Grain, Option<Owner>)>> {
         let bits = self.page(super::state::bitmap_page(run.start))?;
         let mut owners = Vec::new();
         for grain in run.start..run.end() {

@@ -4,7 +4,7 @@
 //! instruction: what was moved and committed is moved, the rest is where it was, and a later shrink goes on.
 
 use super::SeSparse;
-use super::entry::{GRAIN, Run};
+use super::entry::{GRAIN, GrainRun};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
 use crate::{Error, ErrorKind, Result, Watch};
@@ -56,7 +56,7 @@ impl SeSparse {
 
     fn shrink_down(&self, work: &mut Work, report: &mut ShrinkReport) -> Result<()> {
         if self.state.lock().touched.is_none() {
-            let text = format!("{}: its free bitmap was made by others; wipe it first", self.name);
+            let text = format!("{}: another program changed its bitmap; wipe it first", self.name);
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         // What is free already is waiting for a commit.
@@ -68,7 +68,7 @@ impl SeSparse {
         let (mut batches, mut searched) = (0, true);
         while end > 0 {
             let start = (end - 1) / BATCH * BATCH;
-            let run = Run { start, count: end - start };
+            let run = GrainRun { start, count: end - start };
             let (held, allocated) = self.held(run)?;
             let moved = self.relocate(&held, work)?;
             // A page of the backmap, and grains read and written.

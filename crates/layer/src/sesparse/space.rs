@@ -8,19 +8,19 @@
 //! 3. free runs however small, when the end is the capacity, or when so much is free in the middle that the file would
 //!    grow to no purpose ([`slack`]).
 //!
-//! Guests write several files at once, and so several streams of requests take turns. Whoever goes on where he was gets
-//! grains set aside, more with each time, so that each stream lies together however they mix.
+//! Guests write several files at once, and so several streams of requests take turns. A stream that goes on where it
+//! ended gets grains set aside, more with each time, so that each stream lies together however they mix.
 //!
 //! What must hold, all of it under the lock of the layer:
 //!
-//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, nobody reads
-//!    it any more, and its bit in the bitmap is clear.
+//! 1. A grain in `runs`, or set aside for a stream, is not named by any table, in memory or on the medium, no reader
+//!    uses it any more, and its bit in the bitmap is clear.
 //! 2. Grains from `fresh` on were never handed out, or are as good as that.
 //! 3. `fresh <= length <= limit`; the file reaches to `length`.
 //! 4. A grain is in one of `runs`, one stream, or none. The bitmap does not tell them apart, so streams give back what
 //!    they have before it is searched, and before the end is lowered.
 
-use super::entry::Run;
+use super::entry::GrainRun;
 use std::collections::BTreeMap;
 
 /// Shortest free run that is used while there is room at the end, in grains: 64 KiB.
@@ -43,7 +43,7 @@ const AHEAD_MAX: u64 = 256;
 struct Stream {
     /// The grain of the guest with which it would go on.
     next: u64,
-    aside: Run,
+    aside: GrainRun,
     /// Grains to set aside the next time.
     ahead: u64,
     /// When it last took some.
@@ -58,7 +58,7 @@ fn slack(fresh: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Choice {
     /// Here.
-    Run(Run),
+    Run(GrainRun),
     /// At the end, once the file is longer.
     Growth,
     /// Nowhere now: all of the grain area is taken, or waits for a commit or a reader.
@@ -78,7 +78,7 @@ pub(super) struct Space {
     pub(super) limit: u64,
     /// Page of the bitmap to be searched next; `None` when all have been, or must not be.
     cursor: Option<u64>,
-    /// The bitmap may be believed.
+    /// The bitmap is known to be right.
     trusted: bool,
     /// Runs were forgotten since the search began.
     forgot: bool,
@@ -92,7 +92,7 @@ impl Space {
     pub(super) fn new(length: u64, limit: u64, trusted: bool) -> Self {
         let length = length.min(limit);
         let cursor = (trusted && length > 0).then_some(0);
-        let idle = Stream { next: u64::MAX, aside: Run { start: 0, count: 0 }, ahead: 0, used: 0 };
+        let idle = Stream { next: u64::MAX, aside: GrainRun { start: 0, count: 0 }, ahead: 0, used: 0 };
         Self {
             runs: BTreeMap::new(),
             free: 0,
@@ -118,7 +118,7 @@ impl Space {
         self.cursor = self.cursor.map(|page| page + 1).filter(|page| *page < pages);
     }
 
-    /// Searches the bitmap, which is to be believed, once more from the start.
+    /// Searches the bitmap, which is now known to be right, once more from the start.
     pub(super) fn search_again(&mut self) {
         self.trusted = true;
         self.cursor = Some(0);
@@ -158,7 +158,7 @@ impl Space {
             self.streams[index].aside = run;
         }
         let Stream { aside, .. } = self.streams[index];
-        Choice::Run(Run { start: aside.start, count: aside.count.min(want) })
+        Choice::Run(GrainRun { start: aside.start, count: aside.count.min(want) })
     }
 
     /// Takes the first grains that were set aside for `guest`.
@@ -166,7 +166,7 @@ impl Space {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = count.min(stream.aside.count);
             stream.next += count;
-            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+            stream.aside = GrainRun { start: stream.aside.start + count, count: stream.aside.count - count };
             stream.ahead = (stream.ahead * 2).clamp(AHEAD_MIN, AHEAD_MAX);
         }
     }
@@ -175,7 +175,7 @@ impl Space {
     pub(super) fn skip_aside(&mut self, guest: u64) {
         if let Some(stream) = self.streams.iter_mut().find(|stream| stream.next == guest) {
             let count = 1.min(stream.aside.count);
-            stream.aside = Run { start: stream.aside.start + count, count: stream.aside.count - count };
+            stream.aside = GrainRun { start: stream.aside.start + count, count: stream.aside.count - count };
         }
     }
 
@@ -189,7 +189,7 @@ impl Space {
 
     fn end_stream(&mut self, index: usize) {
         let stream = &mut self.streams[index];
-        let aside = std::mem::replace(&mut stream.aside, Run { start: 0, count: 0 });
+        let aside = std::mem::replace(&mut stream.aside, GrainRun { start: 0, count: 0 });
         if aside.count > 0 && !self.put_last(aside) {
             self.put(aside);
         }
@@ -199,19 +199,19 @@ impl Space {
     fn choose(&mut self, want: u64) -> Choice {
         let least = if self.free > slack(self.fresh) { 1 } else { want.min(WORTHWHILE) };
         if let Some(run) = self.run_near(least) {
-            return Choice::Run(Run { start: run.start, count: run.count.min(want) });
+            return Choice::Run(GrainRun { start: run.start, count: run.count.min(want) });
         }
         if self.runs.len() < RUNS_MAX / 2 {
             self.search_forgotten();
         }
         if self.fresh < self.length {
-            return Choice::Run(Run { start: self.fresh, count: want.min(self.length - self.fresh) });
+            return Choice::Run(GrainRun { start: self.fresh, count: want.min(self.length - self.fresh) });
         }
         if self.length < self.limit {
             return Choice::Growth;
         }
         if let Some(run) = self.run_near(1) {
-            return Choice::Run(Run { start: run.start, count: run.count.min(want) });
+            return Choice::Run(GrainRun { start: run.start, count: run.count.min(want) });
         }
         self.search_forgotten();
         Choice::Full
@@ -227,22 +227,22 @@ impl Space {
     }
 
     /// A run of at least `least` grains from the last allocation onwards, then from the start.
-    fn run_near(&self, least: u64) -> Option<Run> {
+    fn run_near(&self, least: u64) -> Option<GrainRun> {
         if self.free < least {
             return None;
         }
         let behind = self.runs.range(self.next..).chain(self.runs.range(..self.next));
         let found = behind.take(LOOKS_MAX).find(|(_, count)| **count >= least);
-        found.map(|(&start, &count)| Run { start, count })
+        found.map(|(&start, &count)| GrainRun { start, count })
     }
 
     /// The lowest free run, for moving grains down.
-    pub(super) fn lowest(&self) -> Option<Run> {
-        self.runs.first_key_value().map(|(&start, &count)| Run { start, count })
+    pub(super) fn lowest(&self) -> Option<GrainRun> {
+        self.runs.first_key_value().map(|(&start, &count)| GrainRun { start, count })
     }
 
     /// Takes grains that [`Space::lowest`] named, or that were chosen.
-    pub(super) fn take(&mut self, run: Run) {
+    pub(super) fn take(&mut self, run: GrainRun) {
         if run.start == self.fresh {
             self.fresh = run.end();
             return;
@@ -256,7 +256,7 @@ impl Space {
     }
 
     /// Takes free grains back. Those known to be free already may be among them.
-    pub(super) fn put(&mut self, run: Run) {
+    pub(super) fn put(&mut self, run: GrainRun) {
         if run.count == 0 || run.start >= self.fresh {
             return;
         }
@@ -282,7 +282,7 @@ impl Space {
     }
 
     /// Takes back grains that were just handed out at the end and never used.
-    pub(super) fn put_last(&mut self, run: Run) -> bool {
+    pub(super) fn put_last(&mut self, run: GrainRun) -> bool {
         let last = run.end() == self.fresh;
         if last {
             self.fresh = run.start;
@@ -311,8 +311,8 @@ impl Space {
 mod tests {
     use super::*;
 
-    fn run(start: u64, count: u64) -> Run {
-        Run { start, count }
+    fn run(start: u64, count: u64) -> GrainRun {
+        GrainRun { start, count }
     }
 
     #[test]
@@ -344,7 +344,7 @@ mod tests {
                 space.use_aside(guest, found.count);
                 places.push(found.start);
             }
-            // And somebody writes here and there.
+            // And another stream writes at scattered places.
             let Choice::Run(found) = space.set_aside(1_000_000 + step * 7, 1) else { panic!("there is room") };
             space.use_aside(1_000_000 + step * 7, found.count);
         }

@@ -1,11 +1,11 @@
-//! What the layer knows, behind one lock that is never held over I/O.
+//! The layer's state in memory, behind one lock that is never held over I/O.
 //!
 //! Work on the state is a closure that may run several times: whatever it lacks it asks for with a [`Need`], before it
-//! has changed anything. [`super::SeSparse::settle`] lets go of the lock, fetches what is needed, and runs the closure
+//! has changed anything. [`super::SeSparse::settle`] releases the lock, fetches what is needed, and runs the closure
 //! again.
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
-use super::entry::{Entry, Grain, Owner, Run, Table, decode_slot, encode_slot};
+use super::entry::{Entry, Grain, GrainRun, Owner, Table, decode_slot, encode_slot};
 use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::recover::NamedTables;
@@ -35,7 +35,7 @@ pub(super) enum Need {
     Growth,
     /// A commit: too much is dirty or freed.
     Commit,
-    /// A free grain; there may be some after a commit, if who asks lets go of his token.
+    /// A free grain; there may be some after a commit, if the caller drops its token.
     Full,
     /// Nothing helps.
     Failed(Error),
@@ -51,7 +51,7 @@ impl From<Error> for Need {
 pub(super) type Step<T> = std::result::Result<T, Need>;
 
 /// What the lock protects.
-pub(super) struct State {
+pub(super) struct LayerState {
     pub name: Arc<str>,
     pub layout: Layout,
     pub cache: Cache,
@@ -69,7 +69,7 @@ pub(super) struct State {
     /// The marks of earlier sessions whose regions were not recounted.
     pub suspect: Option<Touched>,
     pub retirement: Retirement,
-    /// Grains being moved; true once somebody wrote to one.
+    /// Grains being moved; true once a writer has written to one.
     pub moving: FxHashMap<Grain, bool>,
     pub census: Option<Census>,
     /// Grains that the file holds: places beyond are damage.
@@ -88,7 +88,7 @@ pub(super) struct State {
     pub uncounted_tables: FxHashSet<Table>,
 }
 
-impl State {
+impl LayerState {
     pub(super) fn corrupt(&self, what: &str) -> Need {
         Need::Failed(Error::new(ErrorKind::Corrupt, format!("{}: {what}; check the image", self.name)))
     }
@@ -181,7 +181,7 @@ impl State {
         if let Entry::Data(grain) = entry {
             self.set_owner(grain.0, Some(owner));
             if let Some(census) = &mut self.census {
-                census.account(Run { start: grain.0, count: 1 });
+                census.account(GrainRun { start: grain.0, count: 1 });
             }
         }
         self.cache.set(key, index, entry.encode());
@@ -195,7 +195,7 @@ impl State {
                 }
             }
             if let Some(census) = &mut self.census {
-                census.account(Run { start: grain.0, count: 1 });
+                census.account(GrainRun { start: grain.0, count: 1 });
             }
         }
         Ok(())
@@ -203,11 +203,11 @@ impl State {
 
     /// Enters grains next to each other into entries next to each other of one page of a table; all pages concerned are
     /// in memory.
-    pub(super) fn set_entries(&mut self, first: Owner, run: Run) -> Step<()> {
+    pub(super) fn set_entries(&mut self, first: Owner, run: GrainRun) -> Step<()> {
         let (key, index) = (table_page(first.table, u64::from(first.entry)), page_index(u64::from(first.entry)));
         let before = self.cache.get(key).ok_or(Need::Page(key))?.words_from(index).take(run.count as usize);
         if before.map(Entry::decode).any(|entry| matches!(entry, Some(Entry::Data(_)))) {
-            // Somebody was faster: what he entered is given up, one by one.
+            // Another writer was faster: the grains that it entered are given up, one by one.
             for (entry, grain) in (first.entry..).zip(run.start..run.end()) {
                 self.set_entry(Owner { entry, ..first }, Entry::Data(Grain(grain)))?;
             }
@@ -223,7 +223,7 @@ impl State {
 
     /// Sets the backmap of grains whose pages are in memory: the first belongs to `first`, the next to the entry behind
     /// it.
-    fn set_owners(&mut self, run: Run, first: Option<Owner>) {
+    fn set_owners(&mut self, run: GrainRun, first: Option<Owner>) {
         let mut start = run.start;
         while start < run.end() {
             let end = (start / PAGE_ENTRIES + 1).saturating_mul(PAGE_ENTRIES).min(run.end());
@@ -240,13 +240,13 @@ impl State {
         self.cache.set(backmap_page(grain), page_index(grain), owner.map_or(0, Owner::encode));
     }
 
-    /// Who owns a grain, as the backmap has it.
+    /// The owner of a grain, as the backmap has it.
     pub(super) fn owner(&mut self, grain: u64) -> Step<Option<Owner>> {
         Ok(Owner::decode(self.word(backmap_page(grain), page_index(grain))?))
     }
 
     /// Asks for the backmap of grains of one bitmap page.
-    pub(super) fn need_backmap(&self, run: Run) -> Step<()> {
+    pub(super) fn need_backmap(&self, run: GrainRun) -> Step<()> {
         let last = backmap_page(run.end().saturating_sub(1)).index();
         for index in backmap_page(run.start).index()..=last {
             self.need(PageKey::new(Kind::Backmap, index))?;
@@ -255,7 +255,7 @@ impl State {
     }
 
     /// Hands out up to `want` adjoining grains, the first of them for grain `guest` of the disk.
-    pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<Run> {
+    pub(super) fn claim(&mut self, guest: u64, want: u64) -> Step<GrainRun> {
         if let Some(page) = self.space.to_search() {
             self.search(page)?;
         }
@@ -268,7 +268,7 @@ impl State {
             let run = self.before_one_in_use(run)?;
             if run.count == 0 {
                 // The bitmap is wrong, and right from here on.
-                self.set_bits(Run { count: 1, ..run }, true)?;
+                self.set_bits(GrainRun { count: 1, ..run }, true)?;
                 self.space.skip_aside(guest);
                 continue;
             }
@@ -280,8 +280,8 @@ impl State {
 
     /// The part of a run that the bitmap calls free before a grain that the backmap and a table in use
     /// give to an entry. Taking that would give it two owners.
-    fn before_one_in_use(&mut self, run: Run) -> Step<Run> {
-        let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
+    fn before_one_in_use(&mut self, run: GrainRun) -> Step<GrainRun> {
+        let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         if self.touched.is_none() {
             return Ok(run);
         }
@@ -294,7 +294,7 @@ impl State {
                 continue;
             };
             if looked == OWNERS_MAX {
-                return Ok(Run { count: grain - run.start, ..run });
+                return Ok(GrainRun { count: grain - run.start, ..run });
             }
             looked += 1;
             let entry = u64::from(owner.entry);
@@ -302,14 +302,14 @@ impl State {
             if Entry::decode(entry) == Some(Entry::Data(Grain(grain))) {
                 let image = &*self.name;
                 tracing::warn!(image, grain, "the bitmap calls a grain free that is in use; check the image");
-                return Ok(Run { count: grain - run.start, ..run });
+                return Ok(GrainRun { count: grain - run.start, ..run });
             }
         }
         Ok(run)
     }
 
     /// Hands out a free run, or as much of it as lies in one page of the bitmap.
-    pub(super) fn claim_run(&mut self, run: Run) -> Step<Run> {
+    pub(super) fn claim_run(&mut self, run: GrainRun) -> Step<GrainRun> {
         let run = self.before_one_in_use(run)?;
         if run.count == 0 {
             return Err(self.corrupt(&format!("grain {} is in use and free in the bitmap", run.start)));
@@ -320,8 +320,8 @@ impl State {
     }
 
     /// Marks grains as allocated, as many as lie in one page of the bitmap.
-    fn allocate(&mut self, run: Run) -> Step<Run> {
-        let run = Run { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
+    fn allocate(&mut self, run: GrainRun) -> Step<GrainRun> {
+        let run = GrainRun { count: run.count.min(PAGE_BITS - run.start % PAGE_BITS), ..run };
         self.need_backed(bitmap_page(run.start))?;
         for index in backmap_page(run.start).index()..=backmap_page(run.end() - 1).index() {
             self.need_backed(PageKey::new(Kind::Backmap, index))?;
@@ -334,7 +334,7 @@ impl State {
     }
 
     /// Sets or clears bits of one page of the bitmap.
-    pub(super) fn set_bits(&mut self, run: Run, allocated: bool) -> Step<()> {
+    pub(super) fn set_bits(&mut self, run: GrainRun, allocated: bool) -> Step<()> {
         let key = bitmap_page(run.start);
         let words = self.cache.edit(key).ok_or(Need::Page(key))?.as_chunks_mut::<8>().0;
         let (mut bit, end) = (run.start % PAGE_BITS, run.start % PAGE_BITS + run.count);
@@ -355,7 +355,7 @@ impl State {
     pub(super) fn search(&mut self, page: u64) -> Step<()> {
         self.space.end_streams();
         let bytes = self.page(PageKey::new(Kind::Bitmap, page))?;
-        let mut free: Option<Run> = None;
+        let mut free: Option<GrainRun> = None;
         for (base, word) in (page * PAGE_BITS..).step_by(64).zip(bytes.words()) {
             let mut bit = 0;
             while bit < 64 {
@@ -368,7 +368,7 @@ impl State {
                 match &mut free {
                     Some(run) if run.end() == base + start => run.count += count,
                     _ => {
-                        if let Some(run) = free.replace(Run { start: base + start, count }) {
+                        if let Some(run) = free.replace(GrainRun { start: base + start, count }) {
                             self.space.put(run);
                         }
                     }
@@ -387,8 +387,8 @@ impl State {
         self.cache.get(key).cloned().ok_or(Need::Page(key))
     }
 
-    /// Makes grains of one page of the bitmap free: nothing names them and nobody reads them.
-    pub(super) fn release(&mut self, run: Run) -> Step<()> {
+    /// Makes grains of one page of the bitmap free: no table names them and no reader uses them.
+    pub(super) fn release(&mut self, run: GrainRun) -> Step<()> {
         self.need(bitmap_page(run.start))?;
         self.need_backmap(run)?;
         self.set_owners(run, None);
@@ -400,7 +400,7 @@ impl State {
     }
 
     /// Takes grains back that were handed out and not used.
-    pub(super) fn give_back(&mut self, run: Run) -> Step<()> {
+    pub(super) fn give_back(&mut self, run: GrainRun) -> Step<()> {
         self.set_bits(run, false)?;
         if !self.space.put_last(run) && self.touched.is_some() {
             self.space.put(run);
@@ -429,11 +429,11 @@ pub(super) fn bitmap_page(grain: u64) -> PageKey {
 }
 
 /// Cuts a run at the borders of bitmap pages.
-pub(super) fn by_bitmap_page(run: Run) -> impl Iterator<Item = Run> {
+pub(super) fn by_bitmap_page(run: GrainRun) -> impl Iterator<Item = GrainRun> {
     let mut start = run.start;
     std::iter::from_fn(move || {
         let count = (PAGE_BITS - start % PAGE_BITS).min(run.end().saturating_sub(start));
         start += count;
-        (count > 0).then(|| Run { start: start - count, count })
+        (count > 0).then(|| GrainRun { start: start - count, count })
     })
 }

@@ -8,7 +8,7 @@ use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
 use super::entry::{GRAIN, Grain, TABLE_SPAN, Table};
 use super::header::{Area, PAGE_SECTORS, TABLE_PAGES};
-use super::state::{Need, State, Step, table_page};
+use super::state::{LayerState, Need, Step, table_page};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use parking_lot::MutexGuard;
@@ -24,7 +24,7 @@ const GROWTH: u64 = 4 * TABLE_SPAN / GRAIN;
 
 impl SeSparse {
     /// Runs `work` until it lacks nothing.
-    pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut State) -> Step<T>) -> Result<T> {
+    pub(super) fn settle<T>(&self, mut work: impl FnMut(&mut LayerState) -> Step<T>) -> Result<T> {
         let mut state = self.state.lock();
         for _ in 0..ROUNDS_MAX {
             let need = match work(&mut state) {
@@ -57,7 +57,7 @@ impl SeSparse {
     }
 
     /// Reads a page, and in a table that is being gone through the rest of the table with it.
-    fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, State>) -> Result<MutexGuard<'a, State>> {
+    fn load<'a>(&'a self, key: PageKey, mut state: MutexGuard<'a, LayerState>) -> Result<MutexGuard<'a, LayerState>> {
         if state.loading.contains(&key) {
             self.loaded.wait(&mut state);
             return Ok(state);

@@ -1,4 +1,4 @@
-//! Tests of the format: a disk of sectors that say who wrote them, against a layer on the simulated disk or on files.
+//! Tests of the format: a disk of stamped sectors, against a layer on the simulated disk or on files.
 
 mod checking;
 mod format;

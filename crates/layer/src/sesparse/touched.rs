@@ -7,8 +7,9 @@
 //!
 //! The mark stands where ESXi leaves uninitialised memory and no reader looks: behind the known part of the journal
 //! header, the bits in the sector after it. It counts only while the sequence number of the journal is the one it was
-//! made with: whoever else changes the image writes transactions, and what the bitmap then means is his to know. So the
-//! mark also says that every bit of the bitmap is kept by us, and free grains may be taken from it.
+//! made with: any other program that changes the image writes transactions, and then lamina does not know which bits of
+//! the bitmap that program keeps. So the mark also says that lamina keeps every bit of the bitmap, and that free grains
+//! may be taken from it.
 //!
 //! | byte of the file | what |
 //! |---:|---|

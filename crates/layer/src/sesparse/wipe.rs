@@ -13,11 +13,11 @@
 
 use super::SeSparse;
 use super::cache::{Kind, PageBytes, PageKey};
-use super::entry::{Entry, GRAIN, Grain, Owner, Run, Table};
+use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, Table};
 use super::header::{PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES};
 use super::maintain::Work;
 use super::relocate::{Held, names};
-use super::state::{State, Step, backmap_page, bitmap_page, table_page};
+use super::state::{LayerState, Step, backmap_page, bitmap_page, table_page};
 use super::touched::Touched;
 use crate::{IoContext, Result, Watch};
 use backend::{BLOCK_SIZE, Buffer};
@@ -87,7 +87,7 @@ pub(super) struct Census {
 
 impl Census {
     /// Grains that are somebody's business, named or not.
-    pub(super) fn account(&mut self, run: Run) {
+    pub(super) fn account(&mut self, run: GrainRun) {
         for grain in run.start..run.end() {
             self.accounted.insert(grain);
         }
@@ -333,7 +333,7 @@ impl SeSparse {
 }
 
 /// Grains that a page of a table names, in the order of the disk.
-fn held_by_page(state: &mut State, slot: u64, page: u64) -> Step<Vec<Held>> {
+fn held_by_page(state: &mut LayerState, slot: u64, page: u64) -> Step<Vec<Held>> {
     let Some(table) = state.table_of(slot)? else { return Ok(Vec::new()) };
     let first = page * PAGE_ENTRIES;
     let words = state.page(table_page(table, first))?;
@@ -346,7 +346,7 @@ fn held_by_page(state: &mut State, slot: u64, page: u64) -> Step<Vec<Held>> {
     Ok(held)
 }
 
-fn count(state: &State, named: &mut GrainSet, slot: u64, content: &[PageBytes], others_wrote: bool) -> Step<()> {
+fn count(state: &LayerState, named: &mut GrainSet, slot: u64, content: &[PageBytes], others_wrote: bool) -> Step<()> {
     for raw in content.iter().flat_map(PageBytes::words) {
         if let Entry::Data(Grain(grain)) = state.decode(raw)?
             && named.insert(grain)
@@ -359,11 +359,11 @@ fn count(state: &State, named: &mut GrainSet, slot: u64, content: &[PageBytes], 
 }
 
 /// Frees what is allocated in a page of the bitmap and not in the census.
-fn sweep(state: &mut State, named: &GrainSet, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
+fn sweep(state: &mut LayerState, named: &GrainSet, census: &Census, page: u64, report: &mut WipeReport) -> Step<()> {
     state.need_no_commit()?;
     let bytes = state.page(PageKey::new(Kind::Bitmap, page))?;
     let end = state.layout.grains_max().min(named.window.end);
-    let mut dead: Vec<Run> = Vec::new();
+    let mut dead: Vec<GrainRun> = Vec::new();
     let mut unmarked: Vec<u64> = Vec::new();
     for (first, bits) in (page * PAGE_BITS..end).step_by(64).zip(bytes.words()) {
         let (named, accounted) = (named.word(first), census.word(first));
@@ -375,7 +375,7 @@ fn sweep(state: &mut State, named: &GrainSet, census: &Census, page: u64, report
             lost &= lost - 1;
             match dead.last_mut() {
                 Some(run) if run.end() == grain => run.count += 1,
-                _ => dead.push(Run { start: grain, count: 1 }),
+                _ => dead.push(GrainRun { start: grain, count: 1 }),
             }
         }
         while missing != 0 {
@@ -396,7 +396,7 @@ fn sweep(state: &mut State, named: &GrainSet, census: &Census, page: u64, report
         report.unnamed += run.count;
     }
     for grain in unmarked {
-        state.set_bits(Run { start: grain, count: 1 }, true)?;
+        state.set_bits(GrainRun { start: grain, count: 1 }, true)?;
         report.repaired += 1;
     }
     Ok(())

@@ -4,14 +4,14 @@
 //! have none, next to each other; writes them without a lock, adjoining grains by one call; then enters the new ones
 //! into the table. Grains that have a place are overwritten there.
 //!
-//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. Whoever
-//! zeroes a grain while another overwrites it in place wins likewise, and the place waits for the token that the
-//! writer holds: each step takes the current one before it looks for places.
+//! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. A writer
+//! that zeroes a grain while another overwrites it in place wins likewise, and the place is not reused before the other
+//! writer drops its token: each step takes the current token before it looks for places.
 
 use super::SeSparse;
-use super::entry::{Entry, GRAIN, Grain, Owner, Run, TABLE_ENTRIES, TABLE_SPAN, Table};
+use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};
 use super::read::PAGE_SPAN;
-use super::state::{Need, State, Step, page_index, table_page};
+use super::state::{LayerState, Need, Step, page_index, table_page};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer, IoMode};
 use std::ops::Range;
@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How long a write waits for a reader to let go of the last grains.
+/// How long a write waits for a reader to release the last grains.
 const FULL_PAUSE: Duration = Duration::from_millis(1);
 const FULL_PAUSES_MAX: usize = 5_000;
 /// Bytes of zeros written at a time where space is to be kept.
@@ -27,16 +27,16 @@ const ZEROS: usize = 256 << 10;
 
 /// Adjoining grains of a step with adjoining places.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct WritePiece {
     /// First entry, counted from the first of the step.
     first: u64,
-    place: Run,
+    place: GrainRun,
     new: bool,
 }
 
 struct Plan {
     table: Table,
-    pieces: Vec<Piece>,
+    pieces: Vec<WritePiece>,
 }
 
 impl SeSparse {
@@ -56,7 +56,7 @@ impl SeSparse {
     }
 
     fn write_step(&self, at: u64, length: u64, slices: &[&[u8]]) -> Result<()> {
-        // The last grain of a disk may be cut, and direct I/O wants whole blocks: then what is written is a copy.
+        // The last grain of a disk may be cut, and direct I/O requires whole blocks: then what is written is a copy.
         let fits = |slice: &&[u8]| aligned(slice.len()) && aligned(slice.as_ptr().addr());
         if !length.is_multiple_of(GRAIN) || (self.file.mode() == IoMode::Direct && !slices.iter().all(fits)) {
             let mut whole = Buffer::zeroed(length.div_ceil(GRAIN) as usize);
@@ -77,7 +77,7 @@ impl SeSparse {
         let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
         let mut pauses = 0;
         let (plan, _token) = loop {
-            // Taken before any grain is: a wipe waits for whoever has grains and has not entered them.
+            // Taken before any grain is: a wipe waits for every writer that has taken grains and not entered them.
             let token = Arc::clone(&self.token.lock());
             let mut claimed = Vec::new();
             let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
@@ -99,7 +99,7 @@ impl SeSparse {
             }
         };
         if let Err(error) = self.write_pieces(&plan.pieces, slices) {
-            let new: Vec<Run> = plan.pieces.iter().filter(|piece| piece.new).map(|piece| piece.place).collect();
+            let new: Vec<GrainRun> = plan.pieces.iter().filter(|piece| piece.new).map(|piece| piece.place).collect();
             self.give_back(&new);
             return Err(error);
         }
@@ -110,7 +110,7 @@ impl SeSparse {
         Ok(())
     }
 
-    fn write_pieces(&self, pieces: &[Piece], slices: &[&[u8]]) -> Result<()> {
+    fn write_pieces(&self, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         if let [piece] = pieces {
             return self.write_places(piece.place, slices);
         }
@@ -137,7 +137,7 @@ impl SeSparse {
 
     /// Finds the places of grains, and takes new ones where there are none. `claimed` outlives tries that lack
     /// something.
-    fn plan(state: &mut State, slot: u64, entries: &Range<u64>, claimed: &mut Vec<Run>) -> Step<Plan> {
+    fn plan(state: &mut LayerState, slot: u64, entries: &Range<u64>, claimed: &mut Vec<GrainRun>) -> Step<Plan> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
         if claimed.is_empty()
@@ -169,15 +169,15 @@ impl SeSparse {
             && let Some(last) = claimed.last().copied()
         {
             let count = last.count.min(surplus);
-            state.give_back(Run { start: last.end() - count, count })?;
+            state.give_back(GrainRun { start: last.end() - count, count })?;
             surplus -= count;
             claimed.pop();
             if last.count > count {
-                claimed.push(Run { count: last.count - count, ..last });
+                claimed.push(GrainRun { count: last.count - count, ..last });
             }
         }
         let mut fresh = claimed.iter().flat_map(|run| run.start..run.end());
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<WritePiece> = Vec::new();
         for (first, raw) in (0..).zip(words) {
             let (place, new) = match Entry::decode(raw) {
                 Some(Entry::Data(grain)) => (Some(grain.0), false),
@@ -186,7 +186,7 @@ impl SeSparse {
             let Some(place) = place else { return Err(state.corrupt("fewer grains were claimed than counted")) };
             match pieces.last_mut() {
                 Some(last) if last.new == new && last.place.end() == place => last.place.count += 1,
-                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new }),
+                _ => pieces.push(WritePiece { first, place: GrainRun { start: place, count: 1 }, new }),
             }
         }
         announce(state, &pieces);
@@ -195,14 +195,14 @@ impl SeSparse {
     }
 
     /// Writes adjoining grains by one call.
-    pub(super) fn write_places(&self, place: Run, slices: &[&[u8]]) -> Result<()> {
+    pub(super) fn write_places(&self, place: GrainRun, slices: &[&[u8]]) -> Result<()> {
         let offset = self.grain_offset(Grain(place.start))?;
         let written = self.file.write_at(slices, offset, false);
         written.during(|| format!("writing {} grains at {offset} of {}", place.count, self.name))
     }
 
     /// Gives up grains that were taken and not entered. If that fails they stay allocated, for wipe to find.
-    pub(super) fn give_back(&self, runs: &[Run]) {
+    pub(super) fn give_back(&self, runs: &[GrainRun]) {
         for run in runs.iter().rev() {
             for part in super::state::by_bitmap_page(*run) {
                 if let Err(error) = self.settle(|state| state.give_back(part)) {
@@ -231,18 +231,18 @@ impl SeSparse {
     }
 
     /// Makes entries of one page say zero; with `keep`, leaves those that have places and returns them.
-    fn zero_entries(state: &mut State, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<Piece>> {
+    fn zero_entries(state: &mut LayerState, slot: u64, entries: &Range<u64>, keep: bool) -> Step<Vec<WritePiece>> {
         state.need_no_commit()?;
         let table = state.table_for_change(slot)?;
         state.need_backed(table_page(table, entries.start))?;
         let page = state.page(table_page(table, entries.start))?;
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<WritePiece> = Vec::new();
         for (entry, raw) in entries.clone().zip(page.words_from(page_index(entries.start))) {
             match Entry::decode(raw) {
                 Some(Entry::Zero) => {}
                 Some(Entry::Data(grain)) if keep && grain.0 < state.readable => match pieces.last_mut() {
                     Some(last) if last.place.end() == grain.0 => last.place.count += 1,
-                    _ => pieces.push(Piece { first: 0, place: Run { start: grain.0, count: 1 }, new: false }),
+                    _ => pieces.push(WritePiece { first: 0, place: GrainRun { start: grain.0, count: 1 }, new: false }),
                 },
                 _ => state.set_entry(Owner { table, entry: entry as u16 }, Entry::Zero)?,
             }
@@ -251,25 +251,25 @@ impl SeSparse {
         Ok(pieces)
     }
 
-    fn write_zeros(&self, place: Run) -> Result<()> {
+    fn write_zeros(&self, place: GrainRun) -> Result<()> {
         let zeros = Buffer::with_bytes(ZEROS);
         let step = (ZEROS / BLOCK_SIZE) as u64;
         for start in (place.start..place.end()).step_by(step as usize) {
             let count = step.min(place.end() - start);
-            self.write_places(Run { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
+            self.write_places(GrainRun { start, count }, &[&zeros[..(count * GRAIN) as usize]])?;
         }
         Ok(())
     }
 }
 
-impl State {
+impl LayerState {
     /// Where the grains of these entries are, if all of them have places: the usual case, without a copy or a change.
-    fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<Piece>>> {
+    fn places(&mut self, table: Table, entries: &Range<u64>) -> Step<Option<Vec<WritePiece>>> {
         let key = table_page(table, entries.start);
         let readable = self.readable;
         let page = self.cache.get(key).ok_or(Need::Page(key))?;
         let words = page.words_from(page_index(entries.start)).take((entries.end - entries.start) as usize);
-        let mut pieces: Vec<Piece> = Vec::with_capacity(1);
+        let mut pieces: Vec<WritePiece> = Vec::with_capacity(1);
         for (first, raw) in (0..).zip(words) {
             let Some(Entry::Data(Grain(place))) = Entry::decode(raw) else { return Ok(None) };
             if place >= readable {
@@ -277,15 +277,15 @@ impl State {
             }
             match pieces.last_mut() {
                 Some(last) if last.place.end() == place => last.place.count += 1,
-                _ => pieces.push(Piece { first, place: Run { start: place, count: 1 }, new: false }),
+                _ => pieces.push(WritePiece { first, place: GrainRun { start: place, count: 1 }, new: false }),
             }
         }
         Ok(Some(pieces))
     }
 }
 
-/// Tells whoever moves one of these grains that it is being written.
-fn announce(state: &mut State, pieces: &[Piece]) {
+/// Marks those of these grains that are being moved as written, so that the move gives them up.
+fn announce(state: &mut LayerState, pieces: &[WritePiece]) {
     if state.moving.is_empty() {
         return;
     }
@@ -299,7 +299,7 @@ fn announce(state: &mut State, pieces: &[Piece]) {
 }
 
 /// Enters the new places of a plan into the table.
-fn enter(state: &mut State, plan: &Plan, first: u64) -> Step<()> {
+fn enter(state: &mut LayerState, plan: &Plan, first: u64) -> Step<()> {
     // All at once: what was entered before a second try could have been given up in between.
     state.need(table_page(plan.table, first))?;
     for piece in plan.pieces.iter().filter(|piece| piece.new) {

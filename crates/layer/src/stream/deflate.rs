@@ -1,6 +1,6 @@
 //! Compressing grains: at once, or by a few threads whose results come back in order.
 //!
-//! At most `DEPTH_PER_THREAD` grains per thread are under way; who hands in more waits for the oldest.
+//! At most `DEPTH_PER_THREAD` grains per thread are under way; a caller that hands in more waits for the oldest.
 
 use super::marker::{GRAIN_MARKER_SIZE, Marker};
 use crate::{Error, ErrorKind, Result, SECTOR};
@@ -58,7 +58,7 @@ impl Deflaters {
                     // The lock goes before the work begins.
                     let job = receiver.lock().recv();
                     let Ok(job) = job else { break };
-                    // Nobody waits for it when the writer failed meanwhile.
+                    // The result is dropped when the writer failed meanwhile.
                     let _ = job.done.send(pack(&mut deflater, job.grain, job.sector, &job.data));
                 }
             });

@@ -33,7 +33,7 @@ pub(super) enum Kind {
     Directory = 2,
     /// The footer.
     Footer = 3,
-    /// Somebody's note how far it is.
+    /// A progress mark of the writer.
     Progress = 4,
 }
 

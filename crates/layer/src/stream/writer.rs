@@ -8,7 +8,7 @@ use crate::hosted::header::{
 use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use std::io::Write;
 
-/// The grain that everybody writes: 64 KiB.
+/// The usual grain: 64 KiB.
 const GRAIN_SECTORS: u64 = 128;
 /// Sectors kept for the descriptor, more only for a longer text.
 const DESCRIPTOR_SECTORS: u64 = 20;

@@ -40,7 +40,7 @@ pub(super) struct Writer {
     /// True while it is open.
     pub(super) gate: RwLock<bool>,
     stopped: AtomicBool,
-    /// Commits begun, and the last one that has ended: whoever waits for one that began after his call is done with it.
+    /// Commits begun, and the last one that has ended: a caller waits until one that began after its call has ended.
     begun: AtomicU64,
     ended: AtomicU64,
     pub(super) commit: Mutex<()>,
@@ -64,7 +64,7 @@ impl VmfsSparse {
         }
         let tables = self.check_table_places()?;
         let length = self.file.file().len().during(|| context("find out its length"))?;
-        // A file that ends where its header says was closed so by whoever wrote it. QEMU appends and leaves the header.
+        // A file that ends where its header says was closed by its last writer. QEMU appends and leaves the header.
         let closed = !self.header.unclean() && self.header.free_sector() * SECTOR == length;
         let mut free = self.tables.limit();
         if !closed {
@@ -247,7 +247,7 @@ fn runs_of_parts(parts: u64, place: u64) -> Vec<Range<u32>> {
     runs
 }
 
-/// Who was told of places: places that are named no more are cut off when the last of them has gone.
+/// Operations that were given places: places that no table names any more are cut off when the last of these has ended.
 pub(super) struct Epochs {
     current: Mutex<Arc<Epoch>>,
 }
@@ -274,12 +274,12 @@ impl Epochs {
         Self { current: Mutex::new(Arc::new(Epoch { over: Arc::default() })) }
     }
 
-    /// Held by whoever uses places that the map told him.
+    /// Held by each operation while it uses places that the map gave it.
     pub(super) fn enter(&self) -> Arc<dyn Any + Send + Sync> {
         Arc::clone(&*self.current.lock()) as Arc<dyn Any + Send + Sync>
     }
 
-    /// Begins a new epoch, and waits until everybody has left the one before; false when that takes too long.
+    /// Begins a new epoch, and waits until every operation has left the one before; false when that takes too long.
     pub(super) fn leave_behind(&self, patience: Duration) -> bool {
         let before = std::mem::replace(&mut *self.current.lock(), Arc::new(Epoch { over: Arc::default() }));
         let over = Arc::clone(&before.over);

@@ -33,7 +33,7 @@ pub fn create(file: Arc<dyn File>, image: &str, options: &CreateOptions) -> Resu
         return Err(invalid("VMFSsparse ends 512 bytes before 2 TiB: choose SEsparse".to_owned()));
     };
     if options.grain_sectors == 0 || options.grain_sectors > GRAIN_SECTORS_WRITTEN_MAX {
-        return Err(invalid(format!("grains of {} sectors cannot be", options.grain_sectors)));
+        return Err(invalid(format!("grains of {} sectors are not supported", options.grain_sectors)));
     }
     let mut header = Header::new(capacity, options.grain_sectors);
     let end = header.directory_offset() + header.directory_sectors();

@@ -1,8 +1,8 @@
 //! The header of a redo log: 2,048 bytes at the start of the file.
 //!
 //! What passes [`Header::decode`] has a capacity, a grain and a directory within the limits below; whether the
-//! directory lies within the file is checked by whoever reads it. The bytes are kept: fields that nobody here knows the
-//! meaning of (names, generations) are written back as they were found.
+//! directory lies within the file is checked where it is read. The bytes are kept: fields that lamina does not use
+//! (names, generations) are written back as they were found.
 
 use crate::{Error, ErrorKind, Result, SECTOR};
 
@@ -36,7 +36,7 @@ pub const GRAIN_SECTORS_WRITTEN_MAX: u32 = 2048;
 const VERSION: u32 = 1;
 /// Root, and capable of being checked: what ESX writes into every delta.
 const FLAGS: u32 = 3;
-/// Flag: whoever wrote it last knew it to be inconsistent.
+/// Flag: its last writer found it inconsistent.
 const FLAG_INCONSISTENT: u32 = 4;
 
 const OFFSET_FREE: usize = 28;
@@ -77,7 +77,7 @@ impl Header {
             return Err(corrupt("its capacity is 0".to_owned()));
         }
         if header.grain() == 0 || header.get(16) > GRAIN_SECTORS_MAX {
-            return Err(corrupt(format!("grains of {} sectors cannot be", header.get(16))));
+            return Err(corrupt(format!("grains of {} sectors are not supported", header.get(16))));
         }
         if header.directory_offset() < HEADER_SECTORS {
             let what = format!("its grain directory at sector {} lies in the header", header.directory_offset());

@@ -9,7 +9,7 @@
 //!
 //! 1. Payload goes to the file at once; only tables are held back. A commit makes the payload and new tables durable
 //!    first, then writes the entries that name them: a crash leaves at worst grains and tables without a name. The
-//!    mark of where the file ends comes last, and is not believed after a crash.
+//!    mark of where the file ends comes last, and is not used after a crash.
 //! 2. The unclean mark is durable before the first change, and goes after the last.
 //! 3. A grain keeps its place: writing again goes there. Only shrinking moves grains, and a place that was named is
 //!    cut off when all that were told of it are gone ([`Layer::epoch`]).

@@ -4,11 +4,11 @@
 //! A round goes like this, with `target` where the file would end if nothing in it were dead:
 //!
 //! ```text
-//! commit, and wait for everybody who was told of places before: now what no table names is nobody's
+//! commit, and wait for every reader that was given places before: now what no table names is unused
 //! find the holes below the target; from here on new grains are put there too
 //! step by step: copy grains and tables from beyond the target into holes, enter the new places
 //! commit: copies are durable before the entries that name them
-//! wait for everybody who was told of the old places, and cut the file
+//! wait for every reader that was given the old places, and cut the file
 //! ```
 //!
 //! A crash leaves a grain at its old place or at its new one, and the other as dead space. What is put into use at the
@@ -20,7 +20,7 @@ use super::commit::Writer;
 use super::header::TABLE_SECTORS;
 use super::space::{ALIGNMENT, Place};
 use super::tables::{DATA, PARTS_ALL, parts_of};
-use crate::runs::Run;
+use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
 use std::time::Duration;
@@ -117,7 +117,7 @@ impl VmfsSparse {
         Ok(used.next_multiple_of(ALIGNMENT).min(end))
     }
 
-    /// Makes all changes durable, and waits for everybody who may use places that are named no more.
+    /// Makes all changes durable, and waits for every operation that may use places that no table names any more.
     fn settle(&self, writer: &Writer) -> Result<()> {
         self.flush_writes(writer)?;
         match writer.epochs.leave_behind(PATIENCE) {
@@ -171,14 +171,14 @@ impl VmfsSparse {
         let Some(table) = self.tables.survey(&self.file, index)? else { return Ok(false) };
         let grain = self.header.grain();
         let target = round.target;
-        let beyond = |run: &Run| run.kind == DATA && run.place + u64::from(run.count) * grain > target;
+        let beyond = |run: &EntryRun| run.kind == DATA && run.place + u64::from(run.count) * grain > target;
         let table_beyond = self.tables.place(index) + TABLE_SECTORS > round.target;
         if !table_beyond && !table.runs().any(|run| beyond(&run)) {
             return Ok(false);
         }
         drop(table);
         self.back_table(round.writer, index)?;
-        // From here on nobody writes and nobody commits; reads may go on.
+        // From here on there are no writes and no commits; reads may go on.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
         let _commit = round.writer.commit.lock();
@@ -187,7 +187,7 @@ impl VmfsSparse {
             return Ok(true);
         }
         let load = || self.tables.load(&self.file, index);
-        let runs: Vec<Run> = self.tables.cache.read(index, load, |table| table.runs().filter(beyond).collect())?;
+        let runs: Vec<EntryRun> = self.tables.cache.read(index, load, |table| table.runs().filter(beyond).collect())?;
         let before = round.moved;
         let mut unmoved = if table_beyond { TABLE_SECTORS } else { 0 };
         for run in runs {

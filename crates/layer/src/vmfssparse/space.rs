@@ -5,8 +5,8 @@
 //!    where so much is written at once: aligned blocks of the guest stay aligned, cost one page of memory or medium
 //!    each when they are read or written again, and large ones lie in large folios. What is skipped is taken by the
 //!    next tables and small writes.
-//! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and nobody can have been
-//!    told of: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
+//! 2. A place is handed out once. Exceptions are *holes*, which no table on the medium names and no reader can have
+//!    been given: sectors skipped for alignment, places taken in vain, and dead space that shrinking found.
 //! 3. With direct I/O the file grows ahead of its use, since each write that makes a file longer waits for all others.
 
 use super::header::SECTORS_END;
@@ -132,7 +132,7 @@ impl Space {
     /// Takes the lowest hole, or as much of it as is asked for: at least `unit` sectors, a multiple of it.
     pub(super) fn take_part(&mut self, sectors: u64, unit: u64) -> Option<Place> {
         let (start, length) = loop {
-            // Holes too small for one grain are of no use to anybody who asks here.
+            // Holes too small for one grain are of no use to any caller.
             let (start, length) = self.holes.pop_first()?;
             if length >= unit {
                 break (start, length);
@@ -143,7 +143,7 @@ impl Space {
         Some(Place { start, sectors: taken })
     }
 
-    /// A place that nobody was told of is a hole from now on.
+    /// A place that no reader was given is a hole from now on.
     pub(super) fn give_back(&mut self, place: Place) {
         if place.sectors > 0 && self.holes.len() < HOLES_MAX {
             self.holes.insert(place.start, place.sectors);

@@ -2,13 +2,13 @@
 //!
 //! 1. The directory is in memory whole (4 MiB for 2 TiB). It may name tables that the file's directory does not name
 //!    yet; these are in the cache, changed, until a commit has written them.
-//! 2. Tables are read on demand and kept as runs. An entry that cannot be is kept as it is, and is an error for whoever
-//!    asks for that grain.
+//! 2. Tables are read on demand and kept as runs. An invalid entry is kept as it is; a read or write of its
+//!    grain fails.
 
 use super::header::{HEADER_SECTORS, Header, TABLE_ENTRIES, TABLE_SECTORS, TABLE_SIZE};
 use crate::aligned::AlignedFile;
 use crate::runs::cache::RunCache;
-use crate::runs::{Run, RunList};
+use crate::runs::{EntryRun, RunList};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// Kind of entries that name a grain.
 pub(super) const DATA: u8 = 1;
-/// Kind of entries that hold 1: zeros, to those readers who know it. Nobody here writes it.
+/// Kind of entries that hold 1: zeros, to readers that support it. lamina does not write it.
 pub(super) const ZERO: u8 = 2;
 /// Kind of entries that name no place in the file; the value is kept as the place.
 pub(super) const DAMAGED: u8 = 3;
@@ -106,7 +106,7 @@ impl Tables {
         self.limit.store(sector, Ordering::Release);
     }
 
-    /// First sector behind header and directory, if they lie where everybody puts them.
+    /// First sector behind header and directory, if they are in their usual places.
     pub(super) fn data_start(&self) -> u64 {
         self.directory_place.end
     }
@@ -189,7 +189,7 @@ impl Tables {
                 _ if self.may_be_named(place, self.grain, limit) => (DATA, place),
                 _ => (DAMAGED, place),
             };
-            list.push(Run { first: at, count: 1, kind, place });
+            list.push(EntryRun { first: at, count: 1, kind, place });
         }
         list.shrink_to_fit();
         list

@@ -28,7 +28,7 @@ static ZEROS: [u8; PUNCH_MIN as usize] = [0; PUNCH_MIN as usize];
 
 /// Grains next to each other: at places next to each other, or all without one.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct WritePiece {
     first: u64,
     count: u64,
     /// The sector of the first grain.
@@ -121,17 +121,17 @@ impl VmfsSparse {
         Ok(())
     }
 
-    fn place_of(&self, piece: &Piece) -> Place {
+    fn place_of(&self, piece: &WritePiece) -> Place {
         Place { start: piece.place.unwrap_or(0), sectors: piece.count * self.header.grain() }
     }
 
     /// Where grains are.
-    fn plan(&self, grains: Range<u64>) -> Result<Vec<Piece>> {
+    fn plan(&self, grains: Range<u64>) -> Result<Vec<WritePiece>> {
         let stride = self.header.grain();
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<WritePiece> = Vec::new();
         let mut say = |first: u64, count: u64, place: Option<u64>| match pieces.last_mut() {
             Some(last) if last.place.map(|at| at + last.count * stride) == place => last.count += count,
-            _ => pieces.push(Piece { first, count, place, new: place.is_none() }),
+            _ => pieces.push(WritePiece { first, count, place, new: place.is_none() }),
         };
         for (index, entries) in self.tables.split(grains) {
             let base = self.tables.first_grain(index);
@@ -157,7 +157,7 @@ impl VmfsSparse {
     }
 
     /// Gives a place to each piece that has none. New tables go before the grains, which then lie together.
-    fn take_places(&self, writer: &Writer, pieces: &mut [Piece]) -> Result<()> {
+    fn take_places(&self, writer: &Writer, pieces: &mut [WritePiece]) -> Result<()> {
         if pieces.iter().all(|piece| !piece.new) {
             return Ok(());
         }
@@ -210,7 +210,7 @@ impl VmfsSparse {
         }
         self.tables.raise_limit(space.free());
         unnamed.insert(index, 0);
-        // In the cache before anybody can look for it in the file.
+        // In the cache before a reader can look for it in the file.
         self.tables.cache.insert_new(index, RunList::new(self.header.grain() as u32), PARTS_ALL);
         self.tables.set_place(index, place);
         Ok(())
@@ -228,7 +228,7 @@ impl VmfsSparse {
     }
 
     /// Writes the pieces, those that follow each other in the file at once.
-    fn write_pieces(&self, first: u64, pieces: &[Piece], source: &Source<'_>) -> Result<()> {
+    fn write_pieces(&self, first: u64, pieces: &[WritePiece], source: &Source<'_>) -> Result<()> {
         let grain = self.header.grain();
         let size = self.grain_bytes();
         let mut rest = pieces;
@@ -265,8 +265,8 @@ impl VmfsSparse {
 
     fn write_zeros(&self, offset: u64, length: u64, keep: bool, new: bool) -> std::io::Result<()> {
         if length >= PUNCH_MIN && !keep {
-            // The last sector is written, should the file end before it: setting the length would race with others
-            // who make it longer. A place that is no new one lies in the file.
+            // The last sector is written, should the file end before it: setting the length would race with
+            // writes that make it longer. A place that is no new one lies in the file.
             if new {
                 self.file.write_at(&[&ZEROS[..SECTOR as usize]], offset + length - SECTOR, false)?;
             }
@@ -282,7 +282,7 @@ impl VmfsSparse {
     }
 
     /// Enters the places of a piece whose payload is written.
-    fn enter(&self, writer: &Writer, piece: &Piece) -> Result<()> {
+    fn enter(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         let grain = self.header.grain();
         let Some(place) = piece.place else { return Ok(()) };
         let mut lost: Vec<Place> = Vec::new();

@@ -2,7 +2,7 @@
 
 use super::VsanSparse;
 use super::page::DATA;
-use crate::runs::Run;
+use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{ErrorKind, Result};
 
@@ -82,7 +82,7 @@ impl VsanSparse {
     }
 
     /// Hands out the runs that have places, page by page.
-    fn each_run(&self, mut look: impl FnMut(Run)) -> Result<u64> {
+    fn each_run(&self, mut look: impl FnMut(EntryRun)) -> Result<u64> {
         let mut pages = 0;
         for index in 0..self.map.layout.pages {
             let Some(page) = self.map.survey(&self.file, index)? else { continue };

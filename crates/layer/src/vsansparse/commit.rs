@@ -15,7 +15,7 @@
 //! the one and not in the other. The log goes on while a checkpoint writes.
 //!
 //! Whatever a commit takes fits into the log: commits that need no checkpoint leave [`LOG_KEPT`] blocks of it, and no
-//! more changes than these hold ever wait, since whoever makes one asks for its room first ([`VsanSparse::promise`]).
+//! more changes than these hold ever wait, since each change reserves its room first ([`VsanSparse::reserve_room`]).
 
 use super::VsanSparse;
 use super::header::Header;
@@ -34,7 +34,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Changes that may wait to be logged; beyond it a write commits.
 const PENDING_MAX: usize = 4096;
 
-/// Changes that wait to be logged at the most, those included that are promised room.
+/// Changes that wait to be logged at the most, those included that have only reserved room.
 pub(super) const PENDING_LIMIT: usize = 15_000;
 
 /// Map pages that may wait for a checkpoint: 4 MiB to be written, and what recovery has to read.
@@ -53,7 +53,7 @@ pub(super) struct Writer {
     /// True while it is open.
     pub(super) gate: RwLock<bool>,
     stopped: AtomicBool,
-    /// Commits begun, and the last one that has ended: whoever waits for one that began after his call is done with it.
+    /// Commits begun, and the last one that has ended: a caller waits until one that began after its call has ended.
     begun: AtomicU64,
     ended: AtomicU64,
     checkpoint: Mutex<Checkpoint>,
@@ -67,14 +67,14 @@ pub(super) struct Writer {
 }
 
 /// Room for changes among those that wait to be logged. Dropped when they are there.
-pub(super) struct Promise<'a> {
+pub(super) struct LogRoom<'a> {
     pending: &'a Mutex<Pending>,
     changes: usize,
 }
 
-impl Drop for Promise<'_> {
+impl Drop for LogRoom<'_> {
     fn drop(&mut self) {
-        self.pending.lock().promised -= self.changes;
+        self.pending.lock().reserved -= self.changes;
     }
 }
 
@@ -167,7 +167,7 @@ impl VsanSparse {
         self.commit(writer, false)
     }
 
-    /// Writes what has changed back by itself, so that the next flush is quick and recovery too. For whoever has time.
+    /// Writes changed pages back, so that the next flush and recovery are quick. Called while the disk is idle.
     pub fn checkpoint(&self) -> Result<()> {
         match &self.writer {
             Some(writer) => {
@@ -183,7 +183,7 @@ impl VsanSparse {
         let pending = writer.pending.lock().len();
         let changed = self.map.pages.changed();
         match pending > PENDING_MAX || changed > CHANGED_PAGES_MAX {
-            // Twice as much means that whoever writes it back does not keep up.
+            // Twice as much means that write-back does not keep up.
             true => self.commit(writer, changed > 2 * CHANGED_PAGES_MAX),
             false => Ok(()),
         }
@@ -191,17 +191,17 @@ impl VsanSparse {
 
     /// Waits until so many changes have room among those that wait to be logged; the caller holds the gate and nothing
     /// else.
-    pub(super) fn promise<'a>(&self, writer: &'a Writer, changes: usize) -> Result<Promise<'a>> {
+    pub(super) fn reserve_room<'a>(&self, writer: &'a Writer, changes: usize) -> Result<LogRoom<'a>> {
         loop {
             {
                 let mut pending = writer.pending.lock();
-                if pending.len() + pending.promised + changes <= PENDING_LIMIT {
-                    pending.promised += changes;
-                    return Ok(Promise { pending: &writer.pending, changes });
+                if pending.len() + pending.reserved + changes <= PENDING_LIMIT {
+                    pending.reserved += changes;
+                    return Ok(LogRoom { pending: &writer.pending, changes });
                 }
             }
             self.commit(writer, false)?;
-            // The rest is promised to others, who are about to use it.
+            // Other writers have reserved the rest and are about to use it.
             std::thread::yield_now();
         }
     }
@@ -216,7 +216,7 @@ impl VsanSparse {
             if !full && writer.ended.load(Ordering::SeqCst) > begun {
                 return Ok(());
             }
-            // From here on nobody changes the map: what is counted now is what is taken.
+            // From here on no thread changes the map: what is counted now is what is taken.
             let order = writer.order.write();
             let needed = blocks_of(writer.pending.lock().len());
             if !full && log.used() + needed > LOG_BLOCKS - LOG_KEPT {

@@ -85,7 +85,7 @@ impl Header {
         // Every grain has one place at the most, and what a crash loses is little.
         let most = layout.data + 2 * layout.grains + (1 << 30);
         if reached || self.next < layout.data || self.next > most {
-            return Err(Error::new(ErrorKind::Corrupt, "its header holds numbers that cannot be"));
+            return Err(Error::new(ErrorKind::Corrupt, "its header holds invalid numbers"));
         }
         Ok(())
     }

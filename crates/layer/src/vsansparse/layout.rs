@@ -51,7 +51,7 @@ impl Layout {
     /// The layout of a disk of `capacity` bytes.
     pub(super) fn new(capacity: u64) -> Result<Self> {
         if capacity == 0 || !capacity.is_multiple_of(SECTOR) || capacity > CAPACITY_MAX {
-            let what = format!("a capacity of {capacity} bytes cannot be: whole sectors, and 64 TiB at the most");
+            let what = format!("a capacity of {capacity} bytes is invalid: whole sectors, and 64 TiB at the most");
             return Err(Error::new(ErrorKind::Invalid, what));
         }
         let grains = capacity.div_ceil(BLOCK);

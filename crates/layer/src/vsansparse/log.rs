@@ -70,8 +70,8 @@ impl Record {
 #[derive(Default)]
 pub(super) struct Pending {
     records: Vec<Record>,
-    /// Changes that were promised room and are not here yet, or have just come.
-    pub(super) promised: usize,
+    /// Changes that have reserved room and are not in `records` yet, or have just come.
+    pub(super) reserved: usize,
 }
 
 impl Pending {

@@ -4,8 +4,8 @@
 //!    without a lock.
 //! 2. A page that the root calls stored is in the cache, or whole in the file. So a page is put into the cache, as
 //!    changed, before the root says that it is stored, and written before the root's block is.
-//! 3. Pages are changed under their lock in the cache. Whoever logs the change does so under the same lock: the order
-//!    in the log is that in memory.
+//! 3. Pages are changed under their lock in the cache, and the change is logged under the same lock: the order in the
+//!    log is that in memory.
 
 use super::header::Header;
 use super::layout::{BLOCK, COPIES, Layout, PAGE_GRAINS, ROOT_PAGES};
@@ -22,7 +22,7 @@ const WORDS: usize = ROOT_PAGES as usize * 2 / 64;
 
 /// What the root says of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum PageState {
     /// All of it is absent.
     Absent = 0,
     /// There is a page.
@@ -109,7 +109,7 @@ impl Map {
             let value = u64::from_le_bytes(field);
             // 3 is no state.
             if value & (value >> 1) & 0x5555_5555_5555_5555 != 0 {
-                return Err(self.corrupt(format!("root block {index} holds what cannot be")));
+                return Err(self.corrupt(format!("root block {index} is invalid")));
             }
             word.store(value, Ordering::Relaxed);
         }
@@ -151,20 +151,20 @@ impl Map {
     }
 
     /// What the root says of page `index`.
-    pub(super) fn state(&self, index: u32) -> State {
+    pub(super) fn state(&self, index: u32) -> PageState {
         let Some(block) = self.root.get((index / ROOT_PAGES) as usize).and_then(OnceLock::get) else {
-            return State::Absent;
+            return PageState::Absent;
         };
         let at = index % ROOT_PAGES;
         match block.words[at as usize / 32].load(Ordering::Acquire) >> (at % 32 * 2) & 3 {
-            1 => State::Stored,
-            2 => State::Zero,
-            _ => State::Absent,
+            1 => PageState::Stored,
+            2 => PageState::Zero,
+            _ => PageState::Absent,
         }
     }
 
     /// The caller holds `births`.
-    fn set_state(&self, index: u32, state: State) {
+    fn set_state(&self, index: u32, state: PageState) {
         let block = self.root[(index / ROOT_PAGES) as usize].get_or_init(Box::default);
         let at = index % ROOT_PAGES;
         let word = &block.words[at as usize / 32];
@@ -177,10 +177,10 @@ impl Map {
     pub(super) fn zero_whole(&self, index: u32, log: impl FnOnce()) -> bool {
         let _births = self.births.lock();
         match self.state(index) {
-            State::Stored => return false,
-            State::Zero => {}
-            State::Absent => {
-                self.set_state(index, State::Zero);
+            PageState::Stored => return false,
+            PageState::Zero => {}
+            PageState::Absent => {
+                self.set_state(index, PageState::Zero);
                 log();
             }
         }
@@ -199,7 +199,7 @@ impl Map {
         };
         let valid = self.layout.data..self.limit();
         let list = page::decode_entries(current.body, self.layout.page_grains(index), &valid);
-        let mut list = list.ok_or_else(|| self.corrupt(format!("page {index} of the map holds what cannot be")))?;
+        let mut list = list.ok_or_else(|| self.corrupt(format!("page {index} of the map is invalid")))?;
         list.note = copy as u32 + 1;
         Ok(list)
     }
@@ -211,16 +211,16 @@ impl Map {
         index: u32,
         change: impl FnOnce(&mut RunList) -> (R, u64),
     ) -> Result<R> {
-        if self.state(index) != State::Stored {
+        if self.state(index) != PageState::Stored {
             let _births = self.births.lock();
             let mut list = RunList::new(1);
             let state = self.state(index);
-            if state == State::Zero {
+            if state == PageState::Zero {
                 list.set(0..self.layout.page_grains(index), ZERO, 0);
             }
-            if state != State::Stored {
+            if state != PageState::Stored {
                 self.pages.insert_new(index, list, 1);
-                self.set_state(index, State::Stored);
+                self.set_state(index, PageState::Stored);
             }
         }
         self.pages.change(index, || self.load(file, index), change)
@@ -270,7 +270,7 @@ impl Map {
 
     /// Page `index` for a look at all of them, past the cache; `None` where there is none.
     pub(super) fn survey(&self, file: &AlignedFile, index: u32) -> Result<Option<std::sync::Arc<RunList>>> {
-        if self.state(index) != State::Stored {
+        if self.state(index) != PageState::Stored {
             return Ok(None);
         }
         match self.pages.peek(index) {

@@ -14,7 +14,7 @@
 //! 2. A change of the map is logged before anything else shows it, and its payload is durable before it is logged. A
 //!    flush is one flush of the file, and one append to the log if the map changed.
 //! 3. A checkpoint writes pages whose changes are all logged, over the older of their two copies, then the root, then
-//!    the header that lets go of the log up to there. Whenever the power goes, the log or a whole copy has it.
+//!    the header that releases the log up to there. Whenever the power goes, the log or a whole copy has it.
 //! 4. Recovery reads the log, at most a mebibyte, whatever the size of the disk.
 //! 5. After a failed write of the map or flush nothing more is written: the layer is [`ErrorKind::Stopped`] until it is
 //!    opened again. What read with a failed checksum is an error, never data.
@@ -47,7 +47,7 @@ use crate::{Content, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file,
 use backend::File;
 use commit::Writer;
 use header::Header;
-use map::{Map, State};
+use map::{Map, PageState};
 use page::{DATA, ZERO, ZERO_RESERVED};
 use std::ops::Range;
 use std::sync::Arc;
@@ -123,9 +123,9 @@ impl Layer for VsanSparse {
                 (start, ((first + count) * BLOCK).min(range.end) - start)
             };
             let whole = match self.map.state(index) {
-                State::Absent => Some(Content::Absent),
-                State::Zero => Some(Content::Zero),
-                State::Stored => None,
+                PageState::Absent => Some(Content::Absent),
+                PageState::Zero => Some(Content::Zero),
+                PageState::Stored => None,
             };
             if let Some(content) = whole {
                 let (start, length) = clip(base + u64::from(entries.start), entries.len() as u64);

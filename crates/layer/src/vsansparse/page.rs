@@ -7,7 +7,7 @@
 
 use super::header::{is_sealed, seal, u64_at};
 use super::layout::{BLOCK, COPIES, PAGE_GRAINS, ROOT_PAGES};
-use crate::runs::{Run, RunList};
+use crate::runs::{EntryRun, RunList};
 use std::ops::Range;
 
 const SIZE: usize = BLOCK as usize;
@@ -153,7 +153,7 @@ pub(super) fn decode_entries(body: &[u8], grains: u32, valid: &Range<u64>) -> Op
             ZERO if place == 0 || valid.contains(&place) => {}
             _ => return None,
         }
-        list.push(Run { first, count: 1, kind, place });
+        list.push(EntryRun { first, count: 1, kind, place });
     }
     list.shrink_to_fit();
     Some(list)

@@ -8,7 +8,7 @@ use super::VsanSparse;
 use super::commit::Writer;
 use super::layout::{BLOCK, COPIES, LOG_BLOCKS, LOG_START, PAGE_GRAINS, ROOT_PAGES};
 use super::log::Record;
-use super::map::State;
+use super::map::PageState;
 use super::page::{DATA, Kind, RESERVED, ZERO_RESERVED};
 use super::recover::zero_entries;
 use crate::aligned::part_of;
@@ -26,7 +26,7 @@ static ZEROS: [u8; BLOCK as usize] = [0; BLOCK as usize];
 
 /// Grains next to each other, at places next to each other.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct WritePiece {
     first: u64,
     count: u64,
     place: u64,
@@ -60,22 +60,22 @@ impl VsanSparse {
     }
 
     /// Finds a place for each grain, and takes one where there is none.
-    fn plan(&self, writer: &Writer, grains: Range<u64>) -> Result<Vec<Piece>> {
-        let mut pieces: Vec<Piece> = Vec::new();
-        let mut say = |piece: Piece| match pieces.last_mut() {
+    fn plan(&self, writer: &Writer, grains: Range<u64>) -> Result<Vec<WritePiece>> {
+        let mut pieces: Vec<WritePiece> = Vec::new();
+        let mut say = |piece: WritePiece| match pieces.last_mut() {
             Some(last) if last.place + last.count == piece.place && last.new == piece.new => last.count += piece.count,
             _ => pieces.push(piece),
         };
         for (index, entries) in self.map.layout.split(grains) {
             let base = u64::from(index) * PAGE_GRAINS;
-            let is_written = self.map.state(index) == State::Stored && {
+            let is_written = self.map.state(index) == PageState::Stored && {
                 let load = || self.map.load(&self.file, index);
-                let mut found: Vec<Piece> = Vec::new();
+                let mut found: Vec<WritePiece> = Vec::new();
                 let all = self.map.pages.read(index, load, |page| {
                     page.pieces(entries.clone()).all(|piece| match piece.what {
                         Some((DATA, place)) => {
                             let (first, count) = (base + u64::from(piece.first), u64::from(piece.count));
-                            found.push(Piece { first, count, place, new: false });
+                            found.push(WritePiece { first, count, place, new: false });
                             true
                         }
                         _ => false,
@@ -93,7 +93,13 @@ impl VsanSparse {
         Ok(pieces)
     }
 
-    fn reserve(&self, writer: &Writer, index: u32, entries: Range<u32>, say: &mut impl FnMut(Piece)) -> Result<()> {
+    fn reserve(
+        &self,
+        writer: &Writer,
+        index: u32,
+        entries: Range<u32>,
+        say: &mut impl FnMut(WritePiece),
+    ) -> Result<()> {
         let base = u64::from(index) * PAGE_GRAINS;
         // Room for payload and map is taken first: a full file system is found out here, before anything changes.
         let prepared = writer.space.lock().prepare(&self.file, entries.len() as u64);
@@ -115,7 +121,7 @@ impl VsanSparse {
                     }
                 };
                 let (first, count) = (base + u64::from(piece.first), u64::from(piece.count));
-                say(Piece { first, count, place, new: kind != DATA });
+                say(WritePiece { first, count, place, new: kind != DATA });
             }
             ((), 0)
         })
@@ -138,7 +144,7 @@ impl VsanSparse {
     }
 
     /// Writes the pieces, those that follow each other in the file at once.
-    fn write_pieces(&self, first: u64, pieces: &[Piece], slices: &[&[u8]]) -> Result<()> {
+    fn write_pieces(&self, first: u64, pieces: &[WritePiece], slices: &[&[u8]]) -> Result<()> {
         let mut rest = pieces;
         while let Some(piece) = rest.first() {
             let mut count = piece.count;
@@ -165,12 +171,12 @@ impl VsanSparse {
     }
 
     /// Lets the map show a piece whose payload is written.
-    fn show(&self, writer: &Writer, piece: &Piece) -> Result<()> {
+    fn show(&self, writer: &Writer, piece: &WritePiece) -> Result<()> {
         for (index, entries) in self.map.layout.split(piece.first..piece.first + piece.count) {
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let place = piece.place + (grain - piece.first);
             let count = entries.len() as u64;
-            let _room = self.promise(writer, 1)?;
+            let _room = self.reserve_room(writer, 1)?;
             let _order = writer.order.read();
             self.map.change(&self.file, index, |page| {
                 page.set(entries, DATA, place);
@@ -187,14 +193,14 @@ impl VsanSparse {
         check_range(&self.image, &range, self.header.capacity, BLOCK)?;
         for (index, entries) in self.map.layout.split(Self::grains(&range)) {
             let state = self.map.state(index);
-            if state == State::Zero || state == State::Absent && !writer.parent {
+            if state == PageState::Zero || state == PageState::Absent && !writer.parent {
                 continue;
             }
             let grain = u64::from(index) * PAGE_GRAINS + u64::from(entries.start);
             let log = |grain: u64, count: u64| writer.pending.lock().push(Record { grain, count, place: None });
-            if entries.len() as u32 == self.map.layout.page_grains(index) && state == State::Absent {
+            if entries.len() as u32 == self.map.layout.page_grains(index) && state == PageState::Absent {
                 self.reserve_map(writer, index, Kind::Root)?;
-                let _room = self.promise(writer, 1)?;
+                let _room = self.reserve_room(writer, 1)?;
                 let _order = writer.order.read();
                 if self.map.zero_whole(index, || log(grain, entries.len() as u64)) {
                     continue;
@@ -203,7 +209,7 @@ impl VsanSparse {
             self.reserve_map(writer, index, Kind::Page)?;
             let places = {
                 // No two ranges of one page that change adjoin.
-                let _room = self.promise(writer, entries.len().div_ceil(2))?;
+                let _room = self.reserve_room(writer, entries.len().div_ceil(2))?;
                 let _order = writer.order.read();
                 self.map.change(&self.file, index, |page| {
                     let zeroed = zero_entries(page, entries, writer.parent);

@@ -62,7 +62,7 @@ impl Attachments for NoAttachments {
 pub struct ReceiverConfig {
     /// Address; port 0 takes a free one.
     pub listen: SocketAddr,
-    /// Who the server is, and who signs clients.
+    /// The server's certificate, and the authorities that sign clients.
     pub tls: TlsConfig,
     /// Names that a client's certificate has to be for: one of them. Empty admits every client that `tls` admits.
     pub clients: Vec<String>,
@@ -91,12 +91,12 @@ struct Register {
 }
 
 /// A place in the register, given back when dropped.
-struct Entry {
+struct Registration {
     shared: Arc<Shared>,
     number: u64,
 }
 
-impl Drop for Entry {
+impl Drop for Registration {
     fn drop(&mut self) {
         self.shared.register.lock().connections.remove(&self.number);
         self.shared.left.notify_all();
@@ -220,7 +220,7 @@ fn welcome(shared: &Arc<Shared>, socket: Arc<TcpStream>, peer: SocketAddr) {
         let number = register.next;
         register.next += 1;
         register.connections.insert(number, Arc::clone(&socket));
-        Entry { shared: Arc::clone(shared), number }
+        Registration { shared: Arc::clone(shared), number }
     };
     let thread = std::thread::Builder::new().name(format!("receive-{}", entry.number));
     let spawned = thread.spawn(move || {

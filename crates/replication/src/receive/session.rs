@@ -178,8 +178,9 @@ pub(super) fn serve<S: ByteStream>(
         admitted(&line.stream)?;
         let Message::Hello { versions, program } = first else { return Err(first.clone().into_error()) };
         let version = VERSIONS.into_iter().find(|version| versions.contains(version)).ok_or_else(|| {
-            let text =
-                format!("this server speaks the versions {VERSIONS:?} of the protocol, '{program}' {versions:?}");
+            let text = format!(
+                "this server supports versions {VERSIONS:?} of the protocol, '{program}' supports {versions:?}"
+            );
             Error::new(ErrorKind::Unsupported, text)
         })?;
         line.establish();
@@ -279,7 +280,7 @@ fn receive<S: ByteStream>(
     session.end();
     let committed = matches!(ended, Ok(true));
     if !committed && let Err(error) = session.reception.save() {
-        tracing::error!("what has arrived last is not recorded: {error}");
+        tracing::error!("the last received data is not recorded: {error}");
     }
     sessions.open.lock().remove(&id);
     tracing::info!(bytes = session.bytes.load(Ordering::Relaxed), committed, "sender left");
@@ -309,7 +310,7 @@ fn control<S: ByteStream>(sessions: &Sessions, session: &Session, line: &mut Con
 fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Result<Vec<String>> {
     let at_work = session.wait_left();
     if at_work > 0 {
-        let text = format!("all is said to be sent, and {at_work} connections still send");
+        let text = format!("the sender reports the end, but {at_work} connections still send");
         return Err(Error::new(ErrorKind::Invalid, text));
     }
     let reception = &session.reception;

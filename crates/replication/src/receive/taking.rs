@@ -11,7 +11,7 @@ use disk::transfer::{Reception, SEGMENT};
 use disk::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What has come of the segment that is being received.
+/// The segment that is being received, and how much of it has arrived.
 struct Segment {
     disk: u16,
     number: u64,
@@ -73,7 +73,7 @@ pub fn take<S: ByteStream>(reception: &Reception, line: &mut Conversation<S>, to
             }
             Kind::End if segment.is_none() => return line.tell(&Message::Pong { bytes: all }),
             Kind::End => return wrong("ended within a segment"),
-            Kind::Message => return wrong("spoke where data was due"),
+            Kind::Message => return wrong("sent a message where data was expected"),
         }
     }
 }

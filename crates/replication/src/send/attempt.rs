@@ -125,7 +125,7 @@ impl<'a> Attempt<'a> {
     ) -> Result<Self> {
         let name = options.tls.server_name.as_ref().unwrap_or(&remote.host);
         let server = ServerName::try_from(name.clone()).map_err(|_| {
-            let text = format!("'{}' is no name that a server's certificate could be for", name.escape_debug());
+            let text = format!("'{}' cannot be the name of a server's certificate", name.escape_debug());
             Error::new(ErrorKind::Invalid, text)
         })?;
         let offer = |disk: &super::ShippedDisk| {
@@ -190,8 +190,9 @@ impl<'a> Attempt<'a> {
         match introduce().map_err(Failed::happened)? {
             Message::Welcome { version, .. } if VERSIONS.contains(&version) => {}
             Message::Welcome { version, program } => {
-                let text =
-                    format!("'{program}' there speaks version {version} of the protocol, and this is {VERSIONS:?}");
+                let text = format!(
+                    "'{program}' there supports version {version} of the protocol, this program supports {VERSIONS:?}"
+                );
                 return Err(Failed::Refused(Error::new(ErrorKind::Unsupported, text)));
             }
             other => return Err(Failed::told(other.into_error())),
@@ -288,7 +289,7 @@ impl<'a> Attempt<'a> {
 
     fn plan(&self, known: &[Known]) -> Attempted<Vec<DiskPlan>> {
         if known.len() != self.shipment.disks.len() {
-            let text = format!("the receiver speaks of {} disks, not {}", known.len(), self.shipment.disks.len());
+            let text = format!("the receiver answers for {} disks, not {}", known.len(), self.shipment.disks.len());
             return Err(Failed::Refused(Error::new(ErrorKind::Corrupt, text)));
         }
         let plan = |(disk, known): (&super::ShippedDisk, &Known)| {

@@ -54,7 +54,7 @@ impl DiskPlan {
         let said: u64 = known.done.iter().map(|(from, to)| to - from).sum();
         if said != plan.segments - plan.left.len() as u64 || known.bytes != plan.bytes - plan.left_bytes {
             let text = format!(
-                "the receiver says that it has {said} segments of '{}' with {} bytes, and that cannot be",
+                "the receiver says that it has {said} segments of '{}' with {} bytes, which is impossible",
                 outgoing.name(),
                 known.bytes
             );

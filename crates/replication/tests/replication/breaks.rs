@@ -181,7 +181,7 @@ fn a_server_that_is_not_there_is_given_up_on() {
 fn what_is_recorded_too_late_does_not_bring_a_reception_back() {
     let there = Site::new();
     let new = NewReception {
-        sender: "somebody".into(),
+        sender: "another".into(),
         disks: vec![NewArrival {
             name: "web".into(),
             uuid: disk::transfer::new_identity().unwrap(),

@@ -28,9 +28,9 @@ fn only_clients_with_the_right_certificate_are_admitted() {
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     assert!(error.to_string().contains("--receive-from"), "{error}");
 
-    let mut nobody = keys.client("client");
-    nobody.identity = None;
-    let error = attempt(nobody, "nobody").unwrap_err();
+    let mut anonymous = keys.client("client");
+    anonymous.identity = None;
+    let error = attempt(anonymous, "anonymous").unwrap_err();
     assert!(error.to_string().contains("TLS"), "{error}");
 
     let mut stranger = keys.client("client");
@@ -59,7 +59,7 @@ fn a_server_has_to_be_who_it_is_called() {
 }
 
 #[test]
-fn nobody_receives_from_everybody() {
+fn a_receiver_without_client_names_is_refused() {
     let (keys, there) = (Keys::new(), Site::new());
     let start = |listen: &str, authorities: bool, clients: &[&str]| {
         let mut tls = keys.server();

@@ -4,6 +4,6 @@
 
 mod breaks;
 mod clones;
+mod hostile;
 mod identities;
-mod liars;
 mod site;

@@ -180,7 +180,7 @@ impl Client {
         judged.map_err(|violation| End::Violation(format!("a read of {disk}: {violation}")))
     }
 
-    /// A disk that was deleted or reverted is gone for who had it open; anything else is a failure.
+    /// A client that had a deleted or reverted disk open gets `NotFound`; anything else is a failure.
     fn gone(&self, disk: &str, generation: u64, error: scheduled_store::Error, what: &str) -> Checked {
         let model = self.store.model();
         let ends = match model.objects.get(disk) {

@@ -112,7 +112,7 @@ impl Store {
         let _door = self.doors.lock().expect("no thread panics under it");
         let (id, generation) = {
             let model = self.model();
-            // What the power cut interrupted may have happened for those who come after it, or not.
+            // An operation that the power cut interrupted may have taken effect or not.
             let object = model.objects.get(disk).filter(|object| matches!(object.fate, Fate::Stays))?;
             (object.id, object.image.generation)
         };

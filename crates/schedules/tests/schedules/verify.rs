@@ -5,7 +5,7 @@ use crate::model::{Fate, Image, Model, Object};
 use crate::random::Random;
 use crate::store::{Statistics, check, count};
 use backend::simulated::SimulatedDisk;
-use scheduled_store::catalog::State;
+use scheduled_store::catalog::ObjectState;
 use scheduled_store::engine::Head;
 use scheduled_store::{Engine, EngineOptions};
 use std::collections::BTreeMap;
@@ -66,7 +66,7 @@ fn settle_snapshots_under_way(model: &mut Model) {
 /// Everything there is must be what the model allows, and is all it allows from now on.
 fn compare(engine: &Arc<Engine>, model: &mut Model) -> Result<(), String> {
     let found: BTreeMap<String, (u64, bool)> = engine.with_catalog(|catalog| {
-        let objects = catalog.objects().filter(|object| object.state != State::Trash);
+        let objects = catalog.objects().filter(|object| object.state != ObjectState::Trash);
         objects.map(|object| (object.name.clone(), (object.id, object.is_snapshot()))).collect()
     });
     if let Some(name) = found.keys().find(|name| !model.objects.contains_key(*name)) {

@@ -1,6 +1,6 @@
 //! Disks, snapshots and clones: made, changed, compared and deleted.
 
-use super::{Checked, Outcome, Run};
+use super::{Checked, Outcome, SimulationRun};
 use crate::image::Image;
 use crate::model::{Disk, Model};
 use crate::operation::{DISKS_MAX, SNAPSHOTS_MAX};
@@ -23,7 +23,7 @@ impl Progress for Impatient {
     }
 }
 
-impl Run {
+impl SimulationRun {
     /// Carries out a change of the catalog; `after` is the model once it is done. Refusals for want of space must
     /// have changed nothing. True when it took place.
     fn change<T>(

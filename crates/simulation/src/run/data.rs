@@ -1,6 +1,6 @@
 //! Requests on disks: reads, writes, discards, flushes, block status.
 
-use super::{Checked, Outcome, Run};
+use super::{Checked, Outcome, SimulationRun};
 use crate::image::{Block, compare, touched};
 use crate::operation::Span;
 use crate::random::{Random, pattern};
@@ -21,7 +21,7 @@ pub(super) struct Held {
     versions: Vec<(u64, Vec<Block>)>,
 }
 
-impl Run {
+impl SimulationRun {
     pub(super) fn write(&mut self, disk: u64, span: Span, fill: u64, again: bool, fua: bool) -> Checked {
         let Some(name) = self.pick_disk(disk) else { return Ok(()) };
         self.write_to(&name, span, fill, again, fua)

@@ -77,7 +77,7 @@ impl std::ops::AddAssign for Statistics {
 }
 
 /// A datastore, the medium below it, and the model beside it.
-pub struct Run {
+pub struct SimulationRun {
     /// The medium.
     pub disk: SimulatedDisk,
     options: EngineOptions,
@@ -103,7 +103,7 @@ pub struct Run {
     pub statistics: Statistics,
 }
 
-impl Run {
+impl SimulationRun {
     /// A new datastore on a new medium, in the usual world.
     pub fn new(seed: u64) -> Checked<Self> {
         Self::within(seed, World::of(Profile::Model, seed))

@@ -1,7 +1,7 @@
 //! Going down and coming up again, and comparing everything.
 
 use super::control::{differences, observed};
-use super::{Checked, Outcome, Run};
+use super::{Checked, Outcome, SimulationRun};
 use crate::image::{Block, compare, is_zero};
 use crate::model::Model;
 use backend::{BLOCK_SIZE, Buffer};
@@ -23,7 +23,7 @@ enum Manner {
     AfterCrash,
 }
 
-impl Run {
+impl SimulationRun {
     /// After a failure of the medium whatever is still acknowledged must hold: goes on for a little.
     pub(super) fn after_failure(&mut self) -> Checked {
         if self.random.percent(50) {

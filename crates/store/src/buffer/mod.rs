@@ -121,7 +121,7 @@ pub const DISCARD_CHANGES: u64 = 3;
 
 /// A run of blocks with one fate.
 #[derive(Clone, Debug)]
-pub struct Entry {
+pub struct DirtyEntry {
     /// Length in blocks.
     pub blocks: u64,
     /// What it became.
@@ -136,18 +136,18 @@ pub struct Entry {
 
 /// An entry with its place.
 #[derive(Clone, Debug)]
-pub struct Piece {
+pub struct DirtyPiece {
     /// First logical block.
     pub logical: u64,
     /// The entry, cut to the piece.
-    pub entry: Entry,
+    pub entry: DirtyEntry,
 }
 
-impl Piece {
+impl DirtyPiece {
     /// A part of it.
     pub fn part(&self, range: Range<u64>) -> Self {
         let content = self.entry.content.part(range.start - self.logical..range.end - self.logical);
-        let entry = Entry { blocks: range.end - range.start, content, ..self.entry.clone() };
+        let entry = DirtyEntry { blocks: range.end - range.start, content, ..self.entry.clone() };
         Self { logical: range.start, entry }
     }
 
@@ -160,7 +160,7 @@ impl Piece {
 /// Writes between two snapshots.
 #[derive(Default)]
 pub struct Layer {
-    entries: BTreeMap<u64, Entry>,
+    entries: BTreeMap<u64, DirtyEntry>,
     /// Blocks of data in it.
     pub data_blocks: u64,
     /// Discards in it.
@@ -180,7 +180,7 @@ impl Layer {
         self.entries.len()
     }
 
-    fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &Entry)> {
+    fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = (&u64, &DirtyEntry)> {
         let first = self
             .entries
             .range(..=range.start)
@@ -220,7 +220,7 @@ impl Layer {
                 if start < stop {
                     self.discards += usize::from(matches!(entry.content, Content::Unmapped));
                     let content = entry.content.part(start - at..stop - at);
-                    self.entries.insert(start, Entry { blocks: stop - start, content, ..entry.clone() });
+                    self.entries.insert(start, DirtyEntry { blocks: stop - start, content, ..entry.clone() });
                 }
             }
         }
@@ -229,7 +229,7 @@ impl Layer {
     }
 
     /// Replaces what the layer knew of a range; returns what went.
-    pub fn insert(&mut self, logical: u64, entry: Entry) -> Held {
+    pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         let gone = self.cut(&(logical..logical + entry.blocks));
         self.discards += usize::from(matches!(entry.content, Content::Unmapped));
         if matches!(entry.content, Content::Data(..)) {
@@ -271,14 +271,14 @@ impl Layer {
     }
 
     /// Copies entries from `from` on, up to `most` blocks of data, to be written home; the last one may be a part.
-    pub fn take(&self, from: u64, most: u64) -> Vec<Piece> {
+    pub fn take(&self, from: u64, most: u64) -> Vec<DirtyPiece> {
         let mut pieces = Vec::new();
         let mut blocks = 0;
         for (at, entry) in self.entries.range(from..) {
             if blocks >= most || pieces.len() as u64 >= most {
                 break;
             }
-            let piece = Piece { logical: *at, entry: entry.clone() };
+            let piece = DirtyPiece { logical: *at, entry: entry.clone() };
             if !matches!(entry.content, Content::Data(..)) {
                 pieces.push(piece);
                 continue;
@@ -358,7 +358,7 @@ impl Layers {
 
     /// Puts a write on top; returns what went of that which it replaced in the newest layer. The second piece of a
     /// discard that it cuts in two takes what it needs from the caller.
-    pub fn insert(&mut self, logical: u64, entry: Entry) -> Held {
+    pub fn insert(&mut self, logical: u64, entry: DirtyEntry) -> Held {
         if !self.partial.is_empty() {
             self.invalidate_partial(&(logical..logical + entry.blocks));
         }
@@ -401,7 +401,7 @@ impl Layers {
     }
 
     /// The newest content of a range, in pieces, and the gaps that the map has to answer.
-    pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<Piece>, gaps: &mut Vec<Range<u64>>) {
+    pub fn overlay(&self, range: Range<u64>, pieces: &mut Vec<DirtyPiece>, gaps: &mut Vec<Range<u64>>) {
         gaps.clear();
         gaps.push(range);
         for layer in self.layers.iter().rev() {
@@ -420,7 +420,10 @@ impl Layers {
                         left.push(at..from);
                     }
                     let content = entry.content.part(from - start..to - start);
-                    pieces.push(Piece { logical: from, entry: Entry { blocks: to - from, content, ..entry.clone() } });
+                    pieces.push(DirtyPiece {
+                        logical: from,
+                        entry: DirtyEntry { blocks: to - from, content, ..entry.clone() },
+                    });
                     at = to;
                 }
                 if at < gap.end {

@@ -46,7 +46,7 @@ fn contents(random: &mut Random, blocks: u64) -> (Content, Vec<What>) {
     }
 }
 
-fn cells(piece: &Piece) -> Vec<(u64, Cell)> {
+fn cells(piece: &DirtyPiece) -> Vec<(u64, Cell)> {
     let whats: Vec<What> = match &piece.entry.content {
         Content::Unmapped => vec![What::Unmapped; piece.entry.blocks as usize],
         Content::Zero => vec![What::Zero; piece.entry.blocks as usize],
@@ -122,7 +122,7 @@ fn layers_equal_a_map_of_blocks() {
                     stamp += 1;
                     let claimed = random.chance(50);
                     let (content, whats) = contents(&mut random, blocks);
-                    let entry = Entry { blocks, content, stamp, claimed, covered: true };
+                    let entry = DirtyEntry { blocks, content, stamp, claimed, covered: true };
                     changes += entry.content.changes(blocks);
                     changes += if layers.cuts_discard(&range) { DISCARD_CHANGES } else { 0 };
                     let gone = layers.insert(logical, entry);
@@ -210,7 +210,10 @@ fn layers_equal_a_map_of_blocks() {
 fn a_partial_overwrite_yields_to_whatever_is_written_meanwhile() {
     let mut layers = Layers::default();
     let write = |layers: &mut Layers, logical: u64, blocks: u64| {
-        layers.insert(logical, Entry { blocks, content: Content::Unmapped, stamp: 1, claimed: false, covered: true });
+        layers.insert(
+            logical,
+            DirtyEntry { blocks, content: Content::Unmapped, stamp: 1, claimed: false, covered: true },
+        );
     };
     assert!(layers.begin_partial(5));
     assert!(!layers.begin_partial(5), "one at a time");

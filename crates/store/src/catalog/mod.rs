@@ -41,7 +41,7 @@ const ID_LIMIT: u64 = 1 << 62;
 
 /// What an object is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum ObjectState {
     /// A disk with a writable head.
     Disk,
     /// A snapshot.
@@ -69,7 +69,7 @@ pub struct Object {
     /// Never used twice.
     pub id: u64,
     /// What it is.
-    pub state: State,
+    pub state: ObjectState,
     /// Of a disk, and of the disk that a snapshot was taken of.
     pub provisioning: Provisioning,
     /// Being made: a full clone or an eager zeroed disk that is not complete yet.
@@ -97,17 +97,17 @@ pub struct Object {
 impl Object {
     /// True for snapshots, sealed or not.
     pub fn is_snapshot(&self) -> bool {
-        matches!(self.state, State::Snapshot | State::Unsealed)
+        matches!(self.state, ObjectState::Snapshot | ObjectState::Unsealed)
     }
 
     /// The slot form.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = vec![0; NAME_AT + self.name.len()];
         out[0] = match self.state {
-            State::Disk => 1,
-            State::Snapshot => 2,
-            State::Unsealed => 3,
-            State::Trash => 4,
+            ObjectState::Disk => 1,
+            ObjectState::Snapshot => 2,
+            ObjectState::Unsealed => 3,
+            ObjectState::Trash => 4,
         };
         out[1] = match self.provisioning {
             Provisioning::Thin => 0,
@@ -136,10 +136,10 @@ impl Object {
         }
         let state = match bytes[0] {
             0 => return Ok(None),
-            1 => State::Disk,
-            2 => State::Snapshot,
-            3 => State::Unsealed,
-            4 => State::Trash,
+            1 => ObjectState::Disk,
+            2 => ObjectState::Snapshot,
+            3 => ObjectState::Unsealed,
+            4 => ObjectState::Trash,
             _ => return Err(damaged("state")),
         };
         let provisioning = match bytes[1] {
@@ -246,7 +246,7 @@ impl Catalog {
 
     fn lose_page(&mut self, pages: &mut Pages, first: u64, error: &Error) {
         let key = slot_page(first);
-        tracing::error!(%error, "the disks and snapshots of a page of the catalog are not known");
+        tracing::error!(%error, "a page of the catalog is damaged: its disks and snapshots are missing");
         self.lost.insert(key.number(), error.to_string());
         // None of its slots is given out, also none that was free.
         self.slots = self.slots.max(first + SLOTS_PER_PAGE as u64);
@@ -310,13 +310,13 @@ impl Catalog {
     fn index(&mut self, object: &Object) {
         self.reserved += object.reserved;
         match object.state {
-            State::Disk => {
+            ObjectState::Disk => {
                 self.disks.insert(object.name.clone(), object.id);
             }
-            State::Snapshot | State::Unsealed => {
+            ObjectState::Snapshot | ObjectState::Unsealed => {
                 self.snapshots.insert((object.disk, object.name.clone()), object.id);
             }
-            State::Trash => {
+            ObjectState::Trash => {
                 self.trash.insert(object.id);
             }
         }
@@ -325,13 +325,13 @@ impl Catalog {
     fn unindex(&mut self, object: &Object) {
         self.reserved -= object.reserved;
         match object.state {
-            State::Disk => {
+            ObjectState::Disk => {
                 self.disks.remove(&object.name);
             }
-            State::Snapshot | State::Unsealed => {
+            ObjectState::Snapshot | ObjectState::Unsealed => {
                 self.snapshots.remove(&(object.disk, object.name.clone()));
             }
-            State::Trash => {
+            ObjectState::Trash => {
                 self.trash.remove(&object.id);
             }
         }

@@ -8,7 +8,7 @@ use crate::testbed::{Random, page_files, reopened};
 const CACHE: usize = 256 * 4096;
 
 fn object(random: &mut Random, id: u64) -> Object {
-    let state = *random.pick(&[State::Disk, State::Snapshot, State::Unsealed, State::Trash]);
+    let state = *random.pick(&[ObjectState::Disk, ObjectState::Snapshot, ObjectState::Unsealed, ObjectState::Trash]);
     let length = *random.pick(&[1, 2, 20, 254]);
     let name: String = (0..length).map(|_| (b'a' + random.below(26) as u8) as char).collect();
     // Names are unique within their kind, as the engine sees to.
@@ -35,21 +35,21 @@ fn compare(catalog: &Catalog, model: &BTreeMap<u64, Object>) {
     found.sort_unstable_by_key(|object| object.id);
     assert!(found.into_iter().eq(model.values()));
     assert_eq!(catalog.reserved(), model.values().map(|object| object.reserved).sum::<u64>());
-    let trash = model.values().filter(|object| object.state == State::Trash).map(|object| object.id);
+    let trash = model.values().filter(|object| object.state == ObjectState::Trash).map(|object| object.id);
     assert_eq!(catalog.first_trash(), trash.min());
     let mut disks: Vec<&str> =
-        model.values().filter(|object| object.state == State::Disk).map(|object| object.name.as_str()).collect();
+        model.values().filter(|object| object.state == ObjectState::Disk).map(|object| object.name.as_str()).collect();
     disks.sort_unstable();
     assert!(catalog.disks().map(|disk| disk.name.as_str()).eq(disks));
     for object in model.values() {
         assert_eq!(catalog.get(object.id).unwrap(), object);
         let by_name = match object.state {
-            State::Disk => catalog.disk(&object.name),
-            State::Snapshot | State::Unsealed => {
+            ObjectState::Disk => catalog.disk(&object.name),
+            ObjectState::Snapshot | ObjectState::Unsealed => {
                 assert!(catalog.snapshots_of(object.disk).any(|snapshot| snapshot.id == object.id));
                 catalog.snapshot(object.disk, &object.name)
             }
-            State::Trash => continue,
+            ObjectState::Trash => continue,
         };
         assert_eq!(by_name, Some(object));
     }

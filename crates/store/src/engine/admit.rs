@@ -14,7 +14,7 @@ pub(super) const STEP_PAGES: u64 = 128;
 /// What an append takes beside its operations: the head of the batch, padding, and a second batch where the first is
 /// cut.
 pub(super) const APPEND_BYTES: u64 = 4 * backend::BLOCK_SIZE as u64;
-/// How long those who wait for room sleep until they look again by themselves.
+/// How long a thread that waits for room sleeps until it looks again by itself.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 /// Checkpoints that one thread makes for one piece of work: two bring any journal down to nothing.
 const CHECKPOINTS_MAX: u32 = 64;
@@ -97,8 +97,8 @@ impl Engine {
         Ok(())
     }
 
-    /// The same, for those who bring changes one after the other: the fuller journal and cache are, the longer they
-    /// rest, so that a checkpoint gets ahead of them before they have to wait for its end.
+    /// The same for a caller that makes many changes in a row: the fuller journal and cache are, the longer it sleeps
+    /// here, so that a checkpoint ends before they are full and the caller has to block.
     pub(super) fn pace(&self) -> Result<()> {
         self.make_journal_room()?;
         let rest = self.log.admission.pace();
@@ -154,7 +154,10 @@ impl Engine {
             && !self.ensure_nodes(meta, crate::engine::metadata::NODES_PER_OPERATION)?
             && meta.nodes_of(&operation)? > meta.map.counts().free
         {
-            return Err(Error::new(ErrorKind::NoSpace, "no room for more of the map in a file system that is full"));
+            return Err(Error::new(
+                ErrorKind::NoSpace,
+                "the file system of the datastore is full: the map cannot grow",
+            ));
         }
         meta.enqueue(operation, gate).map_err(|error| self.stop(error))?;
         self.count_changes(meta);
@@ -194,7 +197,7 @@ impl Engine {
             if let Err(error) = self.reserve_images(wanted)
                 && error.kind() != ErrorKind::NoSpace
             {
-                tracing::warn!(%error, "checkpoints stay as small as they are");
+                tracing::warn!(%error, "the area of checkpoints cannot grow and keeps its size");
             }
         }
     }

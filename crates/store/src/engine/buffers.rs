@@ -5,7 +5,7 @@
 
 use super::read::gone;
 use crate::Result;
-use crate::buffer::{Layers, Piece};
+use crate::buffer::{DirtyPiece, Layers};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Condvar, Mutex, MutexGuard, RwLock};
 use rustc_hash::FxHashMap;
@@ -13,7 +13,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Blocks given back that are worth waking those who wait for room (512 KiB).
+/// Freed blocks that are worth waking the threads that wait for room (512 KiB).
 const WAKE_BLOCKS: u64 = 128;
 
 /// The writable state of an open disk.
@@ -64,7 +64,7 @@ impl Buffer {
     }
 
     /// What the oldest layer holds, from where write-back goes on, up to `most` blocks.
-    pub fn oldest_pieces(&mut self, most: u64) -> Vec<Piece> {
+    pub fn oldest_pieces(&mut self, most: u64) -> Vec<DirtyPiece> {
         let cursor = self.cursor;
         let (layer, _) = self.layers.oldest();
         let pieces = layer.take(cursor, most);
@@ -264,7 +264,7 @@ impl Buffers {
         self.sealed_ready.wait_for(&mut sealed, time);
     }
 
-    /// Wakes all who wait, to look again.
+    /// Wakes all waiting threads, to look again.
     pub fn wake(&self) {
         self.room_ready.notify_all();
         self.sealed_ready.notify_all();

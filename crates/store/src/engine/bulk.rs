@@ -126,7 +126,7 @@ impl<'a> BulkWriter<'a> {
         self.engine.unmap_waiting(self.disk, range)
     }
 
-    /// Makes everything durable that was written or let go of before.
+    /// Makes everything durable that was written or released before.
     pub fn commit(&self) -> Result<()> {
         self.engine.commit_changes()
     }

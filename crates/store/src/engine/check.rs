@@ -15,9 +15,9 @@ use super::Engine;
 use super::checkpoint::Purpose;
 use super::metadata::{Effects, Sight, View};
 use super::rebuild::{Damaged, mender};
-use super::verify::Standing;
-use crate::catalog::{Catalog, State};
-use crate::space::{Entry, TABLE_ENTRIES};
+use super::verify::StoreActivity;
+use crate::catalog::{Catalog, ObjectState};
+use crate::space::{BlockEntry, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
@@ -184,12 +184,12 @@ impl Engine {
         self.check_superblock(false, &mut report)?;
         let mut view = self.view()?;
         let used = view.used;
-        let checked = self.check_sight(&mut view.sight(), Standing::Running, used, options, progress, &mut report);
+        let checked = self.check_sight(&mut view.sight(), StoreActivity::Running, used, options, progress, &mut report);
         // A view that was lost says nothing, whatever it seemed to show.
         view.check()?;
         checked?;
         drop(view);
-        self.compare_room(Standing::Running, false, &mut report)?;
+        self.compare_room(StoreActivity::Running, false, &mut report)?;
         Ok(report)
     }
 
@@ -215,7 +215,7 @@ impl Engine {
         let used = meta.data.counts().used;
         // Payload that flushes have put into the journal since: it is not home.
         let logged = std::mem::take(&mut meta.logged);
-        let standing = Standing::Stopped(&logged);
+        let standing = StoreActivity::Stopped(&logged);
         let checked = self.check_sight(&mut meta.sight(), standing, used, options, progress, &mut report);
         for number in std::mem::take(&mut report.renewed_catalog) {
             meta.catalog.renew_page(&mut meta.pages, number);
@@ -229,7 +229,7 @@ impl Engine {
         }
         checked?;
         drop(guard);
-        self.compare_room(Standing::Stopped(&Default::default()), true, &mut report)?;
+        self.compare_room(StoreActivity::Stopped(&Default::default()), true, &mut report)?;
         drop(through);
         drop(commit);
         drop(gate);
@@ -244,7 +244,7 @@ impl Engine {
     pub(super) fn check_sight(
         &self,
         sight: &mut Sight<'_>,
-        standing: Standing<'_>,
+        standing: StoreActivity<'_>,
         used: u64,
         options: CheckOptions,
         progress: &dyn Fn(u64, u64) -> bool,
@@ -356,8 +356,8 @@ impl Engine {
     }
 
     /// Space of the file system that no block claims.
-    fn compare_room(&self, standing: Standing<'_>, repair: bool, report: &mut Report) -> Result<()> {
-        let running = matches!(standing, Standing::Running);
+    fn compare_room(&self, standing: StoreActivity<'_>, repair: bool, report: &mut Report) -> Result<()> {
+        let running = matches!(standing, StoreActivity::Running);
         if running {
             // Space that could not be given back yet is no leak.
             self.return_rest();
@@ -370,7 +370,7 @@ impl Engine {
                 crate::engine::reserve::punch(file, run)?;
             }
             report.add(
-                format!("{bytes} bytes of the file system at data block {} belong to nothing", run.start),
+                format!("{bytes} bytes of the file system at data block {} are unreferenced", run.start),
                 repair.then(|| "given back".to_owned()),
             );
             Ok(())
@@ -391,7 +391,7 @@ impl Engine {
     fn compare_nodes(&self, sight: &mut Sight<'_>, nodes: &[u32], repair: bool, report: &mut Report) -> Result<()> {
         for (id, counted) in (0u64..).zip(nodes) {
             // A damaged page of the table has been reported.
-            let Ok(Entry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
+            let Ok(BlockEntry { references: known, .. }) = sight.map.entry(sight.pages, id) else { continue };
             if known == *counted {
                 continue;
             }
@@ -412,7 +412,7 @@ impl Engine {
         for (block, counted) in window.range.clone().zip(&window.counts) {
             let counted = counted & !WRITTEN;
             report.blocks += u64::from(counted > 0);
-            let Ok(Entry { references: known, .. }) = sight.entry(block) else { continue };
+            let Ok(BlockEntry { references: known, .. }) = sight.entry(block) else { continue };
             if known == counted {
                 continue;
             }
@@ -438,18 +438,21 @@ fn check_catalog(catalog: &Catalog, report: &mut Report) -> Vec<Root> {
     let mut roots = Vec::new();
     for object in catalog.objects() {
         let name = match object.state {
-            State::Disk => format!("disk '{}'", object.name),
-            State::Snapshot | State::Unsealed => {
+            ObjectState::Disk => format!("disk '{}'", object.name),
+            ObjectState::Snapshot | ObjectState::Unsealed => {
                 let disk = catalog.find(object.disk).map_or("?", |disk| disk.name.as_str());
                 format!("snapshot '{disk}@{}'", object.name)
             }
-            State::Trash => format!("deleted object {}", object.id),
+            ObjectState::Trash => format!("deleted object {}", object.id),
         };
         if object.is_snapshot() && catalog.find(object.disk).is_none() {
             report.add(format!("{name} belongs to a disk that does not exist"), None);
         }
         for (what, id) in [("parent snapshot", object.parent), ("origin", object.origin)] {
-            if id != 0 && object.state != State::Trash && catalog.find(id).is_none_or(|other| !other.is_snapshot()) {
+            if id != 0
+                && object.state != ObjectState::Trash
+                && catalog.find(id).is_none_or(|other| !other.is_snapshot())
+            {
                 report.add(format!("{name} has a {what} that does not exist"), None);
             }
         }

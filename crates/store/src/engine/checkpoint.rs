@@ -9,7 +9,7 @@
 //! 3. Captured pages that the checkpoint before does not know, nodes in places that were free then, are written home
 //!    and flushed: nothing would look at them if this checkpoint did not end.
 //! 4. Images of the other captured pages go to the images file and are flushed.
-//! 5. One write of the superblock commits the checkpoint: it names the images, lets go of the journal before the tail,
+//! 5. One write of the superblock commits the checkpoint: it names the images, releases the journal before the tail,
 //!    and holds the sizes. From here on recovery takes the pages from the images.
 //! 6. They are written home and flushed; a second write of the superblock says that no images are needed.
 //!
@@ -116,7 +116,7 @@ impl Engine {
         let mut commit = self.log.lock();
         next.clean = purpose == Purpose::Close && commit.batches() == batches;
         if next.clean {
-            // Nothing but the checkpoint itself lies behind the tail: let go of that too.
+            // Nothing but the checkpoint itself lies behind the tail: release that too.
             next.tail = commit.head();
             next.ordered = next.tail;
         }

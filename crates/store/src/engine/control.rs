@@ -3,7 +3,7 @@
 use super::admit::APPEND_BYTES;
 use super::log::Cost;
 use super::{Engine, Meta};
-use crate::catalog::{Catalog, NAME_MAX, Object, Provisioning, State};
+use crate::catalog::{Catalog, NAME_MAX, Object, ObjectState, Provisioning};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
 use std::time::Duration;
@@ -45,7 +45,7 @@ pub struct NewSnapshot {
 
 /// What a copy has in common with its original.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Likeness {
+pub struct DiskIdentity {
     /// Identity.
     pub uuid: [u8; 16],
     /// Seconds since 1970.
@@ -54,7 +54,7 @@ pub struct Likeness {
 
 /// What becomes of a disk that was made out of sight.
 #[derive(Clone, Debug)]
-pub enum Arrival {
+pub enum ReceiveCommit {
     /// It is a disk of that name, independent of what it began as.
     Disk {
         /// The disk.
@@ -62,7 +62,7 @@ pub enum Arrival {
         /// Its name.
         name: String,
         /// Its identity and age.
-        like: Likeness,
+        like: DiskIdentity,
     },
     /// Another disk gets its snapshot, and is what the snapshot holds; it goes itself.
     Update {
@@ -182,7 +182,7 @@ impl Engine {
     /// A disk that was made to take another's place takes it, at once and whole: it is complete, and has that one's
     /// name, identity and age. The other, where it is in this store, gets the name `aside` and is incomplete from now
     /// on, so that it is gone after the next opening at the latest.
-    pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: Likeness) -> Result<()> {
+    pub fn replace_disk(&self, old: Option<(u64, &str)>, new: u64, name: &str, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
             check_name(name)?;
@@ -216,7 +216,7 @@ impl Engine {
     }
 
     /// Gives a snapshot the identity and age of the one it is a copy of.
-    pub fn liken_snapshot(&self, id: u64, like: Likeness) -> Result<()> {
+    pub fn liken_snapshot(&self, id: u64, like: DiskIdentity) -> Result<()> {
         let _control = self.control.lock();
         self.change(|catalog| {
             let object = Object { uuid: like.uuid, created: like.created, ..catalog.get(id)?.clone() };
@@ -274,7 +274,7 @@ impl Engine {
         let failures = self.writeback.failing.count();
         loop {
             let (state, disk) = self.with_catalog(|catalog| catalog.get(snapshot).map(|o| (o.state, o.disk)))?;
-            if state != State::Unsealed {
+            if state != ObjectState::Unsealed {
                 return Ok(());
             }
             self.check_running()?;
@@ -322,21 +322,22 @@ impl Engine {
         self.change(|_| Ok((vec![Operation::Trash { object: snapshot }], ())))
     }
 
-    /// Deletes a disk and its snapshots, but for those that `heirs` has new records of: they are handed over to another
-    /// disk, whose record is among them too.
-    pub fn delete_disk(&self, disk: u64, heirs: &[Object]) -> Result<()> {
+    /// Deletes a disk and its snapshots, but for those that `handed_over` has new records of: they go to another disk,
+    /// whose record is among them too.
+    pub fn delete_disk(&self, disk: u64, handed_over: &[Object]) -> Result<()> {
         let _control = self.control.lock();
-        for object in heirs.iter().filter(|object| object.is_snapshot()) {
+        for object in handed_over.iter().filter(|object| object.is_snapshot()) {
             self.wait_sealed(object.id)?;
         }
         self.change_heads(&[disk], &|_| Ok(0), |catalog| {
-            let mut operations = Vec::with_capacity(heirs.len() + 1);
-            for object in heirs {
+            let mut operations = Vec::with_capacity(handed_over.len() + 1);
+            for object in handed_over {
                 check_name(&object.name)?;
                 let state = catalog.get(object.id)?.state;
                 operations.push(Operation::Put { record: Object { state, ..object.clone() }.encode() });
             }
-            let left = catalog.snapshots_of(disk).filter(|snapshot| heirs.iter().all(|heir| heir.id != snapshot.id));
+            let left =
+                catalog.snapshots_of(disk).filter(|snapshot| handed_over.iter().all(|object| object.id != snapshot.id));
             operations.extend(left.map(|snapshot| Operation::Trash { object: snapshot.id }));
             operations.push(Operation::Trash { object: disk });
             Ok((operations, ()))
@@ -364,26 +365,26 @@ impl Engine {
     }
 
     /// Disks that were made out of sight take their places: all of them, or none.
-    pub fn arrive(&self, arrivals: &[Arrival]) -> Result<()> {
+    pub fn arrive(&self, arrivals: &[ReceiveCommit]) -> Result<()> {
         let _control = self.control.lock();
         let mut heads = Vec::new();
         for arrival in arrivals {
-            if let Arrival::Update { id, snapshot, disk } = arrival {
+            if let ReceiveCommit::Update { id, snapshot, disk } = arrival {
                 self.wait_sealed(*snapshot)?;
                 heads.extend([*id, *disk]);
             }
         }
         let lacks = |catalog: &Catalog| {
             arrivals.iter().try_fold(0, |sum, arrival| match arrival {
-                Arrival::Update { snapshot, disk, .. } => Ok(sum + lacks(catalog, *disk, *snapshot)?),
-                Arrival::Disk { .. } => Ok(sum),
+                ReceiveCommit::Update { snapshot, disk, .. } => Ok(sum + lacks(catalog, *disk, *snapshot)?),
+                ReceiveCommit::Disk { .. } => Ok(sum),
             })
         };
         self.change_heads(&heads, &lacks, |catalog| {
             let mut operations = Vec::new();
             for arrival in arrivals {
                 match arrival {
-                    Arrival::Disk { id, name, like } => {
+                    ReceiveCommit::Disk { id, name, like } => {
                         check_name(name)?;
                         if catalog.disk(name).is_some() {
                             return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{name}' already")));
@@ -394,7 +395,7 @@ impl Engine {
                         let object = Object { name, uuid, created, incomplete: false, origin: 0, ..made };
                         operations.push(Operation::Put { record: object.encode() });
                     }
-                    Arrival::Update { id, snapshot, disk } => {
+                    ReceiveCommit::Update { id, snapshot, disk } => {
                         let (target, object) = (catalog.get(*disk)?.clone(), catalog.get(*snapshot)?.clone());
                         if catalog.snapshot(*disk, &object.name).is_some() {
                             let text = format!("disk '{}' has a snapshot '{}' already", target.name, object.name);
@@ -453,7 +454,7 @@ fn new_disk(catalog: &mut crate::catalog::Catalog, new: &NewDisk) -> Result<Obje
     }
     Ok(Object {
         id: catalog.allocate_id(),
-        state: State::Disk,
+        state: ObjectState::Disk,
         provisioning: new.provisioning,
         incomplete: new.incomplete,
         root: None,

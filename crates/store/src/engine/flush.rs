@@ -19,7 +19,7 @@ use super::metadata::{Meta, Pending};
 use super::placement::Holds;
 use super::writeback::{STEPS_MAX, Step};
 use super::{Buffer, Engine, Head};
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::journal::{BODY_MAX, BatchKind, Operation, Writer};
 use crate::space::Run;
 use crate::sync::MutexGuard;
@@ -232,7 +232,7 @@ impl Engine {
         &self,
         buffer: &mut Buffer,
         head: &Head,
-        piece: &Piece,
+        piece: &DirtyPiece,
         steps: &mut usize,
     ) -> Result<Option<Cost>> {
         let end = piece.logical + piece.entry.blocks;
@@ -270,7 +270,7 @@ impl Engine {
     }
 
     /// Data of a few blocks, if there is room for it.
-    fn log_step(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<Step> {
+    fn log_step(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<Step> {
         let blocks = piece.entry.blocks;
         let end = piece.logical + blocks;
         let (_, pages) = meta.reach(head.id, piece.logical..end, false, u64::MAX)?;
@@ -283,7 +283,7 @@ impl Engine {
         Ok(Step { end, refused: None })
     }
 
-    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &Piece) -> Result<()> {
+    fn log_piece(&self, meta: &mut Meta, head: &Head, piece: &DirtyPiece) -> Result<()> {
         let Content::Data(slice, sums) = &piece.entry.content else { return Ok(()) };
         let range = piece.logical..piece.logical + piece.entry.blocks;
         let root = meta.catalog.get(head.id)?.root;

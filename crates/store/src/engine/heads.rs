@@ -1,4 +1,4 @@
-//! Changes of the catalog at which heads are cut: snapshots, and changes that end a head as it is.
+//! Changes of the catalog that cut the buffers of heads: snapshots, and changes that replace or delete a head.
 //!
 //! 1. What can fail comes before anything is changed: room in the journal, for metadata, and for what thick disks have
 //!    to have set aside. It is measured again under the locks under which the change is made, and claimed until then.
@@ -11,7 +11,7 @@ use super::log::Cost;
 use super::metadata::Effects;
 use super::reserve::aside;
 use super::{Engine, Head, NewSnapshot};
-use crate::catalog::{Catalog, Object, State};
+use crate::catalog::{Catalog, Object, ObjectState};
 use crate::journal::Operation;
 use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
@@ -108,7 +108,7 @@ impl Engine {
                 ids[i] = id;
                 let snapshot = Object {
                     id,
-                    state: State::Unsealed,
+                    state: ObjectState::Unsealed,
                     incomplete: new.incomplete,
                     root: None,
                     disk: disk.id,

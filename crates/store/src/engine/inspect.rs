@@ -4,7 +4,7 @@ use super::metadata::{Effects, Fetch};
 use super::placement::Holds;
 use super::{Engine, Head, Meta};
 use crate::Result;
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::space::SpaceCounts;
 use crate::tree::{self, Aim, NodeId};
 use std::ops::Range;
@@ -120,7 +120,7 @@ impl Engine {
             }
             at = part.end;
             let first = part.start;
-            let (mut pieces, mut gaps): (Vec<Piece>, Vec<Range<u64>>) = Default::default();
+            let (mut pieces, mut gaps): (Vec<DirtyPiece>, Vec<Range<u64>>) = Default::default();
             buffer.layers.overlay(part, &mut pieces, &mut gaps);
             let mut spans: Vec<Span> = Vec::new();
             for piece in pieces {

@@ -1,7 +1,7 @@
 //! Operations of the journal that cannot be carried out, because what they change is damaged.
 //!
 //! What must hold: nothing is left out that a repair could still carry out. An ordinary opening refuses
-//! instead: its checkpoint lets go of the journal. A repair has tried all proofs before it leaves out what concerns
+//! instead: its checkpoint releases the journal. A repair has tried all proofs before it leaves out what concerns
 //! objects on a lost page of the catalog. A salvage leaves out whatever cannot be, and says of which ranges.
 
 use super::Meta;

@@ -118,7 +118,7 @@ impl Engine {
                     Ok(true) => {}
                     Ok(false) => break,
                     Err(error) => {
-                        tracing::warn!(%error, "write-back has to wait");
+                        tracing::warn!(%error, "write-back failed and is tried again");
                         crate::sync::thread::sleep(TICK);
                         break;
                     }
@@ -176,7 +176,7 @@ impl Engine {
                 Ok(())
             };
             if let Err(error) = done {
-                tracing::warn!(%error, "maintenance has to wait");
+                tracing::warn!(%error, "maintenance failed and is tried again");
                 crate::sync::thread::sleep(TICK);
             }
         }
@@ -307,7 +307,7 @@ impl Engine {
     pub(super) fn drop_whole_trash(&self) -> Result<bool> {
         match self.drop_all_trash() {
             Err(error) if error.kind() == ErrorKind::Corrupt => {
-                tracing::error!(%error, "a deleted disk or snapshot is damaged and stays");
+                tracing::error!(%error, "a deleted disk or snapshot is damaged: its blocks are not freed");
                 Ok(false)
             }
             other => other,
@@ -436,7 +436,7 @@ impl Engine {
     pub(super) fn return_rest(&self) -> bool {
         let mut failed = self.reserves.lock_punching();
         if let Err(error) = self.punch_failed(&mut failed) {
-            tracing::warn!(%error, "space that nothing names goes back when the datastore is opened again");
+            tracing::warn!(%error, "unused space is returned to the file system when the datastore is opened next");
         }
         failed.is_empty()
     }

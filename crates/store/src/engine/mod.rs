@@ -37,7 +37,7 @@
 //! | `placement` | where a write of a block may go: a pure state machine, without I/O, threads or locks |
 //! | `buffers` | what was written and is not in the map, of all disks together |
 //! | `writeback` | the ways of data to the medium: the gate, payload of the journal, writes past the buffer |
-//! | `reserve` | free blocks promised to what is under way, and the space taken from the file system for them |
+//! | `reserve` | free blocks reserved for operations under way, and the space taken from the file system for them |
 //! | `running` | whether the store runs; its threads |
 //!
 //! What needs several parts is a flow: a method of [`Engine`] in a file that is named after it, or in the folder of the
@@ -85,16 +85,16 @@ mod writeback;
 pub use buffers::Head;
 pub use bulk::BulkWriter;
 pub use check::{CheckOptions, Finding, Report};
-pub use control::{Arrival, Likeness, NewDisk, NewSnapshot};
+pub use control::{DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit};
 pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
 pub use read::{Media, Planned, Segment, Verdict};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
-pub use salvage::{Piece as SalvagedPiece, Salvage, Salvaged, Verdict as SalvageVerdict, merge_ranges};
+pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
 
-use crate::catalog::State;
+use crate::catalog::ObjectState;
 use crate::pages::PageStatistics;
 use crate::sync::Mutex;
 use crate::sync::atomic::AtomicU64;
@@ -226,7 +226,7 @@ impl Engine {
     /// The writable state of a disk. Of a disk that there is not, one that refuses everything.
     pub fn head(&self, disk: u64) -> Arc<Head> {
         let exists =
-            || self.with_catalog(|catalog| catalog.find(disk).is_some_and(|object| object.state == State::Disk));
+            || self.with_catalog(|catalog| catalog.find(disk).is_some_and(|object| object.state == ObjectState::Disk));
         if let Some(head) = self.buffers.find(disk) {
             return head;
         }

@@ -3,7 +3,7 @@
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
 use super::{Engine, Head, Meta};
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
 use crate::pages::PageKey;
 use crate::space::Run;
@@ -201,7 +201,7 @@ impl Engine {
         if buffer.layers.is_empty() {
             gaps.push(range);
         } else {
-            let mut pieces: Vec<Piece> = Vec::new();
+            let mut pieces: Vec<DirtyPiece> = Vec::new();
             buffer.layers.overlay(range, &mut pieces, &mut gaps);
             parts.extend(pieces.into_iter().map(|piece| {
                 let segment = match piece.entry.content {

@@ -17,9 +17,9 @@ use super::check::{Report, Root, Steps, Window};
 use super::metadata::{Effects, Meta, Sight};
 use super::{CheckOptions, Engine};
 use crate::catalog::SLOTS_PER_PAGE;
-use crate::engine::verify::Standing;
+use crate::engine::verify::StoreActivity;
 use crate::pages::{Mender, PageFile, PageKey};
-use crate::space::{Entry, SUMMARY_ENTRIES, TABLE_ENTRIES};
+use crate::space::{BlockEntry, SUMMARY_ENTRIES, TABLE_ENTRIES};
 use crate::tree::{self, NodeId, Visit};
 use crate::{Error, IoContext, Result};
 use backend::BLOCK_SIZE;
@@ -148,21 +148,21 @@ impl Sight<'_> {
 
     /// Makes a page of `map.table` anew from what was counted.
     pub(super) fn renew_nodes(&mut self, page: u64, nodes: &[u32]) {
-        self.map.renew_table(self.pages, page, &mut |id, _| Entry {
+        self.map.renew_table(self.pages, page, &mut |id, _| BlockEntry {
             references: nodes.get(id as usize).copied().unwrap_or(0),
-            ..Entry::default()
+            ..BlockEntry::default()
         });
     }
 
-    /// Makes a page of `data.table` anew from what was counted. Whether the checksums that are left are those of the
-    /// blocks is for a look at the blocks.
+    /// Makes a page of `data.table` anew from what was counted. Whether the remaining checksums match the blocks
+    /// is left to `check --data`.
     pub(super) fn renew_blocks(&mut self, page: u64, window: &Window) {
         if !window.range.contains(&(page * TABLE_ENTRIES)) {
             return;
         }
         self.data.renew_table(self.pages, page, &mut |block, left| match window.references(block) {
-            0 => Entry::default(),
-            references => Entry { references, backed: true, checksum: left.checksum, ..Entry::default() },
+            0 => BlockEntry::default(),
+            references => BlockEntry { references, backed: true, checksum: left.checksum, ..BlockEntry::default() },
         });
     }
 }
@@ -202,7 +202,7 @@ impl Engine {
             report.add(problem, Some("made anew from the journal".to_owned()));
         }
         // All pages are looked at now: the images of the last checkpoint go with the one that ends recovery.
-        let standing = Standing::Stopped(&BTreeMap::new());
+        let standing = StoreActivity::Stopped(&BTreeMap::new());
         let options = CheckOptions { data: false, repair: true };
         let mut first = Report::default();
         self.check_sight(&mut meta.sight(), standing, 0, options, &|_, _| true, &mut first)?;
@@ -301,7 +301,7 @@ impl Engine {
     pub(super) fn verify_renewed(
         &self,
         sight: &mut Sight<'_>,
-        standing: Standing<'_>,
+        standing: StoreActivity<'_>,
         window: &Window,
         report: &mut Report,
         steps: &mut Steps<'_>,

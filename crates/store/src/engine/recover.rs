@@ -25,7 +25,7 @@ use super::reserve::{KEPT, Reserves, table_bytes, unless_full};
 use super::running::Running;
 use super::writeback::{LANE_DEPTH, WriteBack};
 use super::{Counters, Engine, EngineOptions, Owner};
-use crate::catalog::{Catalog, Object, Provisioning, State};
+use crate::catalog::{Catalog, Object, ObjectState, Provisioning};
 use crate::journal::{BatchKind, Journal, Operation, Place};
 use crate::pages::{Mender, PageFile, PageKey, Pages, verify, write_home};
 use crate::space::{Space, SpaceKind};
@@ -44,7 +44,7 @@ pub const JOURNAL_SIZE_DEFAULT: u64 = 128 << 20;
 const MAP_RESERVE: u64 = 2 * KEPT;
 /// Pages that recovery may change beside those that replay has changed: of snapshots that it completes.
 const PAGES_AHEAD: u64 = 64;
-/// Regions of data believed without a file that bears them out.
+/// Regions of data that are accepted beyond the length of the data files.
 const REGIONS_AHEAD: u64 = 1024;
 
 /// What a store is opened for.
@@ -118,7 +118,7 @@ impl Engine {
         if let Some(foreign) = names.iter().find(|name| !known(name)) {
             return Err(Error::new(
                 ErrorKind::Exists,
-                format!("the folder is not empty (it holds {foreign}); a datastore wants a folder of its own"),
+                format!("the folder is not empty (it holds {foreign}); a datastore needs a folder of its own"),
             ));
         }
         // Left behind by an init that was interrupted.
@@ -352,7 +352,7 @@ impl Engine {
             let mut unsealed: Vec<u64> = meta
                 .catalog
                 .objects()
-                .filter(|object| object.state == State::Unsealed && meta.catalog.find(object.disk).is_some())
+                .filter(|object| object.state == ObjectState::Unsealed && meta.catalog.find(object.disk).is_some())
                 .map(|object| object.id)
                 .collect();
             unsealed.sort_unstable();
@@ -539,7 +539,7 @@ pub(super) fn collect_images(
     Ok(())
 }
 
-/// A truncated metadata file is noticed here, not at some later read; and no size is believed that no file bears out.
+/// A truncated metadata file is found here, not at some later read; and no size beyond the files' lengths is accepted.
 fn check_lengths(
     files: &[Arc<dyn File>; PageFile::COUNT],
     data_files: &[Arc<dyn File>],

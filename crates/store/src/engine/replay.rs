@@ -129,7 +129,8 @@ impl Engine {
                     continue;
                 }
             }
-            file.write_at(&[&slice], offset, false).during(|| format!("writing journalled block {block} home"))?;
+            file.write_at(&[&slice], offset, false)
+                .during(|| format!("writing journalled block {block} to its place"))?;
             self.files.touch(run);
             let mut guard = self.meta.lock();
             let Meta { data, pages, .. } = &mut *guard;

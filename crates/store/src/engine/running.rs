@@ -47,7 +47,7 @@ impl Running {
         let reason = self.reason.lock().clone().unwrap_or_default();
         Error::new(
             ErrorKind::Stopped,
-            format!("the datastore takes no writes since a failure ({reason}); mend the cause and open it again"),
+            format!("the datastore takes no writes since a failure ({reason}); remove the cause and open it again"),
         )
     }
 

@@ -254,7 +254,7 @@ fn truncated_metadata_is_refused_by_name() {
         write(&engine, 0, 1);
         engine.close().unwrap();
         disk.directory().open(name, IoMode::Buffered).unwrap().set_len(0).unwrap();
-        let refused = open(&disk).err().unwrap_or_else(|| panic!("{name} is gone and nobody noticed"));
+        let refused = open(&disk).err().unwrap_or_else(|| panic!("{name} is gone and the open succeeded"));
         assert_eq!(refused.kind(), ErrorKind::Corrupt);
         assert!(refused.to_string().contains(name), "{refused}");
     }

@@ -15,7 +15,7 @@
 use super::Engine;
 use super::check::{Report, Steps, Window, owners_of};
 use super::metadata::Sight;
-use crate::space::{Entry, Run};
+use crate::space::{BlockEntry, Run};
 use crate::{IoContext, Result, checksum};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use std::collections::BTreeMap;
@@ -35,7 +35,7 @@ const BLOCKS_PER_HOLD: usize = 4;
 
 /// Whether the store goes on while it is checked.
 #[derive(Clone, Copy)]
-pub(super) enum Standing<'a> {
+pub(super) enum StoreActivity<'a> {
     /// Others read and write.
     Running,
     /// Nothing changes; this payload of the journal is not home.
@@ -57,7 +57,7 @@ enum Found {
     Differs { expected: u32, found: u32 },
 }
 
-fn expected(entry: Entry, logged: bool) -> Expected {
+fn expected(entry: BlockEntry, logged: bool) -> Expected {
     if entry.references == 0 || entry.suspect || logged {
         return Expected::Nothing;
     }
@@ -76,7 +76,7 @@ impl Engine {
     pub(super) fn verify_window(
         &self,
         sight: &mut Sight<'_>,
-        standing: Standing<'_>,
+        standing: StoreActivity<'_>,
         window: &Window,
         report: &mut Report,
         steps: &mut Steps<'_>,
@@ -107,18 +107,19 @@ impl Engine {
         self.settle_doubts(sight, &mut doubts, report)
     }
 
-    /// Reads a run at once. What does not hash to what it should is reported, or in doubt while others write.
+    /// Reads a run at once. A block that fails its checksum is reported; while the store runs it is put among `doubts`
+    /// and checked again.
     fn verify_run(
         &self,
         sight: &mut Sight<'_>,
-        standing: Standing<'_>,
+        standing: StoreActivity<'_>,
         run: Run,
         doubts: &mut Vec<u64>,
         report: &mut Report,
     ) -> Result<()> {
         let (wanted, _guard) = match standing {
-            Standing::Running => self.expected_now(run)?,
-            Standing::Stopped(logged) => {
+            StoreActivity::Running => self.expected_now(run)?,
+            StoreActivity::Stopped(logged) => {
                 let mut wanted = Vec::with_capacity(run.blocks as usize);
                 for block in run.start..run.start + run.blocks {
                     wanted.push(expected(sight.entry(block)?, logged.contains_key(&block)));
@@ -135,7 +136,7 @@ impl Engine {
             let found = if whole { compare(sum, content) } else { self.read_one(block, sum)? };
             match found {
                 Found::Good => report.verified += 1,
-                _ if matches!(standing, Standing::Running) => doubts.push(block),
+                _ if matches!(standing, StoreActivity::Running) => doubts.push(block),
                 found => report_block(sight, block, found, report)?,
             }
         }

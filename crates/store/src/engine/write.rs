@@ -5,7 +5,7 @@ use super::placement::Holds;
 use super::read::gone;
 use super::reserve::DRAINS_MAX;
 use super::{Engine, Head, Meta};
-use crate::buffer::{Checksums, Content, DISCARD_CHANGES, Entry, Held};
+use crate::buffer::{Checksums, Content, DISCARD_CHANGES, DirtyEntry, Held};
 use crate::catalog::Provisioning;
 use crate::space::Run;
 use crate::tree;
@@ -159,7 +159,7 @@ impl Engine {
         }
         let stamp = self.log.clocks.acknowledge();
         let content = std::mem::replace(content, Content::Unmapped);
-        let entry = Entry { blocks, content, stamp, claimed: held.claimed > 0, covered };
+        let entry = DirtyEntry { blocks, content, stamp, claimed: held.claimed > 0, covered };
         let cuts = more > 0 && buffer.layers.cuts_discard(&range);
         let mut replaced = buffer.layers.insert(logical, entry);
         drop(buffer);

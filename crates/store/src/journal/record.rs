@@ -404,6 +404,6 @@ impl<'a> Reader<'a> {
 fn damaged() -> Error {
     Error::new(
         ErrorKind::Corrupt,
-        "a journal record passes its checksum but makes no sense; nothing was replayed from there on",
+        "a journal record passes its checksum but is invalid; nothing was replayed from there on",
     )
 }

@@ -249,7 +249,7 @@ fn a_trailer_takes_no_room_from_batches() {
     }
     assert_eq!((appended, journal.used()), (512, SIZE), "the last batch takes the place of a trailer");
     assert_eq!(survey(&file, START).len(), 512, "the first batch is as it was");
-    // A checkpoint lets go of all of it.
+    // A checkpoint releases the whole journal.
     journal.release(journal.head());
     journal.trail().unwrap();
     assert_eq!(survey(&file, START).len(), 512);

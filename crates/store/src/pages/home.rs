@@ -22,7 +22,7 @@ pub fn write_home(files: &[Arc<dyn File>; PageFile::COUNT], pages: &[(PageKey, A
         let run: Vec<Block> = pages[at..end].iter().map(|(_, page)| sealed(page)).collect();
         let slices = [bytemuck::cast_slice(&run)];
         let file = &files[key.file() as usize];
-        file.write_at(&slices, key.offset(), false).during(|| format!("writing {key} home"))?;
+        file.write_at(&slices, key.offset(), false).during(|| format!("writing {key} to its place"))?;
         file.write_out(key.offset(), (run.len() * BLOCK_SIZE) as u64, true);
         touched[key.file() as usize] = true;
         at = end;

@@ -32,7 +32,7 @@ enum Image {
 }
 
 #[derive(Default)]
-struct State {
+struct KeptState {
     readers: usize,
     images: FxHashMap<PageKey, Image>,
     in_memory: usize,
@@ -44,7 +44,7 @@ struct State {
 /// What later checkpoints would have overwritten.
 pub struct Kept {
     directory: Arc<dyn Directory>,
-    state: Mutex<State>,
+    state: Mutex<KeptState>,
 }
 
 /// Pages are kept while this lives.
@@ -60,7 +60,7 @@ impl Kept {
     pub fn begin(self: &Arc<Self>) -> Keeping {
         let mut state = self.state.lock();
         debug_assert_eq!(state.readers, 0);
-        *state = State { readers: 1, ..State::default() };
+        *state = KeptState { readers: 1, ..KeptState::default() };
         Keeping(Arc::clone(self))
     }
 
@@ -102,7 +102,7 @@ impl Kept {
         }
     }
 
-    fn overflow(&self, state: &mut State, page: &Block) -> Result<u64> {
+    fn overflow(&self, state: &mut KeptState, page: &Block) -> Result<u64> {
         let file = match &state.overflow {
             Some(file) => Arc::clone(file),
             None => {
@@ -162,7 +162,7 @@ impl Keeping {
 
 impl Drop for Keeping {
     fn drop(&mut self) {
-        *self.0.state.lock() = State::default();
+        *self.0.state.lock() = KeptState::default();
     }
 }
 

@@ -15,7 +15,7 @@
 //! # Loading without the lock
 //!
 //! The cache lives behind a lock that every request needs, so the medium is not waited for under it. A look-up that
-//! *defers* ([`Pages::defer`]) notes what is not in memory and fails; its caller lets go of the lock, reads the pages,
+//! *defers* ([`Pages::defer`]) notes what is not in memory and fails; its caller releases the lock, reads the pages,
 //! puts them in and looks again. Reads under way are registered ([`Pages::begin_load`]), so that no thread reads a page
 //! that another already reads, and every way in which a page comes into memory or loses its meaning cancels the
 //! registration: [`Pages::create`], [`Pages::forget`] and a load under the lock. What was read is put in only while its
@@ -270,7 +270,7 @@ impl Pages {
     }
 
     /// Takes all dirty pages as they are now and calls them clean: what is changed from now on belongs to the next
-    /// checkpoint. The caller makes them durable, [`sealed`], before it lets go of the journal behind them. The
+    /// checkpoint. The caller makes them durable, [`sealed`], before it releases the journal behind them. The
     /// checkpoint before this one has ended. All requests wait meanwhile, so checksums are computed later.
     pub fn capture(&mut self) -> Captured {
         let mut keys: Vec<PageKey> = self.dirty.drain().collect();

@@ -20,7 +20,7 @@ mod survey;
 mod table;
 
 pub use region::{REGION_BLOCKS, REGION_PAGES, SUMMARY_ENTRIES};
-pub use table::{Entry, TABLE_ENTRIES, forget_holds};
+pub use table::{BlockEntry, TABLE_ENTRIES, forget_holds};
 
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::{Error, ErrorKind, Result};
@@ -200,7 +200,7 @@ impl Space {
 
     /// The entry of a block.
     #[inline]
-    pub fn entry(&self, pages: &mut Pages, block: u64) -> Result<Entry> {
+    pub fn entry(&self, pages: &mut Pages, block: u64) -> Result<BlockEntry> {
         let (key, index) = self.locate(block);
         Ok(table::read(pages.get(key)?, index))
     }
@@ -210,7 +210,12 @@ impl Space {
     }
 
     /// Runs `change` over the entries of a run, page by page.
-    fn change(&self, pages: &mut Pages, run: Run, mut change: impl FnMut(u64, &mut Entry) -> Result<()>) -> Result<()> {
+    fn change(
+        &self,
+        pages: &mut Pages,
+        run: Run,
+        mut change: impl FnMut(u64, &mut BlockEntry) -> Result<()>,
+    ) -> Result<()> {
         let mut block = run.start;
         let end = run.start + run.blocks;
         while block < end {
@@ -242,7 +247,7 @@ impl Space {
     }
 
     /// Changes the entries of a run in a way that leaves reference counts and the backed flag alone.
-    pub fn annotate(&self, pages: &mut Pages, run: Run, mut note: impl FnMut(u64, &mut Entry)) -> Result<()> {
+    pub fn annotate(&self, pages: &mut Pages, run: Run, mut note: impl FnMut(u64, &mut BlockEntry)) -> Result<()> {
         self.check_range(run)?;
         self.change(pages, run, |block, entry| {
             let before = (entry.references, entry.backed);
@@ -301,7 +306,7 @@ impl Space {
     pub fn add_references(&mut self, pages: &mut Pages, run: Run) -> Result<()> {
         self.check_range(run)?;
         self.change(pages, run, |block, entry| {
-            if entry.references == 0 || entry.references == Entry::REFERENCES_MAX {
+            if entry.references == 0 || entry.references == BlockEntry::REFERENCES_MAX {
                 return Err(impossible(self.table, block, entry.references));
             }
             entry.references += 1;
@@ -421,7 +426,7 @@ impl Space {
 
     /// Makes a page of the table anew in the place of one that is damaged. Entry by entry `renew` is given the block
     /// and what the bytes that are there say of it, if they say anything.
-    pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, Entry) -> Entry) {
+    pub fn renew_table(&mut self, pages: &mut Pages, page: u64, renew: &mut dyn FnMut(u64, BlockEntry) -> BlockEntry) {
         let key = PageKey::new(self.table, page);
         let raw = pages.read_raw(key);
         let fresh = pages.replace(key);

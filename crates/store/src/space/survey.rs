@@ -4,7 +4,7 @@
 use super::allocation::GOOD_RUN;
 use super::region::{self, REGION_BLOCKS, REGION_PAGES};
 use super::table::{self, TABLE_ENTRIES};
-use super::{Entry, Run, SUMMARY_ENTRIES, Space};
+use super::{BlockEntry, Run, SUMMARY_ENTRIES, Space};
 use crate::pages::{PageKey, Pages};
 
 /// Regions looked at ahead of a search for free blocks: a search seldom goes further.
@@ -12,12 +12,12 @@ const SEARCH_REGIONS: u64 = 64;
 
 impl Space {
     /// The entry of a block, if its page is in memory.
-    pub fn peek(&self, pages: &mut Pages, block: u64) -> Option<Entry> {
+    pub fn peek(&self, pages: &mut Pages, block: u64) -> Option<BlockEntry> {
         let (key, index) = self.locate(block);
         pages.peek(key).map(|page| table::read(page, index))
     }
 
-    /// The entries of a run will be needed.
+    /// Notes that the entries of a run will be needed, so that their pages are loaded.
     pub fn survey_entries(&self, pages: &mut Pages, run: Run) {
         let end = run.start.saturating_add(run.blocks).min(self.blocks());
         if run.start < end {

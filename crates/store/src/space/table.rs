@@ -19,7 +19,7 @@ const BACKED: u32 = 1 << 31;
 
 /// What is known of one block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Entry {
+pub struct BlockEntry {
     /// CRC32C of its content.
     pub checksum: u32,
     /// How many nodes (for a data block) or nodes and roots (for a node) point at it.
@@ -33,7 +33,7 @@ pub struct Entry {
     pub held: bool,
 }
 
-impl Entry {
+impl BlockEntry {
     /// The highest reference count.
     pub const REFERENCES_MAX: u32 = (1 << 28) - 1;
 
@@ -50,13 +50,13 @@ fn offset(index: usize) -> usize {
 
 /// Entry `index` of a page.
 #[inline]
-pub fn read(page: &Block, index: usize) -> Entry {
+pub fn read(page: &Block, index: usize) -> BlockEntry {
     let at = offset(index);
     let raw = u64::from_le_bytes(page.0[at..at + ENTRY_SIZE].try_into().expect("eight bytes"));
     let word = (raw >> 32) as u32;
-    Entry {
+    BlockEntry {
         checksum: raw as u32,
-        references: word & Entry::REFERENCES_MAX,
+        references: word & BlockEntry::REFERENCES_MAX,
         backed: word & BACKED != 0,
         suspect: word & SUSPECT != 0,
         held: word & HELD != 0,
@@ -72,7 +72,7 @@ pub fn forget_holds(page: &mut Block) {
 
 /// Replaces entry `index` of a page.
 #[inline]
-pub fn write(page: &mut Block, index: usize, entry: Entry) {
+pub fn write(page: &mut Block, index: usize, entry: BlockEntry) {
     let mut word = entry.references;
     if entry.backed {
         word |= BACKED;

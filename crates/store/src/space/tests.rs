@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use super::{Entry, REGION_BLOCKS, Run, Space, SpaceCounts, SpaceKind};
+use super::{BlockEntry, REGION_BLOCKS, Run, Space, SpaceCounts, SpaceKind};
 use crate::ErrorKind;
 use crate::pages::{PageFile, Pages};
 use crate::testbed::{Random, page_files, reopened};
@@ -315,9 +315,9 @@ fn references_end_at_both_ends() {
     assert_eq!(none.kind(), ErrorKind::Corrupt);
     assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
     world.space.adopt(&mut world.pages, run).unwrap();
-    world.space.repair_references(&mut world.pages, 0, Entry::REFERENCES_MAX).unwrap();
+    world.space.repair_references(&mut world.pages, 0, BlockEntry::REFERENCES_MAX).unwrap();
     assert_eq!(world.space.add_references(&mut world.pages, run).unwrap_err().kind(), ErrorKind::Corrupt);
-    assert_eq!(world.space.entry(&mut world.pages, 0).unwrap().references, Entry::REFERENCES_MAX);
+    assert_eq!(world.space.entry(&mut world.pages, 0).unwrap().references, BlockEntry::REFERENCES_MAX);
 }
 
 #[test]

@@ -28,8 +28,8 @@
 //! | | | 48-63 | zero |
 //!
 //! [`validate`] is the one gate: it is total over all byte patterns, and a page that passed it keeps invariants 4 and 6
-//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. What only
-//! several pages together show, bounds and levels, is checked on the way down by those who go there.
+//! of the [tree](super) as far as one page can show. All functions after it take such pages and rely on that. Bounds
+//! and levels, which only several pages together show, are checked on each descent.
 
 use super::{LEVELS_MAX, Mapping, NodeId, corrupt};
 use crate::{Error, ErrorKind, Result};
@@ -60,20 +60,20 @@ const _: () = assert!(ENTRIES_MAX == 254);
 const _: () = assert!(1 << LENGTH_SHIFT == LOGICAL_LIMIT && EXTENT_BLOCKS_MAX == 1 << 8);
 
 /// An entry as stored: two little-endian words.
-type Entry = [u64; 2];
+type RawEntry = [u64; 2];
 
 /// Consecutive physical blocks.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Run {
+pub(super) struct PhysicalRun {
     pub physical: u64,
     pub blocks: u64,
 }
 
 /// Appends physical blocks to a list, to its last run where they follow it.
-pub(super) fn push_run(runs: &mut Vec<Run>, physical: u64, blocks: u64) {
+pub(super) fn push_run(runs: &mut Vec<PhysicalRun>, physical: u64, blocks: u64) {
     match runs.last_mut() {
         Some(last) if last.physical + last.blocks == physical => last.blocks += blocks,
-        _ => runs.push(Run { physical, blocks }),
+        _ => runs.push(PhysicalRun { physical, blocks }),
     }
 }
 
@@ -97,23 +97,23 @@ pub(super) enum Edit {
     Full,
 }
 
-fn pairs(page: &Block) -> &[Entry; BLOCK_SIZE / ENTRY_BYTES] {
+fn pairs(page: &Block) -> &[RawEntry; BLOCK_SIZE / ENTRY_BYTES] {
     bytemuck::cast_ref(page)
 }
 
-fn pairs_mut(page: &mut Block) -> &mut [Entry; BLOCK_SIZE / ENTRY_BYTES] {
+fn pairs_mut(page: &mut Block) -> &mut [RawEntry; BLOCK_SIZE / ENTRY_BYTES] {
     bytemuck::cast_mut(page)
 }
 
-fn entries(page: &Block) -> &[Entry] {
+fn entries(page: &Block) -> &[RawEntry] {
     &pairs(page)[HEADER_PAIRS..HEADER_PAIRS + count(page)]
 }
 
-fn key_of(entry: &Entry) -> u64 {
+fn key_of(entry: &RawEntry) -> u64 {
     u64::from_le(entry[0]) & (LOGICAL_LIMIT - 1)
 }
 
-fn decode(entry: &Entry) -> Mapping {
+fn decode(entry: &RawEntry) -> Mapping {
     let (place, target) = (u64::from_le(entry[0]), u64::from_le(entry[1]));
     Mapping {
         logical: place & (LOGICAL_LIMIT - 1),
@@ -123,7 +123,7 @@ fn decode(entry: &Entry) -> Mapping {
     }
 }
 
-fn encode(mapping: &Mapping) -> Entry {
+fn encode(mapping: &Mapping) -> RawEntry {
     debug_assert!(mapping.blocks >= 1 && mapping.blocks <= EXTENT_BLOCKS_MAX);
     debug_assert!(mapping.end() <= LOGICAL_LIMIT && mapping.physical + mapping.blocks <= PHYSICAL_LIMIT);
     let flags = if mapping.unwritten { UNWRITTEN } else { 0 };
@@ -154,7 +154,9 @@ pub fn validate(page: &Block, expected: NodeId) -> Result<()> {
     if version != VERSION {
         return Err(Error::new(
             ErrorKind::Unsupported,
-            format!("map node {expected} has version {version}, this program knows version {VERSION}: use a newer one"),
+            format!(
+                "map node {expected} has version {version}, this program supports version {VERSION}: use a newer one"
+            ),
         ));
     }
     if id(page) != expected {
@@ -246,7 +248,7 @@ pub(super) fn first_ending_after(page: &Block, position: u64) -> usize {
 }
 
 /// The physical blocks of a leaf, runs that follow each other joined.
-pub(super) fn data_runs(page: &Block) -> Vec<Run> {
+pub(super) fn data_runs(page: &Block) -> Vec<PhysicalRun> {
     let mut runs = Vec::new();
     for mapping in entries(page).iter().map(decode) {
         push_run(&mut runs, mapping.physical, mapping.blocks);
@@ -326,7 +328,7 @@ pub(super) fn append(page: &mut Block, right: &Block, key: u64) {
 }
 
 /// Puts `new` in the place of the entries `range`. What does not fit a page is our bug: it is left out.
-fn splice(page: &mut Block, range: Range<usize>, new: &[Entry]) {
+fn splice(page: &mut Block, range: Range<usize>, new: &[RawEntry]) {
     let old_count = count(page);
     debug_assert!(range.start <= range.end && range.end <= old_count);
     debug_assert!(old_count - range.len() + new.len() <= ENTRIES_MAX);
@@ -360,7 +362,7 @@ pub(super) fn replace_in_leaf(
     page: &mut Block,
     range: Range<u64>,
     with: Option<Mapping>,
-    removed: &mut Vec<Run>,
+    removed: &mut Vec<PhysicalRun>,
 ) -> Edit {
     let entries = entries(page);
     let mut first = first_ending_after(page, range.start);

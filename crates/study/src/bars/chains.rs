@@ -1,4 +1,4 @@
-//! Bar 3 of VMware's formats: random 4 KiB reads through 32 levels of deltas against the flat base alone.
+//! Random 4 KiB reads through 32 levels of deltas against the flat base alone.
 //!
 //! Every block lies in a level of its own choice, so that hardly two neighbours share one: each block is an entry of
 //! the metadata cache, the worst there is. Two sizes of disk: one whose blocks all fit into the cache, read once before
@@ -13,12 +13,12 @@ use crate::datastore::{Datastore, Serving};
 use crate::error::{Error, Result};
 use crate::fio::Pattern;
 use crate::nbd::{Client, Request};
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
 
-const BAR: Bar = Bar::Vmdk(3);
+const PROPERTY: &str = "deep chains";
 /// Least share of the base's rate with a warm cache ...
 const WARM_SHARE_MIN: f64 = 0.95;
 /// ... and with one that overflows.
@@ -33,22 +33,22 @@ const FORMATS: [&str; 3] = ["vmfssparse", "sesparse", "vsansparse"];
 /// Requests in flight.
 const DEPTHS: [u32; 2] = [1, 16];
 
-struct State {
+struct CacheShare {
     word: &'static str,
     /// Blocks of the disk for each entry of the cache, in halves.
     halves: u64,
     share_min: f64,
 }
 
-const STATES: [State; 2] = [
-    State { word: "warm", halves: 1, share_min: WARM_SHARE_MIN },
-    State { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
+const STATES: [CacheShare; 2] = [
+    CacheShare { word: "warm", halves: 1, share_min: WARM_SHARE_MIN },
+    CacheShare { word: "overflowing", halves: 8, share_min: OVERFLOWING_SHARE_MIN },
 ];
 
 /// Measures it.
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
-    let name = |state: &State, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
+    let name = |state: &CacheShare, depth: u32| format!("{}-randread-4k-qd{depth}", state.word);
     let all: Vec<String> = STATES.iter().flat_map(|state| DEPTHS.map(|depth| name(state, depth))).collect();
     if !all.iter().any(|cell| plan.wants(cell)) {
         return Err(no_cell(plan, &all));
@@ -93,7 +93,7 @@ const BASE: &str = "base";
 const OTHER_BASE: &str = "other-base";
 
 /// Two flat disks and one with 32 levels for each format, all with the same content: names and what they are.
-fn build(setting: &Setting, datastore: &Datastore, state: &State, size: u64) -> Result<Vec<(String, String)>> {
+fn build(setting: &Setting, datastore: &Datastore, state: &CacheShare, size: u64) -> Result<Vec<(String, String)>> {
     let mut disks = vec![(BASE.to_string(), "flat".to_string()), (OTHER_BASE.to_string(), "flat".to_string())];
     for (disk, _) in &disks {
         datastore.create_vmdk(disk, size, "thin", None)?;
@@ -152,21 +152,21 @@ fn measure_cell(
     Ok(rates)
 }
 
-fn judge(state: &State, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
-    outcome.findings.push(Finding::note(BAR, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
+fn judge(state: &CacheShare, cell: &str, disks: &[(String, String)], rates: &[Vec<f64>], outcome: &mut Outcome) {
+    outcome.findings.push(Finding::note(PROPERTY, format!("{cell} of the flat base"), median(&rates[0]), "/s"));
     for ((disk, format), of) in disks.iter().zip(rates).skip(1) {
         let share = share(of, &rates[0]);
         outcome.findings.push(if disk == OTHER_BASE {
-            Finding::note(BAR, format!("{cell}, another flat disk: share (noise)"), share, "")
+            Finding::note(PROPERTY, format!("{cell}, another flat disk: share (noise)"), share, "")
         } else {
             let what = format!("{cell}, {DEPTH} levels of {format}: share of the base");
-            Finding::at_least(BAR, what, share, state.share_min, "")
+            Finding::at_least(PROPERTY, what, share, state.share_min, "")
         });
     }
 }
 
 /// What the cache says of itself.
-fn memory(state: &State, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
+fn memory(state: &CacheShare, format: &str, statistics: &Value, outcome: &mut Outcome) -> Result<()> {
     let metadata = &statistics["metadata"];
     let field = |name: &str| {
         metadata[name].as_f64().ok_or_else(|| Error::Answer(format!("disk stats has no metadata.{name}: {statistics}")))
@@ -175,9 +175,9 @@ fn memory(state: &State, format: &str, statistics: &Value, outcome: &mut Outcome
     let (hits, misses) = (field("hits")?, field("misses")?);
     let what = |text: &str| format!("{} {format}: {text}", state.word);
     outcome.findings.extend([
-        Finding::note(BAR, what("hit rate"), ratio(hits, hits + misses), ""),
-        Finding::note(BAR, what("entries"), entries, ""),
-        Finding::at_most(BAR, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
+        Finding::note(PROPERTY, what("hit rate"), ratio(hits, hits + misses), ""),
+        Finding::note(PROPERTY, what("entries"), entries, ""),
+        Finding::at_most(PROPERTY, what("memory of an entry"), ratio(bytes, entries), ENTRY_MEMORY_MAX, "bytes"),
     ]);
     Ok(())
 }

@@ -13,12 +13,12 @@ use crate::nbd::{Client, Timing};
 use crate::peers;
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Native(13);
+const PROPERTY: &str = "many connections";
 const COUNTS: [usize; 2] = [8, 16];
 /// The common rate, of what the slower server does at full speed.
 const RATE_SHARE: f64 = 0.5;
@@ -114,14 +114,14 @@ fn cell(setting: &Setting, name: &str, count: usize, shape: Shape, outcome: &mut
     let what = |text: &str| format!("{name}: {text}");
     let against = ratio(median(&ours.p99), median(&peer.p99));
     outcome.findings.extend([
-        Finding::note(BAR, what("requests a second, lamina"), median(&ours.rates), ""),
-        Finding::note(BAR, what("requests a second, nbdkit"), median(&peer.rates), ""),
-        Finding::at_least(BAR, what("least to most, lamina"), median(&ours.fairness), FAIRNESS_MIN, ""),
-        Finding::note(BAR, what("least to most, nbdkit"), median(&peer.fairness), ""),
-        Finding::note(BAR, what("common rate"), f64::from(rate), "/s"),
-        Finding::note(BAR, what("p99 at it, lamina"), median(&ours.p99), "ms"),
-        Finding::note(BAR, what("p99 at it, nbdkit"), median(&peer.p99), "ms"),
-        Finding::at_most(BAR, what("p99 against nbdkit's"), against, 1.0, ""),
+        Finding::note(PROPERTY, what("requests a second, lamina"), median(&ours.rates), ""),
+        Finding::note(PROPERTY, what("requests a second, nbdkit"), median(&peer.rates), ""),
+        Finding::at_least(PROPERTY, what("least to most, lamina"), median(&ours.fairness), FAIRNESS_MIN, ""),
+        Finding::note(PROPERTY, what("least to most, nbdkit"), median(&peer.fairness), ""),
+        Finding::note(PROPERTY, what("common rate"), f64::from(rate), "/s"),
+        Finding::note(PROPERTY, what("p99 at it, lamina"), median(&ours.p99), "ms"),
+        Finding::note(PROPERTY, what("p99 at it, nbdkit"), median(&peer.p99), "ms"),
+        Finding::at_most(PROPERTY, what("p99 against nbdkit's"), against, 1.0, ""),
     ]);
     let samples = |side: &Side| {
         json!({

@@ -1,4 +1,4 @@
-//! Bar 7 of VMware's formats, first half: a chain of deltas is consolidated into its base under random writes.
+//! A chain of deltas is consolidated into its base under random writes.
 //!
 //! The deltas together hold as much as the disk is large, in runs of 64 KiB at random. What the disk must hold is known
 //! block by block all the time (see [`super::load`]) and compared at the end, before and after the server restarts.
@@ -10,13 +10,13 @@ use crate::error::Result;
 use crate::nbd::Timing;
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::ratio;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Vmdk(7);
+const PROPERTY: &str = "consolidation";
 /// Longest delay of any request.
 const DELAY_MAX_MS: f64 = 50.0;
 /// "Bounded time": least rate at which the bytes to be moved are worked off, whatever the guest writes meanwhile.
@@ -100,13 +100,13 @@ pub(super) fn watched(
     let speed = ratio(work.bytes as f64, time.as_secs_f64());
     let over = late(&timings, during).count();
     outcome.findings.extend([
-        Finding::note(BAR, what("time"), time.as_secs_f64(), "s"),
-        Finding::at_least(BAR, what("bytes moved per second"), speed / 1e6, BYTES_PER_SECOND_MIN / 1e6, "MB/s"),
-        Finding::at_most(BAR, what("blocks that differ"), differences as f64, 0.0, ""),
-        Finding::note(BAR, what("worst request in 20 s without it"), calm, "ms"),
-        Finding::at_most(BAR, what("worst request during it"), busy, DELAY_MAX_MS, "ms"),
-        Finding::note(BAR, what("requests during it above 50 ms"), over as f64, ""),
-        Finding::note(BAR, what("rate during it against without"), share(&timings, during, before, after), ""),
+        Finding::note(PROPERTY, what("time"), time.as_secs_f64(), "s"),
+        Finding::at_least(PROPERTY, what("bytes moved per second"), speed / 1e6, BYTES_PER_SECOND_MIN / 1e6, "MB/s"),
+        Finding::at_most(PROPERTY, what("blocks that differ"), differences as f64, 0.0, ""),
+        Finding::note(PROPERTY, what("worst request in 20 s without it"), calm, "ms"),
+        Finding::at_most(PROPERTY, what("worst request during it"), busy, DELAY_MAX_MS, "ms"),
+        Finding::note(PROPERTY, what("requests during it above 50 ms"), over as f64, ""),
+        Finding::note(PROPERTY, what("rate during it against without"), share(&timings, during, before, after), ""),
     ]);
     Ok(json!({
         "what": work.what, "seconds": time.as_secs_f64(), "bytes": work.bytes, "differences": differences,

@@ -1,4 +1,4 @@
-//! Bar 5: 4 KiB requests at snapshot depths up to 1,000 against depth 0, warm and right after reopening.
+//! 4 KiB requests at snapshot depths up to 1,000 against depth 0, warm and right after reopening.
 //!
 //! A disk of depth *n* is written in *n* + 1 parts, each a random share of its blocks, with a snapshot after every
 //! part but the last: its data lies spread over all levels. Disks of depth 0 are written in the same random order, so
@@ -16,6 +16,9 @@ use crate::random::Random;
 use crate::report::{Finding, Outcome};
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
+
+/// What the findings are about.
+const PROPERTY: &str = "snapshot depth";
 
 /// Least share of the rate at depth 0.
 const SHARE_MIN: f64 = 0.97;
@@ -98,14 +101,19 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                 }
             }
             let base = median(&rates[0]);
-            findings.push(Finding::note(5, format!("{state} {name} at depth 0"), base, "/s"));
+            findings.push(Finding::note(PROPERTY, format!("{state} {name} at depth 0"), base, "/s"));
             for (disk, rates) in disks.iter().zip(&rates).skip(1) {
                 let share = ratio(median(rates), base);
                 findings.push(if disk.depth == 0 {
-                    Finding::note(5, format!("{state} {name}, another disk of depth 0: share (noise)"), share, "")
+                    Finding::note(
+                        PROPERTY,
+                        format!("{state} {name}, another disk of depth 0: share (noise)"),
+                        share,
+                        "",
+                    )
                 } else {
                     let what = format!("{state} {name} at depth {}: share of depth 0", disk.depth);
-                    Finding::at_least(5, what, share, SHARE_MIN, "")
+                    Finding::at_least(PROPERTY, what, share, SHARE_MIN, "")
                 });
             }
             let sides: Vec<Value> =

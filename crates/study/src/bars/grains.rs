@@ -1,5 +1,5 @@
-//! Bar 4 of VMware's formats: SEsparse and VMFSsparse against a thin flat disk, over sizes of requests, patterns, and
-//! disks that are empty or full.
+//! SEsparse and VMFSsparse against a thin flat disk, over sizes of requests, patterns, and disks that are empty or
+//! full.
 //!
 //! A delta stands above an empty flat disk, as the first snapshot of a new disk leaves it. Writes to an empty disk are
 //! a fixed number of bytes, no block twice, each run to a fresh disk: every one of them is a first write. How they
@@ -15,13 +15,13 @@ use crate::error::{Error, Result};
 use crate::fio::Pattern;
 use crate::nbd::Client;
 use crate::plan::Mode;
-use crate::report::{self, Bar, Finding, Outcome, figure, table};
+use crate::report::{self, Finding, Outcome, figure, table};
 use crate::statistics::median;
 use crate::{process, scratch};
 use serde_json::{Map, Value, json};
 use std::time::Duration;
 
-const BAR: Bar = Bar::Vmdk(4);
+const PROPERTY: &str = "grain formats";
 /// Least share of the flat disk's rate for requests in order ...
 const SEQUENTIAL_SHARE_MIN: f64 = 0.9;
 /// ... and for random ones.
@@ -121,7 +121,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         if cell.first_writes() {
             let flushed = by_side(&found[FLUSHED]);
             let what = format!("{} with a flush: SEsparse's share of flat", cell.name);
-            outcome.findings.push(Finding::note(BAR, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
+            outcome.findings.push(Finding::note(PROPERTY, what, share(&flushed[SESPARSE], &flushed[FLAT]), ""));
         }
         let mut row = vec![cell.name.clone()];
         row.extend(rates.iter().map(|rates| figure(median(rates) * f64::from(cell.block) / f64::from(1 << 20))));
@@ -261,19 +261,19 @@ fn judge(cell: &Cell, rates: &[Vec<f64>; 3], outcome: &mut Outcome) {
     let share = |side: usize, of: usize| share(&rates[side], &rates[of]);
     outcome.findings.extend([
         Finding::at_least(
-            BAR,
+            PROPERTY,
             format!("{}: SEsparse's share of flat", cell.name),
             share(SESPARSE, FLAT),
             cell.share_min(),
             "",
         ),
         Finding::at_least(
-            BAR,
+            PROPERTY,
             format!("{}: SEsparse's share of VMFSsparse", cell.name),
             share(SESPARSE, VMFSSPARSE),
             VMFSSPARSE_SHARE_MIN,
             "",
         ),
-        Finding::note(BAR, format!("{}: VMFSsparse's share of flat", cell.name), share(VMFSSPARSE, FLAT), ""),
+        Finding::note(PROPERTY, format!("{}: VMFSsparse's share of flat", cell.name), share(VMFSSPARSE, FLAT), ""),
     ]);
 }

@@ -1,4 +1,4 @@
-//! Bar 7 of VMware's formats, second half: a thick disk in use is moved to thin and to native under random writes.
+//! A thick disk in use is moved to thin and to native under random writes.
 //!
 //! See [`super::consolidate`] for what is watched.
 

@@ -13,14 +13,14 @@ use crate::fio::Endpoint;
 use crate::nbd::{Client, Request};
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, percentile, ratio};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Native(14);
+const PROPERTY: &str = "neighbour";
 const CAPACITY: u64 = 16 << 40;
 const CACHE: u64 = 16 << 20;
 const NEIGHBOUR: u64 = 64 << 20;
@@ -95,10 +95,20 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
         for (at, beside) in EACH.into_iter().enumerate() {
             let word = beside.word();
             let of = |what: &str| format!("{name}: {what}, {word}");
-            outcome.findings.push(Finding::note(BAR, of("p99, one after another"), median(&figures.fast[at]), "us"));
-            outcome.findings.push(Finding::note(BAR, of("p99, 1,000 a second"), median(&figures.steady[at]), "us"));
+            outcome.findings.push(Finding::note(
+                PROPERTY,
+                of("p99, one after another"),
+                median(&figures.fast[at]),
+                "us",
+            ));
+            outcome.findings.push(Finding::note(
+                PROPERTY,
+                of("p99, 1,000 a second"),
+                median(&figures.steady[at]),
+                "us",
+            ));
             if beside != Beside::Nothing {
-                outcome.findings.push(Finding::note(BAR, of("busy disk"), median(&figures.busy[at]), "/s"));
+                outcome.findings.push(Finding::note(PROPERTY, of("busy disk"), median(&figures.busy[at]), "/s"));
             }
         }
     }
@@ -106,9 +116,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     for (what, figures) in [("one after another", &ours.fast), ("1,000 a second", &ours.steady)] {
         let against = |other: usize| ratio(median(&figures[2]), median(&figures[other]));
         let alone = format!("p99 beside misses against alone, {what}");
-        outcome.findings.push(Finding::at_most(BAR, alone, against(0), P99_MAX, ""));
+        outcome.findings.push(Finding::at_most(PROPERTY, alone, against(0), P99_MAX, ""));
         let hits = format!("p99 beside misses against beside hits, {what}");
-        outcome.findings.push(Finding::at_most(BAR, hits, against(1), P99_MAX, ""));
+        outcome.findings.push(Finding::at_most(PROPERTY, hits, against(1), P99_MAX, ""));
     }
     outcome.raw = sides.iter().map(|(name, _, figures)| described(name, figures)).collect();
     Ok(outcome)
@@ -124,13 +134,7 @@ fn described(name: &str, figures: &Figures) -> Value {
     json!({ "server": name, "each": each.collect::<Vec<_>>() })
 }
 
-fn one_run(
-    setting: &Setting,
-    datastore: &Datastore,
-    places: &[u64],
-    run: usize,
-    figures: &mut Figures,
-) -> Result<()> {
+fn one_run(setting: &Setting, datastore: &Datastore, places: &[u64], run: usize, figures: &mut Figures) -> Result<()> {
     let plan = &setting.plan;
     let serving = Serving { metadata_cache: Some(CACHE), ..Serving::plain(plan.mode()) };
     let (server, _) = datastore.serve(&serving, BUSY)?;

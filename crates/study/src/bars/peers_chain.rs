@@ -1,4 +1,4 @@
-//! Bar 5 of VMware's formats: reads of chains, served by lamina and by qemu-nbd from the very same files.
+//! Reads of chains, served by lamina and by qemu-nbd from the very same files.
 //!
 //! VMFSsparse and SEsparse chains are lamina's own disks, whose files qemu-nbd opens: QEMU writes neither format.
 //! Hosted sparse and qcow2 chains are made with qemu-img and written through qemu-nbd, and lamina serves them in place.
@@ -15,14 +15,14 @@ use crate::error::{Doing, Error, Result};
 use crate::fio::{self, Job, Length, Pattern};
 use crate::peers::{self, Server};
 use crate::plan::{Mode, Plan};
-use crate::report::{Bar, Finding, Outcome, figure, table};
+use crate::report::{Finding, Outcome, figure, table};
 use crate::statistics::{median, ratio};
 use crate::{process, scratch};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const BAR: Bar = Bar::Vmdk(5);
+const PROPERTY: &str = "chains against qemu-nbd";
 /// Least multiple of qemu-nbd's rate.
 const MULTIPLE_MIN: f64 = 1.2;
 /// Deepest chain that every format allows.
@@ -114,7 +114,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
                 let medians = [median(&rates[0]), median(&rates[1])];
                 let multiple = ratio(medians[0], medians[1]);
                 let what = format!("{} {cell_name}: multiple of qemu-nbd", mode.word());
-                outcome.findings.push(Finding::at_least(BAR, what, multiple, MULTIPLE_MIN, ""));
+                outcome.findings.push(Finding::at_least(PROPERTY, what, multiple, MULTIPLE_MIN, ""));
                 let scale = f64::from(cell.2) / f64::from(1 << 20);
                 let scale = if cell.1.random() { 1.0 } else { scale };
                 let rate = |side: usize| figure(medians[side] * scale);

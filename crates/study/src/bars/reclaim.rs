@@ -1,4 +1,4 @@
-//! Bar 9: space after discards, and after overwriting everything at random ten times.
+//! Space after discards, and after overwriting everything at random ten times.
 
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
@@ -12,6 +12,9 @@ use crate::scratch;
 use crate::statistics::ratio;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+
+/// What the findings are about.
+const PROPERTY: &str = "space returned";
 
 /// Least share of discarded runs that must be back in the file system ...
 const RETURNED_MIN: f64 = 0.99;
@@ -74,7 +77,7 @@ fn runs(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mut Out
         let (after, time) = scratch::wait_allocated(datastore.path(), wanted, RETURN_TIME_MAX)?;
         let returned = ratio(before.saturating_sub(after) as f64, discarded as f64);
         let what = format!("runs of {shown}: returned within 2 s");
-        outcome.findings.push(Finding::at_least(9, what, returned, RETURNED_MIN, ""));
+        outcome.findings.push(Finding::at_least(PROPERTY, what, returned, RETURNED_MIN, ""));
         raw.push(json!({
             "run": bytes, "discarded": discarded, "before": before, "after": after, "ms": time.as_secs_f64() * 1e3,
         }));
@@ -99,7 +102,7 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     let written = scratch::allocated(datastore.path())?;
     let growth = ratio(written.saturating_sub(before) as f64, discarded as f64);
     let what = "scattered blocks: growth when as much is written 2 s later";
-    outcome.findings.push(Finding::at_most(9, what, growth, GROWTH_MAX, ""));
+    outcome.findings.push(Finding::at_most(PROPERTY, what, growth, GROWTH_MAX, ""));
 
     say("discarding scattered blocks and waiting");
     setting.scratch.rest(datastore.path())?;
@@ -109,8 +112,8 @@ fn scattered(setting: &Setting, datastore: &Datastore, _empty: u64, outcome: &mu
     let (after, time) = scratch::wait_allocated(datastore.path(), wanted, IDLE_TIME_MAX)?;
     let returned = ratio(full.saturating_sub(after) as f64, left as f64);
     let what = "scattered blocks: returned in a minute of idle time";
-    outcome.findings.push(Finding::at_least(9, what, returned, RETURNED_MIN, ""));
-    outcome.findings.push(Finding::note(9, "scattered blocks: time until returned", time.as_secs_f64(), "s"));
+    outcome.findings.push(Finding::at_least(PROPERTY, what, returned, RETURNED_MIN, ""));
+    outcome.findings.push(Finding::note(PROPERTY, "scattered blocks: time until returned", time.as_secs_f64(), "s"));
     Ok(json!({
         "discarded": discarded, "before": before, "after_writing": written,
         "discarded_idle": left, "before_idle": full, "after_idle": after, "idle_s": time.as_secs_f64(),
@@ -138,10 +141,10 @@ fn overwritten(setting: &Setting, datastore: &Datastore, empty: u64, outcome: &m
     let grown = ratio(after.saturating_sub(empty) as f64, live);
     let slowest = rates.iter().copied().fold(f64::INFINITY, f64::min);
     outcome.findings.extend([
-        Finding::at_most(9, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
-        Finding::note(9, "the same with what the empty datastore took", ratio(after as f64, live), ""),
-        Finding::note(9, "slowest pass of random writes", slowest, "/s"),
-        Finding::note(9, "slowest pass against the first", ratio(slowest, rates[0]), ""),
+        Finding::at_most(PROPERTY, "overwritten ten times: space against live data", grown, SPACE_MAX, ""),
+        Finding::note(PROPERTY, "the same with what the empty datastore took", ratio(after as f64, live), ""),
+        Finding::note(PROPERTY, "slowest pass of random writes", slowest, "/s"),
+        Finding::note(PROPERTY, "slowest pass against the first", ratio(slowest, rates[0]), ""),
     ]);
     Ok(json!({ "empty": empty, "after_each": space, "settled": after, "rates": rates }))
 }

@@ -1,4 +1,4 @@
-//! Bar 6 of VMware's formats: an SEsparse disk, half of whose data was discarded, is wiped and shrunk under load.
+//! An SEsparse disk, half of whose data was discarded, is wiped and shrunk under load.
 //!
 //! The load is random 4 KiB writes to the part of the disk that stays, whose grains are all there: it takes and frees
 //! no space. Its rates before and after are what the rate during the work is held against. Discarded are random runs of
@@ -11,13 +11,13 @@ use crate::error::Result;
 use crate::nbd::{Client, Request};
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::ratio;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Vmdk(6);
+const PROPERTY: &str = "SEsparse wipe and shrink";
 /// Least share of the dead grains that must leave the file system.
 const RETURNED_MIN: f64 = 0.99;
 /// Least share of the load's rate meanwhile.
@@ -77,12 +77,18 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let calm = (rate(&timings, before) + rate(&timings, after)) / 2.0;
     let share = ratio(rate(&timings, during), calm);
     let returned = ratio(full.saturating_sub(left) as f64, dead as f64);
-    let note = |what: &str, figure, unit| Finding::note(BAR, what, figure, unit);
+    let note = |what: &str, figure, unit| Finding::note(PROPERTY, what, figure, unit);
     server.service.stop()?;
     Ok(Outcome {
         findings: vec![
-            Finding::at_least(BAR, "wipe and shrink: space returned of what was dead", returned, RETURNED_MIN, ""),
-            Finding::at_least(BAR, "wipe and shrink: rate of writes against before and after", share, SHARE_MIN, ""),
+            Finding::at_least(PROPERTY, "wipe and shrink: space returned of what was dead", returned, RETURNED_MIN, ""),
+            Finding::at_least(
+                PROPERTY,
+                "wipe and shrink: rate of writes against before and after",
+                share,
+                SHARE_MIN,
+                "",
+            ),
             note("time of the wipe", times[0], "s"),
             note("time of the shrink", times[1], "s"),
             note("worst request before", worst(&timings, &[before]), "ms"),

@@ -1,4 +1,4 @@
-//! Bar 6: snapshots taken and deleted while random 4 KiB writes go on at queue depth 16.
+//! Snapshots taken and deleted while random 4 KiB writes go on at queue depth 16.
 //!
 //! The load is the study's own client, so that a request's beginning and end and a snapshot's stand on one clock: what
 //! a snapshot delays are the requests in flight while it is taken. The same number of windows of the same length
@@ -20,6 +20,9 @@ use crate::scratch;
 use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
+
+/// What the findings are about.
+const PROPERTY: &str = "snapshots under load";
 
 /// Longest 99th percentile of taking a snapshot, milliseconds.
 const CREATE_P99_MAX_MS: f64 = 2.0;
@@ -86,14 +89,20 @@ fn take(setting: &Setting, datastore: &Datastore, outcome: &mut Outcome) -> Resu
     let timings = load.finish()?;
     let (delayed, noise) = (worst(&timings, &with), worst(&timings, &without));
     let latencies: Vec<f64> = timings.iter().map(|t| t.microseconds() / 1000.0).collect();
-    let note = |what: &str, figure| Finding::note(6, what, figure, "ms");
+    let note = |what: &str, figure| Finding::note(PROPERTY, what, figure, "ms");
     outcome.findings.extend([
         note("taking a snapshot, median", median(&times)),
-        Finding::at_most(6, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
+        Finding::at_most(PROPERTY, "taking a snapshot, p99", percentile(&times, 0.99), CREATE_P99_MAX_MS, "ms"),
         note("the same as a command, median", median(&commands)),
         note("worst request in windows without one", noise),
         note("worst request in flight during one", delayed),
-        Finding::at_most(6, "worst delay by a snapshot (difference)", (delayed - noise).max(0.0), DELAY_MAX_MS, "ms"),
+        Finding::at_most(
+            PROPERTY,
+            "worst delay by a snapshot (difference)",
+            (delayed - noise).max(0.0),
+            DELAY_MAX_MS,
+            "ms",
+        ),
         note("request latency over all, p99.9", percentile(&latencies, 0.999)),
     ]);
     Ok(json!({
@@ -171,14 +180,14 @@ fn delete(setting: &Setting, outcome: &mut Outcome) -> Result<Value> {
         let returned = ratio(before.saturating_sub(after) as f64, held as f64);
         outcome.findings.extend([
             Finding::at_least(
-                6,
+                PROPERTY,
                 format!("deleting {what}: rate against before and after"),
                 ratio(busy, calm),
                 DELETE_SHARE_MIN,
                 "",
             ),
-            Finding::at_least(6, format!("deleting {what}: space returned of held"), returned, RETURNED_MIN, ""),
-            Finding::note(6, format!("deleting {what}: time until returned"), time.as_secs_f64() * 1e3, "ms"),
+            Finding::at_least(PROPERTY, format!("deleting {what}: space returned of held"), returned, RETURNED_MIN, ""),
+            Finding::note(PROPERTY, format!("deleting {what}: time until returned"), time.as_secs_f64() * 1e3, "ms"),
         ]);
         raw.push(json!({
             "snapshot": name, "held": held, "before": before, "after": after, "calm_rate": calm, "busy_rate": busy,

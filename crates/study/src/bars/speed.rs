@@ -1,4 +1,4 @@
-//! Bar 3: requests over NBD on a unix socket, against the peers, buffered and direct.
+//! Requests over NBD on a unix socket, against the peers, buffered and direct.
 //!
 //! With `--baseline` another lamina, of a release for example, is one of the servers. Beside the rates stands the
 //! processor time of each server for a request.
@@ -20,6 +20,9 @@ use crate::{process, scratch};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
+
+/// What the findings are about.
+const PROPERTY: &str = "NBD speed";
 
 /// Least share of the best raw server.
 const RAW_SHARE_MIN: f64 = 0.95;
@@ -165,13 +168,19 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
     let name = format!("{} {}", mode.word(), cell.name);
     let to_raw = ratio(ours, best(Kind::Raw, servers, samples));
     let to_qcow2 = ratio(ours, best(Kind::Qcow2, servers, samples));
-    findings.push(Finding::at_least(3, format!("{name}: share of the best raw server"), to_raw, RAW_SHARE_MIN, ""));
+    findings.push(Finding::at_least(
+        PROPERTY,
+        format!("{name}: share of the best raw server"),
+        to_raw,
+        RAW_SHARE_MIN,
+        "",
+    ));
     if mode == Mode::Direct {
         // What nbdkit acknowledges here is in the page cache.
         let rates = servers.iter().zip(samples).filter(|(s, _)| s.kind == Kind::Raw && s.name != "nbdkit");
         let direct = rates.map(|(_, all)| rate(all)).fold(0.0, f64::max);
         findings.push(Finding::note(
-            3,
+            PROPERTY,
             format!("{name}: share of the best raw server past the cache"),
             ratio(ours, direct),
             "",
@@ -180,13 +189,13 @@ fn judge(mode: Mode, cell: &Cell, servers: &[Server], samples: &[Vec<Sample>], f
     let baseline = best(Kind::Baseline, servers, samples);
     if baseline > 0.0 {
         let what = format!("{name}: share of the baseline");
-        findings.push(Finding::at_least(3, what, ratio(ours, baseline), BASELINE_SHARE_MIN, ""));
+        findings.push(Finding::at_least(PROPERTY, what, ratio(ours, baseline), BASELINE_SHARE_MIN, ""));
     }
     let what = format!("{name}: multiple of the best qcow2");
     findings.push(if cell.pattern.random() {
-        Finding::at_least(3, what, to_qcow2, QCOW2_MULTIPLE_MIN, "")
+        Finding::at_least(PROPERTY, what, to_qcow2, QCOW2_MULTIPLE_MIN, "")
     } else {
-        Finding::note(3, what, to_qcow2, "")
+        Finding::note(PROPERTY, what, to_qcow2, "")
     });
 }
 

@@ -1,4 +1,4 @@
-//! Bar 4: the same writes to an empty thin disk and to a full one.
+//! The same writes to an empty thin disk and to a full one.
 //!
 //! Bytes are fixed rather than time, no block is written twice, and the flush at the end counts: so both disks get
 //! exactly the same writes, and every one of those to the empty disk is a first write. Each run has a fresh empty disk.
@@ -12,6 +12,9 @@ use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, ratio};
 use serde_json::{Value, json};
+
+/// What the findings are about.
+const PROPERTY: &str = "first writes";
 
 /// Least share of the full disk's rate.
 const SHARE_MIN: f64 = 0.95;
@@ -77,7 +80,7 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             let (full, empty) = measure_cell(setting, &datastore, mode, cell)?;
             let share = ratio(median(&empty), median(&full));
             let what = format!("{} {}: empty disk's share of the full one's rate", mode.word(), cell.name);
-            findings.push(Finding::at_least(4, what, share, SHARE_MIN, ""));
+            findings.push(Finding::at_least(PROPERTY, what, share, SHARE_MIN, ""));
             raw.push(json!({ "mode": mode, "cell": cell.name, "full": full, "empty": empty }));
         }
         server.service.stop()?;

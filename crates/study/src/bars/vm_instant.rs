@@ -1,13 +1,13 @@
-//! Machines, bars 2, 3 and 6: instant clones of real guests, of frozen and of running parents, and what is left of a
-//! parent's own disk speed after it.
+//! Instant clones of real guests, of frozen and of running parents, and what is left of a parent's own disk speed
+//! after it.
 //!
 //! ```text
-//! bar 2   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time
-//!         until a clone's processor executes, for how long the parent stood still, and memory of the guest that a
-//!         clone has copied two seconds later
-//! bar 3   a running parent is cloned ten times, several parents one after the other: for how long it stood still
-//! bar 6   writes of a guest, flushed, before and after it was cloned, in turn with a guest that is left alone: both
-//!         against what they were, one against the other, so that what happens to this host meanwhile cancels out
+//! clones   parents that have touched 256 MiB, 1 GiB and 2 GiB are frozen and cloned three at a time, in turn: time
+//!          until a clone's processor executes, for how long the parent stood still, and memory of the guest that a
+//!          clone has copied two seconds later
+//! stun     a running parent is cloned ten times, several parents one after the other: for how long it stood still
+//! speed    writes of a guest, flushed, before and after it was cloned, in turn with a guest that is left alone: both
+//!          against what they were, one against the other, so that what happens to this host meanwhile cancels out
 //! ```
 //!
 //! Guests are those of `scripts/guest`, in the folder beside the program's. Times of clones are the product's own: from
@@ -25,6 +25,13 @@ use serde_json::{Value, json};
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+
+/// Findings about the clone: how soon it executes, what memory it copies.
+const CLONE: &str = "instant clones";
+/// Findings about how long a running parent stands still.
+const STUN: &str = "stun of the parent";
+/// Findings about the disk speed of a parent after it was cloned.
+const PARENT_SPEED: &str = "disk speed after a clone";
 
 /// What parents have touched, in MiB.
 const TOUCHED: [u64; 3] = [256, 1024, 2048];
@@ -162,10 +169,16 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
         let what = format!("frozen parent, {touched} MiB touched");
         let Frozen { first, again, times, own, .. } = &figures;
         outcome.findings.extend([
-            Finding::at_most(2, format!("{what}: clone executes after"), median(&times[index]), RUNNING_MAX_MS, "ms"),
-            Finding::note(2, format!("{what}: stood still, first time"), median(&first[index]), "ms"),
-            Finding::note(2, format!("{what}: stood still, later"), median(&again[index]), "ms"),
-            Finding::note(2, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
+            Finding::at_most(
+                CLONE,
+                format!("{what}: clone executes after"),
+                median(&times[index]),
+                RUNNING_MAX_MS,
+                "ms",
+            ),
+            Finding::note(CLONE, format!("{what}: stood still, first time"), median(&first[index]), "ms"),
+            Finding::note(CLONE, format!("{what}: stood still, later"), median(&again[index]), "ms"),
+            Finding::note(CLONE, format!("{what}: a clone's own guest memory"), median(&own[index]), "MiB"),
         ]);
     }
     let spread = |of: &[Vec<f64>]| {
@@ -173,21 +186,21 @@ fn frozen(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<V
         ratio(medians.iter().copied().fold(0.0, f64::max), medians.iter().copied().fold(f64::INFINITY, f64::min))
     };
     let against = |what: &str, of: &[Vec<f64>]| {
-        Finding::at_most(2, format!("{what}, slowest memory against fastest"), spread(of), RATIO_MAX, "")
+        Finding::at_most(CLONE, format!("{what}, slowest memory against fastest"), spread(of), RATIO_MAX, "")
     };
     outcome.findings.extend([
         against("time until a clone executes", &figures.times),
         against("time a parent stands still, first time", &figures.first),
         against("time a parent stands still, later", &figures.again),
-        Finding::at_most(2, "an idle clone's own guest memory", median(&figures.idle), OWN_MAX_MIB, "MiB"),
+        Finding::at_most(CLONE, "an idle clone's own guest memory", median(&figures.idle), OWN_MAX_MIB, "MiB"),
         Finding::note(
-            2,
+            CLONE,
             "instant clones per hour, with their identity",
             f64::from(AT_ONCE) / median(&figures.commands) * 3600.0,
             "",
         ),
-        Finding::note(2, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
-        Finding::note(2, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
+        Finding::note(CLONE, "the study: VMware's least", STUDY_PER_HOUR[0], ""),
+        Finding::note(CLONE, "the study: VMware's most", STUDY_PER_HOUR[1], ""),
     ]);
     let Frozen { first, again, times, own, idle, commands } = figures;
     Ok(json!({
@@ -287,10 +300,10 @@ fn running(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<
     }
     let between: Vec<f64> = stuns[1..IN_A_ROW - 1].concat();
     outcome.findings.extend([
-        Finding::at_most(3, "running parent stands still, first clone", median(&stuns[0]), STUN_MAX_MS, "ms"),
-        Finding::note(3, "running parent stands still, clones between", median(&between), "ms"),
+        Finding::at_most(STUN, "running parent stands still, first clone", median(&stuns[0]), STUN_MAX_MS, "ms"),
+        Finding::note(STUN, "running parent stands still, clones between", median(&between), "ms"),
         Finding::at_most(
-            3,
+            STUN,
             "running parent stands still, tenth clone",
             median(&stuns[IN_A_ROW - 1]),
             STUN_MAX_MS,
@@ -330,14 +343,14 @@ fn speed(setting: &Setting, room: &Room<'_>, outcome: &mut Outcome) -> Result<Va
         |all: &[[f64; 2]]| median(&all.iter().map(|[cloned, alone]| ratio(*cloned, *alone)).collect::<Vec<_>>());
     outcome.findings.extend([
         Finding::at_least(
-            6,
+            PARENT_SPEED,
             "a cloned guest's speed of writes, against one left alone",
             ratio(together(&before), together(&after)),
             SPEED_MIN,
             "",
         ),
-        Finding::note(6, "a cloned guest's speed of writes, against before", kept(0), ""),
-        Finding::note(6, "speed of writes of the one left alone, against before", kept(1), ""),
+        Finding::note(PARENT_SPEED, "a cloned guest's speed of writes, against before", kept(0), ""),
+        Finding::note(PARENT_SPEED, "speed of writes of the one left alone, against before", kept(1), ""),
     ]);
     room.delete(&["child".into(), "cloned".into(), "alone".into()])?;
     Ok(json!({ "before_s": before, "after_s": after }))

@@ -1,5 +1,5 @@
-//! Bar 8: random 4 KiB blocks scattered over a disk of 16 TiB, so that no two share an extent and hardly two a leaf of
-//! the map.
+//! Random 4 KiB blocks scattered over a disk of 16 TiB, so that no two share an extent and hardly two a leaf of the
+//! map.
 //!
 //! Reads go to blocks that were written. The same reads with a metadata cache far larger than the map are what a fully
 //! cached map gives; all sides warm up first, and take turns. With `--baseline` another lamina reads the same places
@@ -18,6 +18,9 @@ use crate::scratch;
 use crate::statistics::{largest, median, percentile, ratio};
 use serde_json::json;
 use std::time::{Duration, Instant};
+
+/// What the findings are about.
+const PROPERTY: &str = "16 TiB map";
 
 const CAPACITY: u64 = 16 << 40;
 /// Default bound of the process's memory.
@@ -99,20 +102,26 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let mib = |bytes: f64| bytes / f64::from(1 << 20);
     let resident = largest(&sides[0].residents).max(writing as f64);
     let mut findings = vec![
-        Finding::note(8, "random writes while the map grows", written, "/s"),
-        Finding::at_most(8, "most resident memory, writing and reading", mib(resident), mib(RESIDENT_MAX), "MiB"),
-        Finding::at_most(8, "cold opening to the first block read", median(&opened), OPEN_MAX_MS, "ms"),
-        Finding::note(8, "random reads, map fully cached", ample, "/s"),
-        Finding::at_least(8, "random reads, default cache: share of that", ratio(default, ample), SHARE_MIN, ""),
-        Finding::note(8, "random reads, 16 MiB cache: share of that", ratio(tight, ample), ""),
+        Finding::note(PROPERTY, "random writes while the map grows", written, "/s"),
+        Finding::at_most(
+            PROPERTY,
+            "most resident memory, writing and reading",
+            mib(resident),
+            mib(RESIDENT_MAX),
+            "MiB",
+        ),
+        Finding::at_most(PROPERTY, "cold opening to the first block read", median(&opened), OPEN_MAX_MS, "ms"),
+        Finding::note(PROPERTY, "random reads, map fully cached", ample, "/s"),
+        Finding::at_least(PROPERTY, "random reads, default cache: share of that", ratio(default, ample), SHARE_MIN, ""),
+        Finding::note(PROPERTY, "random reads, 16 MiB cache: share of that", ratio(tight, ample), ""),
     ];
     for side in &sides {
-        findings.push(Finding::note(8, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));
+        findings.push(Finding::note(PROPERTY, format!("random reads, {}: p99", side.name), median(&side.p99), "us"));
     }
     if let Some(baseline) = sides.get(3) {
         let share = ratio(median(&sides[2].p99), median(&baseline.p99));
         findings.push(Finding::at_most(
-            8,
+            PROPERTY,
             "p99 with a tight cache: share of the baseline's",
             share,
             BASELINE_P99_MAX,

@@ -1,8 +1,8 @@
 //! Full clones: copies of what the parent's disks hold, from snapshots that are gone again afterwards.
 
 use super::progress::Sum;
-use super::{Made, Options, Outcome, Source, heirs, is_uncertain, own_disks};
-use crate::definition::{Definition, Way};
+use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, own_disks};
+use crate::definition::{CloneKind, Definition};
 use crate::fleet::{self, Watch};
 use crate::host::Host;
 use crate::machines::{Making, Snapshot};
@@ -12,9 +12,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
     let point = source.point(host)?;
-    let heirs = heirs(source, &point.definition, names, Way::Full)?;
+    let definitions = clone_definitions(source, &point.definition, names, CloneKind::Full)?;
     let temporary = if point.new { point.disks.clone() } else { Vec::new() };
-    let making = host.machines().make(&heirs, |heir| own_disks(heir, &point.disks, Way::Full), temporary)?;
+    let making = host.machines().make(
+        &definitions,
+        |definition| own_disks(definition, &point.disks, CloneKind::Full),
+        temporary,
+    )?;
     let (quiet, stun) = match source.take(host, &point, options.quiesce) {
         Ok(taken) => taken,
         Err(error) => {
@@ -24,12 +28,15 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
             return Err(error);
         }
     };
-    let by_name: BTreeMap<&str, &Definition> = heirs.iter().map(|heir| (heir.name.as_str(), heir)).collect();
+    let by_name: BTreeMap<&str, &Definition> =
+        definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
     let sum = Sum::new(names.len() * point.disks.len().max(1), watch);
     let uncertain = AtomicBool::new(false);
     let each = fleet::each(names, options.parallel, &sum, &|name| {
-        let Some(heir) = by_name.get(name) else { return Err(Error::new(ErrorKind::Invalid, "it is not asked for")) };
-        copy(host, heir, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
+        let Some(definition) = by_name.get(name) else {
+            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+        };
+        copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
             |error| {
                 uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
             },
@@ -43,8 +50,8 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     Ok(Outcome { made: each.made.iter().map(|name| Made::plain(name)).collect(), failed: each.failed, quiet, stun })
 }
 
-fn copy(host: &Host, heir: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
-    for (disk, snapshot) in heir.disks.iter().zip(from) {
+fn copy(host: &Host, definition: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
+    for (disk, snapshot) in definition.disks.iter().zip(from) {
         let part = sum.part();
         host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &|done, total| {
             part.update(done, total);

@@ -1,15 +1,15 @@
 //! Instant clones: one image for all of them, their disks in one request, then a process for each.
 //!
-//! A clone comes into being when its guest is itself: until then it is taken away with its process if anything fails.
+//! A clone is created when its guest has its own identity: until then an error removes it and its process.
 
 use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
-use crate::definition::{Definition, Way};
+use crate::definition::{CloneKind, Definition};
 use crate::fleet::{self, Watch};
 use crate::host::Host;
 use crate::instant::image::Image;
 use crate::instant::{child, freeze, running};
-use crate::machine::{Hold, Machine, State};
+use crate::machine::{Hold, Machine, MachineState};
 use crate::machines::{Making, Snapshot};
 use crate::personality::{self, Given};
 use backend::{Error, ErrorKind, Result};
@@ -35,20 +35,28 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     }
     // The parent is free as soon as there is an image: no command sweeps it while this one works.
     let (image, agent, stun) = image(host, &host.change(&source.machine)?, options)?;
-    let heirs: Vec<Definition> = names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
+    let definitions: Vec<Definition> =
+        names.iter().map(|name| child::definition(&image, name)).collect::<Result<_>>()?;
     let snapshots: Vec<Snapshot> = image.record.snapshots.iter().map(Into::into).collect();
-    let making = host.machines().make(&heirs, |heir| own_disks(heir, &snapshots, Way::Instant), Vec::new())?;
-    if let Err(error) = make_disks(host, &snapshots, &heirs, &making, watch) {
+    let making = host.machines().make(
+        &definitions,
+        |definition| own_disks(definition, &snapshots, CloneKind::Instant),
+        Vec::new(),
+    )?;
+    if let Err(error) = make_disks(host, &snapshots, &definitions, &making, watch) {
         if is_uncertain(&error) {
             making.leave();
         }
         return Err(error);
     }
-    let by_name: BTreeMap<&str, &Definition> = heirs.iter().map(|heir| (heir.name.as_str(), heir)).collect();
+    let by_name: BTreeMap<&str, &Definition> =
+        definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
     let made = Mutex::new(BTreeMap::new());
     let each = fleet::each(names, options.parallel, watch, &|name| {
-        let Some(heir) = by_name.get(name) else { return Err(Error::new(ErrorKind::Invalid, "it is not asked for")) };
-        let one = run(host, &image, heir, &making, agent, options)?;
+        let Some(definition) = by_name.get(name) else {
+            return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
+        };
+        let one = run(host, &image, definition, &making, agent, options)?;
         making.finish(name)?;
         made.lock().insert(name.to_owned(), one);
         Ok(())
@@ -73,8 +81,8 @@ fn image(
         return Ok((image, agent, None));
     }
     match machine.state()? {
-        State::Running => {}
-        State::Stopped => {
+        MachineState::Running => {}
+        MachineState::Stopped => {
             let text = format!(
                 "machine '{}' does not run, so there is no memory to share: start it first, or make linked clones",
                 machine.name()
@@ -100,7 +108,7 @@ fn image(
 
 fn no_agent(machine: &str) -> String {
     format!(
-        "the guest of '{machine}' has no agent that answers (qemu-guest-agent), and cannot be told that it is another one"
+        "the guest of '{machine}' has no agent that answers (qemu-guest-agent): it cannot be given its own identity"
     )
 }
 
@@ -108,44 +116,44 @@ fn no_agent(machine: &str) -> String {
 fn run(
     host: &Host,
     image: &Image,
-    heir: &Definition,
+    definition: &Definition,
     making: &Making,
     agent: Option<bool>,
     options: &Options,
 ) -> Result<Made> {
     let begun = Instant::now();
-    let machine = making.machine(&heir.name);
+    let machine = making.machine(&definition.name);
     let change = machine.change()?;
     let mut successor = child::set_up(&change, host.machines(), image, host.features()?)?;
     change.take_over(&successor)?;
     successor.monitor.execute("cont", json!({}))?;
-    let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&heir.name) };
+    let mut made = Made { running: Some(begun.elapsed()), ..Made::plain(&definition.name) };
     if options.inside != Inside::Kept {
         let given = match agent {
             Some(false) => None,
-            agent => become_itself(&machine, heir, agent)?,
+            agent => assign_guest_identity(&machine, definition, agent)?,
         };
         let Some(given) = given else {
             if options.inside == Inside::Required {
-                return Err(Error::new(ErrorKind::Invalid, no_agent(&heir.name)));
+                return Err(Error::new(ErrorKind::Invalid, no_agent(&definition.name)));
             }
             made.without_identity = Some("no guest agent answers; its network is unplugged".into());
             return Ok(made);
         };
         made.same_randomness = !given.reseeded;
     }
-    for index in 0..heir.networks.len() {
+    for index in 0..definition.networks.len() {
         successor.monitor.execute("set_link", json!({ "name": format!("nic{index}"), "up": true }))?;
     }
     Ok(made)
 }
 
-/// The guest gets its identity; `None` when it has no agent.
-fn become_itself(machine: &Machine, heir: &Definition, agent: Option<bool>) -> Result<Option<Given>> {
+/// Gives the guest its own identity; `None` when it has no agent.
+fn assign_guest_identity(machine: &Machine, definition: &Definition, agent: Option<bool>) -> Result<Option<Given>> {
     let patience = if agent == Some(true) { AGENT_PATIENCE } else { UNKNOWN_PATIENCE };
     let agent: Option<Agent> = machine.agent(patience)?;
     match agent {
-        Some(mut agent) => personality::give(&mut agent, heir).map(Some),
+        Some(mut agent) => personality::give(&mut agent, definition).map(Some),
         None => Ok(None),
     }
 }

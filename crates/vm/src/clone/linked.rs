@@ -1,18 +1,22 @@
 //! Linked clones: a delta for each disk, on snapshots of the parent's; all of them in one request for each disk.
 
-use super::{Made, Options, Outcome, Source, heirs, is_uncertain, make_disks, own_disks};
-use crate::definition::Way;
+use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, make_disks, own_disks};
+use crate::definition::CloneKind;
 use crate::fleet::Watch;
 use crate::host::Host;
 use backend::Result;
 
 pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
     let point = source.point(host)?;
-    let heirs = heirs(source, &point.definition, names, Way::Linked)?;
+    let definitions = clone_definitions(source, &point.definition, names, CloneKind::Linked)?;
     let temporary = if point.new { point.disks.clone() } else { Vec::new() };
-    let making = host.machines().make(&heirs, |heir| own_disks(heir, &point.disks, Way::Linked), temporary)?;
+    let making = host.machines().make(
+        &definitions,
+        |definition| own_disks(definition, &point.disks, CloneKind::Linked),
+        temporary,
+    )?;
     let outcome = source.take(host, &point, options.quiesce).and_then(|taken| {
-        make_disks(host, &point.disks, &heirs, &making, watch)?;
+        make_disks(host, &point.disks, &definitions, &making, watch)?;
         Ok(taken)
     });
     let (quiet, stun) = match outcome {

@@ -8,7 +8,7 @@
 //! progress   bytes of many copies as one figure
 //! ```
 //!
-//! 1. A clone comes into being whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
+//! 1. A clone is created as a whole ([`crate::machines`]), and has an identity of its own: name, UUID, addresses of
 //!    its network cards.
 //! 2. A clone that cannot be made is reported by its name; the others are made all the same.
 //! 3. All disks of a clone are of one point of its parent's life.
@@ -21,7 +21,7 @@ mod source;
 
 pub use source::{PREFIX, Source};
 
-use crate::definition::{Definition, Origin, Way};
+use crate::definition::{CloneKind, Definition, Origin};
 use crate::fleet::{self, Watch};
 use crate::host::Host;
 use crate::lifecycle;
@@ -46,7 +46,7 @@ pub enum Inside {
 #[derive(Clone, Debug)]
 pub struct Options {
     /// Which kind.
-    pub way: Way,
+    pub way: CloneKind,
     /// So many at a time.
     pub parallel: usize,
     /// The parent's file systems are frozen by its agent around the moment.
@@ -98,11 +98,11 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     let (names, failed) = free_names(host, source, names)?;
     let mut outcome = match (names.is_empty(), options.way) {
         (true, _) => Outcome::default(),
-        (false, Way::Linked) => linked::make(host, source, &names, options, watch)?,
-        (false, Way::Full) => full::make(host, source, &names, options, watch)?,
-        (false, Way::Instant) => instant::make(host, source, &names, options, watch)?,
+        (false, CloneKind::Linked) => linked::make(host, source, &names, options, watch)?,
+        (false, CloneKind::Full) => full::make(host, source, &names, options, watch)?,
+        (false, CloneKind::Instant) => instant::make(host, source, &names, options, watch)?,
     };
-    if options.start && options.way != Way::Instant {
+    if options.start && options.way != CloneKind::Instant {
         start(host, &mut outcome, options, watch);
     }
     outcome.failed.extend(failed);
@@ -148,20 +148,25 @@ fn free_names(host: &Host, source: &Source, names: &[String]) -> Result<Names> {
 }
 
 /// The definitions of clones.
-fn heirs(source: &Source, parent: &Definition, names: &[String], way: Way) -> Result<Vec<Definition>> {
-    let heir = |name: &String| {
+fn clone_definitions(
+    source: &Source,
+    parent: &Definition,
+    names: &[String],
+    way: CloneKind,
+) -> Result<Vec<Definition>> {
+    let definition = |name: &String| {
         let origin = Origin { machine: source.machine.clone(), snapshot: source.snapshot.clone(), way };
-        parent.heir(name, origin)
+        parent.for_clone(name, origin)
     };
-    names.iter().map(heir).collect()
+    names.iter().map(definition).collect()
 }
 
 /// The disks that are made for a clone: of each, the snapshot that it stands on if it is a linked one.
-fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: Way) -> Vec<OwnDisk> {
+fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: CloneKind) -> Vec<OwnDisk> {
     let disks = definition.disks.iter().zip(snapshots);
     let own = disks.map(|(disk, snapshot)| OwnDisk {
         name: disk.name.clone(),
-        origin: (way != Way::Full).then(|| snapshot.clone()),
+        origin: (way != CloneKind::Full).then(|| snapshot.clone()),
     });
     own.collect()
 }
@@ -170,7 +175,7 @@ fn own_disks(definition: &Definition, snapshots: &[Snapshot], way: Way) -> Vec<O
 fn make_disks(
     host: &Host,
     snapshots: &[Snapshot],
-    heirs: &[Definition],
+    definitions: &[Definition],
     making: &Making,
     watch: &dyn Watch,
 ) -> Result<()> {
@@ -178,7 +183,7 @@ fn make_disks(
         if watch.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
         }
-        let disks: Vec<String> = heirs.iter().map(|heir| heir.disks[index].name.clone()).collect();
+        let disks: Vec<String> = definitions.iter().map(|definition| definition.disks[index].name.clone()).collect();
         host.disks().clone_linked(&snapshot.disk, &snapshot.name, &disks)?;
         making.made(disks);
     }

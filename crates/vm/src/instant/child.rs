@@ -2,7 +2,7 @@
 
 use super::image::Image;
 use super::state;
-use crate::definition::{Definition, Origin, Way};
+use crate::definition::{CloneKind, Definition, Origin};
 use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
@@ -13,7 +13,7 @@ use serde_json::json;
 /// The definition of a child: the parent's devices at their places, and an identity of its own.
 pub fn definition(image: &Image, name: &str) -> Result<Definition> {
     let parent = &image.record.machine;
-    parent.heir(name, Origin { machine: parent.name.clone(), snapshot: None, way: Way::Instant })
+    parent.for_clone(name, Origin { machine: parent.name.clone(), snapshot: None, way: CloneKind::Instant })
 }
 
 /// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.

@@ -4,7 +4,7 @@ use super::image::{Image, Images};
 use super::{pages, state};
 use crate::disks::Disks;
 use crate::durable;
-use crate::machine::{Change, Machine, MemoryRecord, State, remove_if_there};
+use crate::machine::{Change, Machine, MachineState, MemoryRecord, remove_if_there};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use backend::{Error, ErrorKind, IoContext, Result};
@@ -49,10 +49,10 @@ pub fn freeze(change: &Change, images: &Images, disks: &dyn Disks, features: &Fe
     let machine = change.machine();
     let process = machine.running()?;
     let executes = match machine.state()? {
-        State::Running => true,
-        State::Paused => false,
+        MachineState::Running => true,
+        MachineState::Paused => false,
         _ => {
-            let text = format!("machine '{}' neither runs nor is it paused", machine.name());
+            let text = format!("machine '{}' neither runs nor is paused", machine.name());
             return Err(Error::new(ErrorKind::Invalid, text));
         }
     };
@@ -114,7 +114,7 @@ impl Memories {
             }
             MemoryRecord::Private => Err(Error::new(
                 ErrorKind::Unsupported,
-                "its memory is in no file and cannot be left to others; stop it and start it again",
+                "its memory is in no file and cannot be shared; stop it and start it again",
             )),
         }
     }
@@ -159,7 +159,7 @@ pub(super) fn at_once(
 ) -> Result<(Duration, Duration)> {
     let names: Vec<(String, String)> =
         image.record.snapshots.iter().map(|one| (one.disk.clone(), one.snapshot.clone())).collect();
-    let died = |_| Err(Error::new(ErrorKind::Io, "a thread that takes snapshots has died"));
+    let died = |_| Err(Error::new(ErrorKind::Io, "a thread that takes snapshots has panicked"));
     thread::scope(|scope| {
         let snapshots = scope.spawn(|| {
             let begun = Instant::now();

@@ -114,7 +114,7 @@ impl Images {
             found => found.during(|| format!("looking at '{memory}'"))?,
         };
         if !found.is_dir() || found.uid() != rustix::process::geteuid().as_raw() {
-            let text = format!("'{memory}' belongs to somebody else: the memory of guests is not put there");
+            let text = format!("'{memory}' belongs to another user: the memory of guests is not put there");
             return Err(Error::new(ErrorKind::Invalid, text));
         }
         Ok(true)
@@ -196,8 +196,8 @@ impl Images {
         Ok(Image { id, record, folder })
     }
 
-    /// The image comes into being: its memory is closed to writing where this QEMU can do without, its record is there.
-    /// Not durable yet: see [`Images::settle`].
+    /// Creates the image: gives its record the final name, after its memory was made read-only where this QEMU allows
+    /// that. Not durable yet: see [`Images::settle`].
     pub fn finish(&self, image: &Image, features: &Features) -> Result<()> {
         if features.memory_from_readonly_file {
             let memory = &image.record.memory;
@@ -217,7 +217,7 @@ impl Images {
     /// Gives up an image that was begun.
     pub fn abandon(&self, image: &Image, disks: &dyn Disks) {
         if let Err(error) = self.remove(image, disks) {
-            tracing::warn!("an image that was given up stays until the next command: {error}");
+            tracing::warn!("an unfinished memory image is removed by the next command: {error}");
         }
     }
 

@@ -73,7 +73,7 @@ pub fn copy_changed(pid: i32, file: &Path, to: &File) -> Result<u64> {
         }
         Ok(())
     };
-    let died = || Error::new(ErrorKind::Io, "a thread that copies memory has died");
+    let died = || Error::new(ErrorKind::Io, "a thread that copies memory has panicked");
     thread::scope(|scope| {
         let others: Vec<_> = (1..workers).map(|_| scope.spawn(run)).collect();
         let mine = run();

@@ -14,8 +14,8 @@
 //!
 //! 1. Until the successor's guest executes the old process can go on as if nothing had been: an error resumes it.
 //! 2. The image's record is there, and the link to the successor's folder ([`Change::take_over`]) is made, before the
-//!    successor's guest executes: there is never a moment at which the process that counts is not the one that may
-//!    change the disks, or has memory that no record names.
+//!    successor's guest executes: there is never a moment at which the machine's current process is not the one that
+//!    may change the disks, or has memory that no record names.
 
 use super::freeze::{Memories, Taken, at_once};
 use super::image::{Image, Images};

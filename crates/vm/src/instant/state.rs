@@ -38,8 +38,10 @@ const NO_DESCRIPTION: [u8; 5] = [DESCRIPTION, 0, 0, 0, 0];
 /// Prepares either side. Due before the guest has to stand still.
 pub fn prepare(monitor: &mut Client, features: &Features) -> Result<()> {
     if !features.ignore_shared {
-        let text =
-            format!("QEMU {} cannot leave shared memory out of a state: instant clones need that", features.version);
+        let text = format!(
+            "QEMU {} cannot save device state without shared memory, which instant clones need",
+            features.version
+        );
         return Err(Error::new(ErrorKind::Unsupported, text));
     }
     let capabilities: Vec<Value> =
@@ -57,7 +59,7 @@ pub fn save(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
         "completed" => Ok(()),
         status => {
             let why = monitor.execute("query-migrate", json!({}))?;
-            let why = why["error-desc"].as_str().unwrap_or("it does not say why");
+            let why = why["error-desc"].as_str().unwrap_or("it gives no reason");
             let text = format!("QEMU could not save its state to '{}' ({status}): {why}", file.display());
             Err(Error::new(ErrorKind::Io, text))
         }
@@ -100,7 +102,8 @@ pub fn load(monitor: &mut Client, features: &Features, file: &Path) -> Result<()
     match status["status"].as_str() {
         Some("paused" | "postmigrate" | "prelaunch" | "inmigrate") => Ok(()),
         other => {
-            let text = format!("QEMU is {} after it has loaded '{}'", other.unwrap_or("gone"), file.display());
+            let text =
+                format!("QEMU is {} after it has loaded '{}'", other.unwrap_or("no longer running"), file.display());
             Err(Error::new(ErrorKind::Io, text))
         }
     }

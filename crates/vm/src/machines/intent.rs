@@ -78,7 +78,7 @@ impl Intent {
         let corrupt = |what: String| Error::new(ErrorKind::Corrupt, format!("'{}': {what}", path.display()));
         let intent: Self = toml::from_str(&text).map_err(|e| corrupt(e.to_string()))?;
         if intent.version != VERSION {
-            return Err(corrupt(format!("it is of version {}, this program knows {VERSION}", intent.version)));
+            return Err(corrupt(format!("it has version {}, this program supports {VERSION}", intent.version)));
         }
         Ok(Some(intent))
     }

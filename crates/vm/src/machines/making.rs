@@ -93,8 +93,7 @@ impl Making {
         Machine::at(self.folder.join(name))
     }
 
-    /// A machine comes into being. After the end of this process it is there; [`Making::settle`] makes that outlast
-    /// the end of power.
+    /// Creates a machine: it outlives this process. [`Making::settle`] makes it survive a power cut.
     pub fn finish(&self, name: &str) -> Result<Machine> {
         let folder = self.machines.join(name);
         if folder.exists() {
@@ -126,7 +125,7 @@ impl Drop for Making {
         if self.open
             && let Err(error) = take_away(&self.folder, &self.intent, &*self.disks, Whose::Made(&self.made.lock()))
         {
-            tracing::error!("'{}' stays until the next command: {error}", self.folder.display());
+            tracing::error!("'{}' is removed by the next command: {error}", self.folder.display());
         }
     }
 }

@@ -73,7 +73,7 @@ fn open(folder: &Path) -> (Machines, Arc<Names>) {
     (Machines::open(folder.join("machines"), shared).unwrap(), disks)
 }
 
-/// Machines that are being made, their disks there.
+/// Machines that are being made and whose disks exist.
 fn make(machines: &Machines, names: &[&str]) -> Result<Making> {
     let mut definitions = Vec::new();
     for name in names {
@@ -138,7 +138,7 @@ fn what_is_not_finished_goes_and_what_is_stays() {
     assert!(disks.names().is_empty());
     let making = make(&machines, &["a", "b", "c"]).unwrap();
     making.finish("b").unwrap();
-    assert_eq!(machines.recover().unwrap(), 0, "somebody is at work on it");
+    assert_eq!(machines.recover().unwrap(), 0, "another process is at work on it");
     killed(making);
     assert_eq!(machines.recover().unwrap(), 1);
     assert_eq!(disks.names(), ["b-disk"]);
@@ -150,7 +150,7 @@ fn what_is_not_finished_goes_and_what_is_stays() {
 }
 
 #[test]
-fn somebody_elses_disk_of_that_name_stays() {
+fn a_foreign_disk_of_that_name_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (machines, disks) = open(folder.path());
     let making = make(&machines, &["web"]).unwrap();

@@ -107,7 +107,7 @@ impl Starting {
     fn complaint(&self) -> String {
         let text = fs::read_to_string(&self.errors).unwrap_or_default();
         match text.trim() {
-            "" => format!("it said nothing in '{}'", self.errors.display()),
+            "" => format!("it wrote no message to '{}'", self.errors.display()),
             text => text.chars().take(COMPLAINT_MAX).collect(),
         }
     }
@@ -128,7 +128,7 @@ impl Process {
 
     /// Ends the process that holds a pid file, and keeps any other from holding it while what this gives is there: one
     /// that was started a moment ago and has not come to that yet ends when it does. The file is not to be asked about
-    /// meanwhile: closing any descriptor of it lets go of the lock.
+    /// meanwhile: closing any descriptor of it releases the lock.
     pub fn claim(pid_file: &Path) -> Result<fs::File> {
         let opening = || format!("opening '{}'", pid_file.display());
         loop {
@@ -204,7 +204,7 @@ fn holder(file: &Path) -> Result<Option<Pid>> {
         Err(e) => return Err(Error::io(format!("opening '{}'", file.display()), e)),
     };
     let lock = fcntl_getlk(&opened, &Flock::from(FlockType::WriteLock))
-        .map_err(|e| Error::io(format!("asking who holds '{}'", file.display()), e.into()))?;
+        .map_err(|e| Error::io(format!("asking which process holds '{}'", file.display()), e.into()))?;
     Ok(lock.and_then(|lock| lock.pid))
 }
 

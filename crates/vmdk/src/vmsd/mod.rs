@@ -20,7 +20,8 @@
 //!
 //! 1. [`Vmsd::parse`] is total: any bytes give a list or an error, in time linear in their number, with memory within
 //!    the limits below. Keys that mean nothing here are passed over.
-//! 2. Nothing in a list is believed about files: whoever uses it opens what it names through the gate of its folder.
+//! 2. A list proves nothing about files: those that it names are opened through [`layer::image::Folder`], which checks
+//!    them.
 //! 3. What [`Vmsd::to_bytes`] writes parses to the same list.
 
 mod parse;

@@ -1,4 +1,4 @@
-//! Lists as hosts write them, and as nobody should.
+//! Lists as hosts write them, and malformed ones.
 
 use super::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::ErrorKind;

@@ -269,7 +269,7 @@ fn a_journal_that_was_replayed_on_demand_is_replayed_again() {
     assert!(read(&disk.chain().unwrap()) == content);
     disk.snapshot(&NewSnapshot::named("mine")).unwrap();
     disk.close().unwrap();
-    assert!(bytes_of(folder.path()) == before, "somebody else's images were changed");
+    assert!(bytes_of(folder.path()) == before, "foreign images were changed");
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn changed_parents_are_refused_unless_forced() {
     let disk = adopt(home.path(), folder.path(), &head, Adopt::Head { writable: false }).unwrap();
     disk.close().unwrap();
     drop(disk);
-    // Somebody else writes the base.
+    // Another program writes the base.
     write_base(folder.path(), 1);
     let disk = Disk::open(local(home.path()), &options(1)).unwrap();
     let refused = disk.chain().err().unwrap();

@@ -1,5 +1,5 @@
 //! Power cuts at random writes of every operation, in all delta formats: the disk opens, every flushed byte is there,
-//! every other sector is as it was or as somebody wrote it since, snapshots are exactly what they were, the operation
+//! every other sector is as it was or as a later write left it, snapshots are exactly what they were, the operation
 //! is done or not begun, and no file is left that no record names.
 //!
 //! A seed is a history: a disk with some snapshots, then operations until the power goes, then the same again on what
@@ -163,7 +163,7 @@ impl World {
         }
     }
 
-    /// Whether every sector is what was flushed, or what somebody wrote since.
+    /// Whether every sector is what was flushed, or what a later write put there.
     fn explains(&self, found: &[u8]) -> bool {
         found.chunks_exact(SECTOR).enumerate().all(|(sector, bytes)| {
             let old = &self.flushed[sector * SECTOR..][..SECTOR];
@@ -302,7 +302,7 @@ impl Watch for Guest<'_> {
     }
 }
 
-/// One operation. Whatever comes of it, the world knows what may be found.
+/// One operation. After it, the world lists the states that may be found.
 fn perform(world: &Mutex<World>, disk: &Arc<Disk>, operation: Operation) -> Result<(), Error> {
     let chain = disk.chain()?;
     let patience = {

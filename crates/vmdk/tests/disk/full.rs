@@ -81,7 +81,7 @@ fn folder(storage: &SimulatedDisk, name: &str) -> Folder {
     Sub::folder(&storage.directory(), name)
 }
 
-/// Somebody else who takes all room that there is during long work.
+/// Another program that takes all free space during long work.
 impl Watch for Machine {
     fn progress(&self, _: u64, _: u64) {
         // The list of snapshots would make room for a record.

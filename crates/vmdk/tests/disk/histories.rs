@@ -1,6 +1,6 @@
 //! Random histories of one disk against plain arrays: writes, discards, snapshots in every delta format, reverts,
 //! deletions both ways, consolidation, with a guest that goes on meanwhile; opened again now and then, and read by QEMU
-//! where it knows the formats.
+//! where it supports the formats.
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, qemu_read, read, scratch};
 use chain::Watch;
@@ -168,7 +168,7 @@ impl History {
         if self.formats.contains(&DeltaFormat::VsanSparse) {
             return;
         }
-        // QEMU wants closed images.
+        // QEMU reads closed images only.
         self.reopen();
         let record = self.disk.record();
         let content = self.content();

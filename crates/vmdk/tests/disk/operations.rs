@@ -1,4 +1,4 @@
-//! What each operation promises, and refuses.
+//! What each operation does, and what it refuses.
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, read, scratch};
 use backend::simulated::SimulatedDisk;

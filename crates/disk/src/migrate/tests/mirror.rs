@@ -224,7 +224,7 @@ fn a_target_whose_buffer_never_empties_is_copied_to_all_the_same() {
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
     assert!(target.bytes() == source.bytes());
-    assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "nobody asked how the target is doing");
+    assert!(target.pressure_asked.load(Ordering::SeqCst) > 0, "the migration did not ask for the target's pressure");
     // A request to stop does not wait until the target has room again either.
     let mirror = MirrorDevice::new(source, target, Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();

@@ -5,7 +5,7 @@ use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use crate::control::{DiskRequest, Reconnect, Request};
 use clap::{Args, Subcommand, ValueEnum};
-use disk::migrate::{ImportOptions, ImportWay, MigrateOptions};
+use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
 
@@ -44,10 +44,10 @@ pub struct DiskCreate {
     /// Capacity, when not given after the name.
     #[arg(id = "size_option", long = "size", value_name = "SIZE", value_parser = parse_size, conflicts_with = "size")]
     pub size_option: Option<u64>,
-    /// How the disk takes its space, where the format leaves a choice; thin if nothing is said.
+    /// How the disk takes its space, where the format leaves a choice. Default: thin.
     #[arg(long, value_enum, value_name = "TYPE")]
     pub provisioning: Option<ProvisioningArgument>,
-    /// What the disk is made of: native, vmdk (VMware's flat disk), or a kind of image such as sesparse.
+    /// Format of the disk: native, vmdk (VMware's flat disk), or an image format such as sesparse.
     #[arg(long, value_name = "FORMAT", default_value = "native", value_parser = parse_format)]
     pub format: DiskFormat,
     /// What its snapshots are made of: vmfssparse, sesparse or vsansparse. Otherwise what vSphere takes: vmfssparse,
@@ -104,13 +104,13 @@ pub struct DiskMigrate {
     /// The disk.
     #[arg(value_parser = parse_disk)]
     pub name: String,
-    /// What it is to be made of: native, thin, zeroedthick, eagerzeroedthick, sesparse, ...
+    /// Target format: native, thin, zeroedthick, eagerzeroedthick, sesparse, ...
     #[arg(short = 'd', long, value_name = "FORMAT", value_parser = parse_format)]
     pub format: DiskFormat,
     /// How it takes its space, where the format leaves a choice.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    /// Format of its snapshots, where they are images. Default: what vSphere would use.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// Folder of another datastore to move it to.
@@ -144,14 +144,14 @@ pub struct DiskImport {
     /// How it takes its space, where the format leaves a choice.
     #[arg(long, value_enum, value_name = "TYPE", default_value = "thin")]
     pub provisioning: ProvisioningArgument,
-    /// What its snapshots are to be made of, where they are images; what vSphere would take if nothing is said.
+    /// Format of its snapshots, where they are images. Default: what vSphere would use.
     #[arg(long, value_name = "FORMAT", value_parser = parse_delta)]
     pub delta: Option<DeltaFormat>,
     /// A folder in which images may lie that the named one refers to.
     #[arg(long, value_name = "DIR")]
     pub allow_folder: Vec<PathBuf>,
-    /// Take a parent that was changed since its child was made. With --in-place and --live that is remembered: the
-    /// content that it has now, and no later one.
+    /// Accept a parent that was changed since its child was made. With --in-place and --live the
+    /// present content is accepted permanently, and no later one.
     #[arg(long)]
     pub force_parent: bool,
     /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole. With
@@ -167,15 +167,15 @@ pub struct DiskImport {
 }
 
 impl DiskImport {
-    /// The request: paths mean what they mean here, whoever serves the datastore.
+    /// The request, with absolute paths: the server runs in another folder.
     fn request(&self) -> Result<DiskRequest, String> {
         let absolute = |path: &PathBuf| {
             std::path::absolute(path).map_err(|error| format!("'{}' is no path: {error}", path.display()))
         };
         let way = match (self.in_place, self.live) {
-            (true, _) => ImportWay::InPlace,
-            (false, true) => ImportWay::Live,
-            (false, false) => ImportWay::Copy,
+            (true, _) => ImportMode::InPlace,
+            (false, true) => ImportMode::Live,
+            (false, false) => ImportMode::Copy,
         };
         Ok(DiskRequest::Import {
             name: self.name.clone(),
@@ -203,7 +203,7 @@ pub enum DiskCommand {
     Create(DiskCreate),
     /// List all disks.
     List,
-    /// Show one disk, its blocks counted.
+    /// Show one disk, with counts of its blocks.
     Show {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -243,7 +243,7 @@ pub enum DiskCommand {
         /// The disk.
         #[arg(value_parser = parse_disk)]
         name: String,
-        /// Give the snapshots that linked clones stand on to those clones, then delete.
+        /// Hand the snapshots that linked clones are based on to those clones, then delete.
         #[arg(long)]
         promote: bool,
         /// Delete the disk even if a client that lost its connection may come back to it, or a machine has it.
@@ -262,9 +262,9 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Change the tunables of a disk's chain, at once and for good.
+    /// Change the tunables of a disk's chain, at once and permanently.
     Tune(DiskTune),
-    /// Open a disk in VMware's formats again that takes no writes since its medium failed; clients stay connected.
+    /// Reopen a disk in VMware's formats that stopped after an I/O error; clients stay connected.
     Reopen {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -295,7 +295,7 @@ pub enum DiskCommand {
         #[arg(value_parser = parse_disk)]
         name: String,
     },
-    /// Merge a disk's chain into its base, while it is in use. The snapshots between go.
+    /// Merge a disk's chain into its base, while it is in use. The snapshots between are deleted.
     Consolidate {
         /// The disk.
         #[arg(value_parser = parse_disk)]
@@ -306,9 +306,9 @@ pub enum DiskCommand {
     },
     /// Move a disk with its snapshots to another format, provisioning type or datastore, while it is in use.
     Migrate(DiskMigrate),
-    /// Send a disk to another server, over TLS. Broken off, the same command goes on where it was.
+    /// Send a disk to another server, over TLS. After an interruption the same command continues.
     Send(super::send::DiskSend),
-    /// Make a disk of images that are there already, with the tree of their snapshots.
+    /// Make a disk from existing images, with the tree of their snapshots.
     Import(DiskImport),
 }
 

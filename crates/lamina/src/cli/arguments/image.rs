@@ -27,12 +27,11 @@ fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
 /// How images are opened.
 #[derive(Debug, Args)]
 pub struct OpeningArguments {
-    /// What the image is, instead of what its first bytes say. Say raw for raw disks: their first bytes are the
+    /// Format of the image, instead of what its first bytes show. Give raw for raw disks: their first bytes are the
     /// guest's.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
-    /// Take a parent that was changed since its child was made, and what is left of a stream that was cut. What is read
-    /// may be garbage.
+    /// Accept a parent that was changed since its child was made, and a stream that was cut. The data may be garbage.
     #[arg(long)]
     pub force_parent: bool,
     /// Replay the journal of a SEsparse image that was not closed, as far as it can be proven whole.
@@ -64,7 +63,7 @@ pub struct ConvertArguments {
     /// What to read: an image or archive, or disk:NAME or disk:NAME@SNAPSHOT of the datastore.
     #[arg(value_name = "SOURCE")]
     pub source: EndAddress,
-    /// What to make: a file that is not there yet, or disk:NAME of the datastore.
+    /// What to make: a file that does not exist yet, or disk:NAME of the datastore.
     #[arg(value_name = "TARGET")]
     pub target: EndAddress,
     /// Format of the target.
@@ -92,7 +91,7 @@ impl ConvertArguments {
             rate: self.rate.unwrap_or(0),
         };
         if conversion.needs_datastore() {
-            // Whoever serves the datastore stands in another folder.
+            // The server of the datastore runs in another folder.
             for end in [&mut conversion.from, &mut conversion.to] {
                 if let Address::Path(path) = end {
                     *path = absolute(path)?;
@@ -121,7 +120,7 @@ pub enum ImageCommand {
     Check {
         /// The image.
         path: PathBuf,
-        /// Put right what a crash has left in the image itself; its parents are never changed.
+        /// Recover the image itself after a crash; its parents are never changed.
         #[arg(long)]
         repair: bool,
         /// How it is opened.

@@ -89,7 +89,7 @@ pub struct VmArguments {
     /// The QEMU to run machines with.
     #[arg(long, global = true, value_name = "PROGRAM", env = "LAMINA_QEMU", default_value = "qemu-system-x86_64")]
     pub qemu: PathBuf,
-    /// Folder for the memory of machines, on a file system that lies in memory. /dev/shm if nothing is said.
+    /// Folder for the memory of machines, on a file system that lies in memory. Default: /dev/shm.
     #[arg(long, global = true, value_name = "PATH", env = "LAMINA_MEMORY")]
     pub memory_folder: Option<PathBuf>,
     /// What to do.
@@ -102,12 +102,12 @@ pub struct VmArguments {
 pub enum VmCommand {
     /// Make a machine.
     Create(VmCreate),
-    /// Start machines. One that was frozen goes on where it stopped.
+    /// Start machines. A frozen machine resumes where it stopped.
     Start {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
-        /// Set it up, and let its guest wait for 'resume'.
+        /// Start it paused; 'resume' runs the guest.
         #[arg(long)]
         paused: bool,
     },
@@ -116,26 +116,26 @@ pub enum VmCommand {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
-        /// Pull the plug: what guests have not written out is lost.
+        /// Power off at once: what guests have not flushed is lost.
         #[arg(long)]
         force: bool,
         /// How many seconds a guest has for it.
         #[arg(long, value_name = "SECONDS", value_parser = parse_seconds, default_value = "60", conflicts_with = "force")]
         timeout: u64,
     },
-    /// Hold guests still.
+    /// Pause guests.
     Pause {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
     },
-    /// Let guests go on that were held still.
+    /// Resume paused guests.
     Resume {
         /// The machines.
         #[arg(required = true, value_name = "VM", value_parser = parse_machine)]
         names: Vec<String>,
     },
-    /// Show one machine: what it is, what it does, what runs it, what stands on it.
+    /// Show one machine: definition, state, process and clones.
     Show {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -151,25 +151,25 @@ pub enum VmCommand {
         /// Keep the disks in the datastore.
         #[arg(long)]
         keep_disks: bool,
-        /// Give the snapshots that clones stand on to those clones.
+        /// Hand the snapshots that clones are based on to those clones.
         #[arg(long, conflicts_with = "keep_disks")]
         promote: bool,
     },
     /// Take and manage snapshots of machines.
     #[command(subcommand)]
     Snapshot(VmSnapshotCommand),
-    /// Make a machine as it was at a snapshot. What it is now is lost.
+    /// Revert a machine to a snapshot. Its present state is lost.
     Revert {
         /// The snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT")]
         snapshot: MachineSnapshot,
-        /// Where the snapshot has memory: let the guest wait for 'resume'.
+        /// Where the snapshot has memory: keep the guest paused until 'resume'.
         #[arg(long)]
         paused: bool,
     },
-    /// Make machines that begin as another one is, or was at a snapshot.
+    /// Clone machines from the present state of another one, or from a snapshot of it.
     Clone(VmClone),
-    /// Freeze a running machine: it ends, and instant clones and itself begin where it stopped.
+    /// Freeze a running machine: its process ends, and instant clones and the machine itself resume there.
     Freeze {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
@@ -180,7 +180,7 @@ pub enum VmCommand {
         /// The machine.
         #[arg(value_name = "VM", value_parser = parse_machine)]
         name: String,
-        /// Print what the console has said so far, and end.
+        /// Print the console's output so far, and end.
         #[arg(long)]
         said: bool,
         /// End after so many seconds without output, where input is no terminal and has ended.
@@ -248,7 +248,7 @@ pub enum VmSnapshotCommand {
         /// The machine and the snapshot, VM@SNAPSHOT.
         #[arg(value_name = "VM@SNAPSHOT")]
         snapshot: MachineSnapshot,
-        /// With the guest's memory: reverting goes on where it was.
+        /// With the guest's memory: a revert resumes the guest there.
         #[arg(long, conflicts_with = "quiesce")]
         memory: bool,
         /// Have the guest's agent freeze the file systems around it, if it answers.
@@ -290,7 +290,7 @@ pub struct VmClone {
     /// Name of the clone; with --count the start of the names (NAME-0001, ...).
     #[arg(value_name = "VM", required_unless_present_any = ["name_pattern", "to"])]
     pub name: Option<String>,
-    /// Make a full clone at another server, lamina://HOST:PORT/NAME, which has to be told by --tls-ca and the like.
+    /// Make a full clone at another server, lamina://HOST:PORT/NAME, with the --tls options for that server.
     #[arg(
         long,
         value_name = "TARGET",
@@ -300,7 +300,7 @@ pub struct VmClone {
     /// How it is sent there.
     #[command(flatten)]
     pub how: SendArguments,
-    /// Deltas on a snapshot of the source's disks; what is done if nothing is said.
+    /// Deltas on a snapshot of the source's disks; the default.
     #[arg(long, group = "way")]
     pub linked: bool,
     /// Independent copies of what the source's disks hold.
@@ -324,7 +324,7 @@ pub struct VmClone {
     /// Have the source's agent freeze the file systems around the moment, if it answers.
     #[arg(long, conflicts_with = "instant")]
     pub quiesce: bool,
-    /// What becomes of host name, machine id, network addresses and randomness inside the guests of instant clones.
+    /// Whether guests of instant clones get a new host name, machine id, network addresses and randomness.
     #[arg(long, value_enum, value_name = "WHAT", default_value = "auto")]
     pub identity: IdentityArgument,
 }

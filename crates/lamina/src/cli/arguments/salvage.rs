@@ -24,7 +24,7 @@ pub struct SalvageArguments {
     /// A snapshot of it instead.
     #[arg(long, value_name = "NAME", requires = "disk", value_parser = parse_disk)]
     pub snapshot: Option<String>,
-    /// A file that is not there yet, or the folder of another datastore.
+    /// A file that does not exist yet, or the folder of another datastore.
     #[arg(long, value_name = "FILE|DATASTORE", requires = "disk")]
     pub to: Option<PathBuf>,
     /// Format of the target; by its name otherwise: .raw, .vmdk (monolithicsparse), .ova, and native in a datastore.

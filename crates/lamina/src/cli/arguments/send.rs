@@ -36,7 +36,7 @@ pub struct SendArguments {
 }
 
 impl SendArguments {
-    /// The request to send these disks: paths mean what they mean here, whoever serves the datastore.
+    /// The request to send these disks, with absolute paths: the server runs in another folder.
     pub fn request(&self, remote: &Remote, disks: Vec<SentDisk>, point: SendPoint) -> Result<SendRequest, String> {
         let authorities = self.tls_ca.as_deref().ok_or(
             "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
@@ -87,12 +87,12 @@ impl DiskSend {
     }
 }
 
-/// Verbs of receptions: what other servers have begun to send here.
+/// Verbs of receptions: disks that other servers send here.
 #[derive(Debug, Subcommand)]
 pub enum ReceiveCommand {
-    /// List what is being received, or was begun and is kept until its sender comes again.
+    /// List disks that are being received, and unfinished ones that are kept until their sender continues.
     List,
-    /// Give one up: what of it has arrived is removed.
+    /// Cancel one, and remove what has arrived of it.
     Delete {
         /// Its identity, as 'receive list' shows it.
         id: String,

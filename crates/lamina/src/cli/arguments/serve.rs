@@ -69,7 +69,7 @@ pub struct ServeArguments {
     /// Unix socket for NBD clients; nbd.sock in the datastore by default.
     #[arg(long, value_name = "NBD_SOCKET")]
     pub socket: Option<PathBuf>,
-    /// Permission bits of that socket, octal: who may connect.
+    /// Permission bits of that socket, octal: they decide which users may connect.
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub socket_mode: u32,
     /// Also listen on TCP, such as 127.0.0.1:10809. Beyond loopback it needs TLS with client certificates.
@@ -103,7 +103,7 @@ pub struct ServeArguments {
     /// Most memory for cached metadata.
     #[arg(long, value_name = "SIZE", default_value = "128M", value_parser = parse_memory)]
     pub metadata_cache: usize,
-    /// Most memory for writes that are not at home yet.
+    /// Most memory for writes that are not written back yet.
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = parse_memory)]
     pub write_buffer: usize,
     /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within

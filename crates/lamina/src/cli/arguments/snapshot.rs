@@ -11,12 +11,12 @@ use std::path::PathBuf;
 /// Verbs of snapshots.
 #[derive(Debug, Subcommand)]
 pub enum SnapshotCommand {
-    /// Take snapshots; several disks are taken at one point in time.
+    /// Take snapshots; those of several disks are of one point in time.
     Create {
         /// Disk and name of the new snapshot.
         #[arg(value_name = "DISK@SNAPSHOT", required = true)]
         snapshots: Vec<SnapshotAddress>,
-        /// What to remember about it; for disks in VMware's formats.
+        /// A description; for disks in VMware's formats.
         #[arg(long, value_name = "TEXT")]
         description: Option<String>,
         /// The folder that the new image goes to, instead of the disk's own; for disks in VMware's formats.
@@ -43,10 +43,10 @@ pub enum SnapshotCommand {
         /// The snapshot.
         #[arg(value_name = "DISK@SNAPSHOT")]
         snapshot: SnapshotAddress,
-        /// Merge its image into the newer one. Without --up or --down: whichever copies less.
+        /// Merge the snapshot's image into the newer one. Default: the direction that copies less.
         #[arg(long, conflicts_with = "down")]
         up: bool,
-        /// Merge the newer image into its.
+        /// Merge the newer image into the snapshot's image.
         #[arg(long)]
         down: bool,
         /// Delete it even if a client that lost its connection may come back to it.
@@ -56,7 +56,7 @@ pub enum SnapshotCommand {
         #[arg(long, value_name = "SIZE", value_parser = parse_size, default_value = "0")]
         rate: u64,
     },
-    /// Make the disk as it was at a snapshot; what was written since is lost.
+    /// Revert a disk to a snapshot; what was written since is lost.
     Revert {
         /// The snapshot.
         #[arg(value_name = "DISK@SNAPSHOT")]

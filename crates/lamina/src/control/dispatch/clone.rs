@@ -39,7 +39,7 @@ pub fn full(datastore: &Datastore, disk: &str, at: &Point, names: &[String], pro
             Err(error) => {
                 for clone in &made {
                     if let Err(undo) = datastore.delete_disk(&clone.name, false) {
-                        tracing::error!(disk = clone.name, "a clone of the failed set stays: {undo}");
+                        tracing::error!(disk = clone.name, "a clone of the failed request was not removed: {undo}");
                     }
                 }
                 return Err(error);

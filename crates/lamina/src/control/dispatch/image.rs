@@ -11,7 +11,7 @@ pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {
         Request::Image(request) => dispatch(request, watch),
         Request::Convert(conversion) => convert(None, &conversion, watch),
         Request::Salvage(request) => salvage(&request, watch),
-        _ => Err(Error::new(ErrorKind::Invalid, "this verb is about a datastore, and none is named")),
+        _ => Err(Error::new(ErrorKind::Invalid, "this command needs a datastore: give --datastore")),
     }
 }
 

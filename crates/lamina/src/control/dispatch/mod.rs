@@ -86,7 +86,7 @@ pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Re
         Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
         Request::Image(request) => image::dispatch(request, watch)?,
         Request::Salvage(request) => image::salvage(&request, watch)?,
-        // Where nobody serves, whoever has gone took his requests with him; where somebody does, the server has waited.
+        // Without a server, a request ends with its process; with one, the server has waited for the request's end.
         Request::Settle => Reply::Settled,
         Request::Send(request) => send::send(datastore, &request, watch)?,
         Request::Receive(request) => send::receive(datastore, request)?,

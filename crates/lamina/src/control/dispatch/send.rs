@@ -86,7 +86,7 @@ impl Sending<'_> {
 
     /// Goes on with what an earlier command was sending, if the receiver still has it.
     fn resume(&self) -> Result<Sent> {
-        let none = || Error::new(ErrorKind::NotFound, "nothing was left to go on with");
+        let none = || Error::new(ErrorKind::NotFound, "no unfinished transfer was found");
         let name = self.left()?.pop().ok_or_else(none)?;
         let names = vec![name.clone(); self.request.disks.len()];
         let outcome = self.ship(&names, self.request.incremental, true);

@@ -113,6 +113,6 @@ pub struct ExportInfo {
     pub name: String,
     /// Writes are refused.
     pub read_only: bool,
-    /// Where it is served, one URI for each listener; empty while nobody serves.
+    /// Where it is served, one URI for each listener; empty while no server runs.
     pub uris: Vec<String>,
 }

@@ -27,7 +27,7 @@ pub enum SendPoint {
     Now,
 }
 
-/// Who is who. PEM files.
+/// Certificates of both ends: PEM files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct SendTls {
@@ -59,7 +59,7 @@ pub struct SendRequest {
     pub streams: u32,
     /// Most bytes a second; 0 for as fast as it goes.
     pub rate: u64,
-    /// Who is who.
+    /// Certificates of both ends.
     pub tls: SendTls,
 }
 

@@ -205,7 +205,7 @@ fn a_connection_too_many_is_told_so() {
 }
 
 #[test]
-fn random_bytes_disturb_nobody() {
+fn random_bytes_disturb_no_other_client() {
     let mut world = World::new();
     let mut state = 1u64;
     for _ in 0..200 {

@@ -101,7 +101,7 @@ fn print_status(out: &mut dyn Write, status: &Status, serving: Option<&Serving>)
             facts.extend(uri::of_export(serving, "").into_iter().map(|uri| ("nbd", uri)));
             facts.extend(serving.receive.map(|address| ("receives", format!("lamina://{address}/"))));
         }
-        None => facts.push(("served by", "nobody".into())),
+        None => facts.push(("served by", "no server".into())),
     }
     print_facts(out, &facts)
 }

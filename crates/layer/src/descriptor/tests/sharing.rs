@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// What is being made is locked from its first moment to its last, so that nobody takes it for what a crash left.
+/// What is being made is locked from its first moment to its last, so that no sweep takes it for what a crash left.
 fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
     let descriptor = parsed(BASE);
     let busy = || {
@@ -30,7 +30,7 @@ fn one_that_is_being_made_is_not_swept(directory: &dyn Directory) {
     assert_eq!(storage::sweep_one(directory, "web.vmdk").unwrap(), ["web.vmdk.lamina-new"]);
     drop(Pending::begin(directory, "web.vmdk", &descriptor).unwrap().suspend());
     write_plain(directory, "web-flat.vmdk", b"x");
-    // Whoever has the extent open is not disturbed either.
+    // A process that has the extent open is not disturbed either.
     let open = directory.lock("web-flat.vmdk").unwrap();
     busy();
     drop(open);

@@ -112,5 +112,5 @@ fn discards_under_way_end_before_filling_counts_on_them() {
     let work = filler.lock().take().unwrap();
     work.join().unwrap().unwrap();
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 8, tbz: 0 });
-    assert_eq!(flat.look(3).unwrap(), State::Written, "filled before the hole was punched");
+    assert_eq!(flat.look(3).unwrap(), BlockType::Written, "filled before the hole was punched");
 }

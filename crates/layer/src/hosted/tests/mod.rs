@@ -36,7 +36,7 @@ fn small(directory: &dyn Directory, capacity: u64, zero_grains: bool) -> Arc<dyn
     file
 }
 
-/// Takes tables out of both directories, as a writer leaves them who makes tables on demand.
+/// Takes tables out of both directories, as a writer that makes tables on demand leaves them.
 fn drop_tables(file: &dyn File, mut which: impl FnMut(u64) -> bool) {
     let header = super::read_header(file).unwrap();
     for index in 0..header.directory_entries() {
@@ -68,7 +68,7 @@ fn slices<'a>(random: &mut Random, mut bytes: &'a [u8]) -> Vec<&'a [u8]> {
 }
 
 #[test]
-fn a_new_extent_has_the_layout_that_everybody_writes() {
+fn a_new_extent_has_the_usual_layout() {
     let disk = SimulatedDisk::new(1, SimulatedOptions::default());
     let file = disk.directory().create("disk.vmdk", IoMode::Buffered).unwrap();
     let options = CreateOptions { capacity: 32 << 20, descriptor: Some(b"text"), zero_grains: false };

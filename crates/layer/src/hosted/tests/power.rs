@@ -35,7 +35,7 @@ fn stamp_of(bytes: &[u8], context: &str) -> u64 {
     stamp
 }
 
-struct Run {
+struct PowerTest {
     random: Random,
     capacity: u64,
     parent: Option<Vec<u8>>,
@@ -43,7 +43,7 @@ struct Run {
     stamp: u64,
 }
 
-impl Run {
+impl PowerTest {
     /// Random changes until one fails; true when the failure was asked for.
     fn change(&mut self, layer: &Hosted, steps: u64) -> bool {
         for _ in 0..steps {
@@ -85,7 +85,7 @@ fn scenario(seed: u64) {
     let sectors = capacity / SECTOR;
     let parent = random.percent(50).then(|| (0..sectors).flat_map(|at| sector_of(1_000_000 + at)).collect::<Vec<_>>());
     let stamps = (0..sectors).map(|at| vec![if parent.is_some() { 1_000_000 + at } else { 0 }]).collect();
-    let mut run = Run { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
+    let mut run = PowerTest { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
     for round in 0..4 {
         let context = format!("seed {seed} round {round}");
         let file = disk.directory().open("disk.vmdk", IoMode::Buffered).unwrap();
@@ -139,10 +139,10 @@ fn after_a_failed_write_nothing_more_is_written() {
         let layer = open(&file, true, true).unwrap();
         let random_steps = random.below(40);
         let parent = Some(vec![0; capacity as usize]);
-        let mut run = Run { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
+        let mut run = PowerTest { random, capacity, parent, allowed: Allowed(stamps), stamp: 0 };
         disk.fail_operation(disk.operations() + random_steps);
         if !run.change(&layer, 200) {
-            // A hole that could not be punched: nobody misses it.
+            // A hole that could not be punched: only space is lost.
             tolerated += 1;
             continue;
         }

@@ -1,4 +1,4 @@
-//! Many threads at once: a reader who holds an epoch never sees another grain's bytes.
+//! Many threads at once: a reader that holds an epoch never sees another grain's bytes.
 
 use super::*;
 use std::sync::atomic::{AtomicBool, Ordering};

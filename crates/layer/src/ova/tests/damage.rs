@@ -121,7 +121,7 @@ fn mutations_end_in_an_error_or_an_answer() {
         let mut bytes = image.clone();
         mutate(&mut random, &mut bytes, &weak);
         if random.percent(50) {
-            // With a right sum the header is believed, with a broken name of the manifest the description too.
+            // With a right checksum the header is accepted; with a broken name of the manifest the OVF is too.
             let sum: u32 = bytes
                 .iter()
                 .take(512)

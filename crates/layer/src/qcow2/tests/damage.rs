@@ -44,7 +44,7 @@ fn what_is_unknown_is_refused_by_name() {
     says(with(40, &(1u64 << 50).to_be_bytes()), ErrorKind::Corrupt, "outside the file");
     says(with(72, &[0x40]), ErrorKind::Unsupported, "bit 62");
     says(with(79, &[8]), ErrorKind::Unsupported, "method 0");
-    // QEMU names the features it knows in the image: take one of those names for a bit of tomorrow.
+    // QEMU names its features in the image: give one of those names to a bit that is not defined yet.
     let bytes = image("cluster_size=64k", false);
     let name = bytes.windows(10).position(|w| w == b"dirty bit\0").unwrap();
     let mut renamed = bytes.clone();

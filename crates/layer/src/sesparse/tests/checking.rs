@@ -1,6 +1,6 @@
 //! Checks of an image that is being written: no write waits for them, and they report neither more nor less damage.
 
-use super::super::entry::{Entry, Grain, Owner, Run, Table, encode_slot};
+use super::super::entry::{Entry, Grain, GrainRun, Owner, Table, encode_slot};
 use super::super::state::{bitmap_page, page_index, table_page};
 use super::*;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -196,7 +196,7 @@ fn damage(layer: &SeSparse) {
             state.need(bitmap_page(fourth.1))?;
             state.owner(fourth.1)?;
             state.set_owner(fourth.1, None);
-            state.set_bits(Run { start: other.1, count: 1 }, false)
+            state.set_bits(GrainRun { start: other.1, count: 1 }, false)
         })
         .unwrap();
 }

@@ -1,6 +1,6 @@
 //! Wipe and shrink as people use them: what they return, that they can be stopped, and what guests notice of them.
 
-use super::super::entry::{Entry, Grain, Run};
+use super::super::entry::{Entry, Grain, GrainRun};
 use super::*;
 use crate::ErrorKind;
 use backend::local::{LocalDirectory, LocalQueues};
@@ -151,7 +151,7 @@ fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
     layer.flush().unwrap();
     let mut watch = unwatched;
     let mut work = layer.begin_work(&mut watch, "moving grains").unwrap();
-    let (held, allocated) = layer.held(Run { start: 0, count: 64 }).unwrap();
+    let (held, allocated) = layer.held(GrainRun { start: 0, count: 64 }).unwrap();
     assert_eq!((held.len(), allocated), (56, 56));
     let announced = layer.announce(&held, &mut work).unwrap();
     let copied = layer.read_grains(&held[..2]).unwrap();
@@ -160,13 +160,13 @@ fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
     let places = layer
         .settle(|state| {
             let free = state.space.lowest().unwrap();
-            state.claim_run(Run { start: free.start, count: 2 })
+            state.claim_run(GrainRun { start: free.start, count: 2 })
         })
         .unwrap();
     layer.write_places(places, &[&copied]).unwrap();
     assert!(!layer.repoint(held[0], Entry::Data(Grain(places.start))).unwrap());
     assert!(layer.repoint(held[1], Entry::Data(Grain(places.start + 1))).unwrap());
-    layer.give_back(&[Run { start: places.start, count: 1 }]);
+    layer.give_back(&[GrainRun { start: places.start, count: 1 }]);
     drop((announced, work));
     let found = stamps(&layer, 8 * GRAIN, 56 * GRAIN).unwrap();
     for (grain, sectors) in found.chunks(SECTORS as usize).enumerate() {

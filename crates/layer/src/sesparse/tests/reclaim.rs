@@ -1,5 +1,5 @@
-//! Wipe and shrink beside a guest who goes on, the power cut or the process killed anywhere in it: nothing flushed is
-//! lost, and every dead grain comes back.
+//! Wipe and shrink beside guest writes, the power cut or the process killed anywhere in it: nothing flushed is lost,
+//! and every dead grain becomes free again.
 
 use super::super::header::Layout;
 use super::*;

@@ -42,7 +42,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
     model
 }
 
-/// Reads everything all the time: every grain is whole, whoever writes or moves it.
+/// Reads everything all the time: every grain is whole, also while it is written or moved.
 fn read(layer: &SeSparse, stop: &AtomicBool) {
     let mut random = Random(99);
     while !stop.load(Ordering::Relaxed) {

@@ -12,7 +12,7 @@ fn a_stream_cut_anywhere_gives_what_is_whole() {
     let tail = bytes.len() as u64 - 10 * 512;
     for round in 0..300 {
         let end = if round % 3 == 0 { tail + random.below(10 * 512) } else { 65_536 + random.below(tail - 65_536) };
-        // Nobody takes a part for the whole without having asked for it.
+        // A cut stream is opened only by a caller that asks for it.
         let refused = Stream::open(memory_file(&bytes[..end as usize]), "disk.vmdk").err().unwrap();
         assert!(
             refused.kind() == ErrorKind::Corrupt && refused.to_string().contains("was cut"),

@@ -237,7 +237,7 @@ fn the_end_is_found_where_the_header_lies() {
         layer.write(0, &[&[1; 4096]]).unwrap();
         layer.close().unwrap();
         file.write_at(&[&lie.to_le_bytes()], 28, false).unwrap();
-        // Room that nobody uses yet.
+        // Room that is not used yet.
         file.set_len(4 << 20).unwrap();
         let layer = VmfsSparse::open(Arc::clone(&file), &OpenOptions::writing("image")).unwrap();
         assert_eq!(layer.writer().unwrap().space.lock().free(), 48);

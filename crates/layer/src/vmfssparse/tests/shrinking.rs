@@ -1,4 +1,4 @@
-//! Dead space is found and returned, whoever reads or writes meanwhile.
+//! Dead space is found and returned while other threads read and write.
 
 use super::*;
 use crate::Step;
@@ -85,7 +85,7 @@ fn it_stops_when_told_and_keeps_what_was_done() {
 }
 
 #[test]
-fn places_outlive_whoever_was_told_of_them() {
+fn places_are_kept_while_a_reader_holds_them() {
     let (_disk, layer) = image(1);
     let model = scattered(&layer, 1);
     let before = layer.file.file().len().unwrap();

@@ -58,7 +58,7 @@ fn damaged_objects_never_panic() {
     let disk = SimulatedDisk::new(0, SimulatedOptions { unflushed_max: 0, ..SimulatedOptions::default() });
     let name = "image";
     let file = disk.directory().create(name, IoMode::Buffered).unwrap();
-    // Everything but the payload, which nobody looks at.
+    // Everything but the payload, which is not read here.
     let restore = || {
         file.set_len(0).unwrap();
         file.set_len(whole.len() as u64).unwrap();

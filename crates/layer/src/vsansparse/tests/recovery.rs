@@ -135,8 +135,8 @@ fn flushes_are_shared() {
     }
 }
 
-/// Many threads can bring more changes at once than the ring holds: whoever finds no room left makes some, and what was
-/// flushed before is still there.
+/// Many threads can bring more changes at once than the ring holds: a thread that finds no room commits to make some,
+/// and what was flushed before is still there.
 #[test]
 fn no_more_changes_wait_than_the_log_holds() {
     let (disk, _, layer) = object(64 << 20);
@@ -161,7 +161,7 @@ fn no_more_changes_wait_than_the_log_holds() {
             _ => layer.zero(1001 * BLOCK..1500 * BLOCK, false).unwrap(),
         }
         assert!(writer.pending.lock().len() <= PENDING_LIMIT && writer.log.lock().used() <= LOG_BLOCKS);
-        assert_eq!(writer.pending.lock().promised, 0);
+        assert_eq!(writer.pending.lock().reserved, 0);
     }
     assert_eq!(layer.check().unwrap().problems, Vec::<String>::new());
     let seen = after_cut(&disk, false).unwrap();

@@ -12,8 +12,8 @@
 //!
 //! 1. A grant is an upper bound. It is dropped after what was done under it is counted: in between, the same bytes and
 //!    pages may count twice, and never not at all.
-//! 2. [`Admission::try_admit`] may be called under any lock. Waiting is for those who hold none that a checkpoint
-//!    takes.
+//! 2. [`Admission::try_admit`] may be called under any lock. A thread that waits must hold no lock that a
+//!    checkpoint takes.
 //! 3. What is asked for is never more than an empty budget holds, but for pages of a single operation, which is
 //!    admitted when nothing else counts.
 
@@ -168,7 +168,7 @@ impl Admission {
         self.notify();
     }
 
-    /// Wakes all who wait, to look again.
+    /// Wakes all waiting threads, to look again.
     pub fn notify(&self) {
         // Taken, so that the wake-up does not fall between a look and the wait that follows it.
         drop(self.granted.lock());

@@ -257,7 +257,7 @@ impl Images {
                 lost += 1;
             }
             let file = &files[key.file() as usize];
-            file.write_at(&[&page.0], key.offset(), false).during(|| format!("taking {key} home"))?;
+            file.write_at(&[&page.0], key.offset(), false).during(|| format!("writing {key} to its place"))?;
         }
         Ok(Some((head, lost)))
     }

@@ -172,7 +172,7 @@ impl CommitLog {
         self.admission.set_used(commit.journal.used());
     }
 
-    /// Writes the superblock, which lets go of the journal before its tail.
+    /// Writes the superblock, which releases the journal before its tail.
     pub fn write_superblock(&self, commit: &mut Committer, next: &mut Superblock) -> Result<()> {
         next.write(&*self.superblock_file)?;
         commit.superblock = *next;
@@ -378,7 +378,7 @@ impl Committer {
         self.batches
     }
 
-    /// The batch appended last changes nothing that a checkpoint holds: a clean one may let go of it.
+    /// The batch appended last changes nothing that a checkpoint holds: a clean one may release it.
     pub fn discount_last(&mut self) {
         self.batches -= 1;
     }

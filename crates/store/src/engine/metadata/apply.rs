@@ -1,7 +1,7 @@
 //! Carrying out operations on the metadata: the one way in which it changes.
 
 use super::Meta;
-use crate::catalog::{Object, State};
+use crate::catalog::{Object, ObjectState};
 use crate::engine::placement::Holds;
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
@@ -212,7 +212,7 @@ impl Meta {
                 if *new {
                     self.data.adopt(&mut self.pages, *run)?;
                 } else {
-                    // The range's own blocks: hold them while the range lets go of them.
+                    // The range's own blocks: hold them while the range releases them.
                     self.data.add_references(&mut self.pages, *run)?;
                 }
                 self.forget_logged(*run);
@@ -251,7 +251,7 @@ impl Meta {
                 let root = self.catalog.get(disk)?.root;
                 self.root_reference(root)?;
                 self.catalog.update(*snapshot, |object| {
-                    object.state = State::Snapshot;
+                    object.state = ObjectState::Snapshot;
                     object.root = root;
                 })?;
             }
@@ -265,7 +265,13 @@ impl Meta {
                 let (root, capacity) = (source.root, source.capacity);
                 self.root_reference(root)?;
                 let old = self.catalog.get(*disk)?.clone();
-                self.catalog.put(Object { id: *trash, state: State::Trash, reserved: 0, name: String::new(), ..old });
+                self.catalog.put(Object {
+                    id: *trash,
+                    state: ObjectState::Trash,
+                    reserved: 0,
+                    name: String::new(),
+                    ..old
+                });
                 self.catalog.update(*disk, |object| {
                     object.root = root;
                     object.capacity = capacity;
@@ -285,7 +291,7 @@ impl Meta {
                         self.catalog.update(child, |child| child.parent = old.parent)?;
                     }
                 }
-                self.catalog.put(Object { state: State::Trash, reserved: 0, name: String::new(), ..old });
+                self.catalog.put(Object { state: ObjectState::Trash, reserved: 0, name: String::new(), ..old });
             }
             Operation::Drop { object, steps } => {
                 let mut root = self.catalog.get(*object)?.root;

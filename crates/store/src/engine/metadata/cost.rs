@@ -132,7 +132,7 @@ impl Meta {
                 self.touch_mapping(*disk, *logical, *run, &mut touched)?;
             }
             Operation::Unmap { disk, logical, blocks } => {
-                // Leaves between the first and the last are let go of whole.
+                // Leaves between the first and the last are released whole.
                 let last = *logical + blocks.saturating_sub(1);
                 self.touch(*disk, *logical..*logical + 1, true, u64::MAX, &mut touched)?;
                 self.touch(*disk, last..last + 1, true, u64::MAX, &mut touched)?;

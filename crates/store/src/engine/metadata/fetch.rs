@@ -1,6 +1,6 @@
 //! Looking at metadata, and making sure that it is in memory, without waiting for the medium under the metadata lock.
 //!
-//! A look-up that misses pages lets go of the lock, reads them and looks again ([`Metadata::look`], [`Fetch`]). A
+//! A look-up that misses pages releases the lock, reads them and looks again ([`Metadata::look`], [`Fetch`]). A
 //! change cannot begin again, so it is prepared instead: a survey (`survey.rs`) of what it will need, under the lock,
 //! by turns with reads without it ([`Metadata::bring_in`]). What a change misses all the same, because something
 //! changed in between, it reads under the lock; [`crate::pages::PageStatistics::locked`] counts that.
@@ -11,7 +11,7 @@ use crate::pages::{Load, PageKey, read_home};
 use backend::{BLOCK_SIZE, Block};
 use std::sync::Arc;
 
-/// How often a look-up lets go of the lock for what it misses: several times the height of a tree with its tables.
+/// How often a look-up releases the lock for what it misses: several times the height of a tree with its tables.
 /// Beyond it the tree changes faster than it can be read, and the look-up reads under the lock.
 const LOOKS_MAX: usize = 256;
 /// How often a change is surveyed before it is made.
@@ -81,7 +81,7 @@ impl Metadata {
         fetch
     }
 
-    /// Reads pages without the lock, or waits for who does.
+    /// Reads pages without the lock, or waits for the thread that reads them.
     pub(crate) fn load_pages(&self, absent: Vec<PageKey>, fetch: &mut Fetch) -> Result<()> {
         let mut own: Vec<(PageKey, Arc<Load>)> = Vec::new();
         let mut others: Vec<Arc<Load>> = Vec::new();

@@ -23,7 +23,7 @@ use crate::Result;
 use crate::catalog::Catalog;
 use crate::journal::Operation;
 use crate::pages::{Kept, PageFile, PageStatistics, Pages};
-use crate::space::{Entry, Space};
+use crate::space::{BlockEntry, Space};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tree;
 use backend::{Directory, File, SharedSlice};
@@ -109,7 +109,7 @@ impl Metadata {
 
 impl Meta {
     /// The table entry of a data block.
-    pub fn entry(&mut self, block: u64) -> Result<Entry> {
+    pub fn entry(&mut self, block: u64) -> Result<BlockEntry> {
         self.data.entry(&mut self.pages, block)
     }
 

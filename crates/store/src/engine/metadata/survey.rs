@@ -2,7 +2,7 @@
 
 use super::Meta;
 use super::fetch::ABSENT_MAX;
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
 use crate::pages::{PageFile, PageKey, Pages};
 use crate::space::{Run, Space};
@@ -151,7 +151,7 @@ impl Meta {
     }
 
     /// What pieces of a buffer will need on their way into the map.
-    pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[Piece]) {
+    pub(crate) fn survey_pieces(&mut self, disk: u64, pieces: &[DirtyPiece]) {
         let mut blocks = 0;
         for piece in pieces {
             if self.pages.absent() >= ABSENT_MAX {

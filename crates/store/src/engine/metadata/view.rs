@@ -11,7 +11,7 @@ use crate::catalog::Catalog;
 use crate::engine::log::Superblock;
 use crate::engine::placement::Holds;
 use crate::pages::{Keeping, PageKey, Pages};
-use crate::space::{Entry, Space, SpaceKind};
+use crate::space::{BlockEntry, Space, SpaceKind};
 use backend::Block;
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ impl Sight<'_> {
     }
 
     /// The table entry of a data block.
-    pub fn entry(&mut self, block: u64) -> Result<Entry> {
+    pub fn entry(&mut self, block: u64) -> Result<BlockEntry> {
         self.data.entry(self.pages, block)
     }
 }

@@ -158,7 +158,7 @@ impl Holds {
         }
     }
 
-    /// Operation `number` is durable, which held the block; true when its flag is to be cleared.
+    /// Releases a block that operation `number`, which is durable now, had held; true when its flag is to be cleared.
     pub fn release_block(&mut self, block: u64, number: u64) -> bool {
         if self.again.is_empty() {
             return true;

@@ -12,7 +12,7 @@
 //!    replaced meanwhile ([`Engine::give_back_replaced`]).
 
 use crate::Result;
-use crate::buffer::{Content, Layers, Piece};
+use crate::buffer::{Content, DirtyPiece, Layers};
 use crate::catalog::Catalog;
 use crate::engine::log::Cost;
 use crate::engine::writeback::STEPS_MAX;
@@ -52,7 +52,7 @@ impl Engine {
     /// Takes a batch of the oldest layer into the map with its payload in the journal, as far as one flush would:
     /// blocks of the disk alone keep their places whatever holds them. For what no new place is left for. Returns the
     /// cost of what there was no room for in the journal; that stays buffered. Under gate and commit.
-    pub(crate) fn log_batch(&self, head: &Head, pieces: &[Piece]) -> Result<Option<Cost>> {
+    pub(crate) fn log_batch(&self, head: &Head, pieces: &[DirtyPiece]) -> Result<Option<Cost>> {
         let mut left = (self.payload_max() / BLOCK_SIZE as u64).max(1);
         let mut steps = STEPS_MAX;
         for piece in pieces {

@@ -179,7 +179,7 @@ impl Engine {
         self.reserve_needs(&needs(meta, records, 0))
     }
 
-    /// The same for what there is, so that it is known to be reserved before any change. Under no lock.
+    /// Reserves what the tables of the present size need, so that it is reserved before any change. Under no lock.
     pub(crate) fn reserve_tables(&self) -> Result<()> {
         let needs = needs(&self.meta.lock(), 0, 0);
         self.reserve_needs(&needs)

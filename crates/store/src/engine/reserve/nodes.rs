@@ -299,7 +299,10 @@ impl Engine {
                         return Ok(false);
                     }
                 }
-                return Err(Error::new(ErrorKind::NoSpace, "no room for more of the map"));
+                return Err(Error::new(
+                    ErrorKind::NoSpace,
+                    "the file system of the datastore is full: the map cannot grow",
+                ));
             }
             if self.options.threads {
                 crate::sync::thread::sleep(LOOK_AGAIN);

@@ -13,7 +13,7 @@ mod open;
 
 use super::Engine;
 use super::metadata::Effects;
-use crate::catalog::{Object, State};
+use crate::catalog::{Object, ObjectState};
 use crate::space::Run;
 use crate::tree::{self, LOGICAL_LIMIT, NodeId};
 use crate::{Error, Result, checksum};
@@ -48,7 +48,7 @@ pub struct Salvaged {
 
 /// What is at some blocks of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Piece {
+pub enum SalvagedPiece {
     /// They read as zeros.
     Zero,
     /// They are in the store from this block on.
@@ -122,7 +122,7 @@ impl Salvage {
     }
 
     /// What is in `range` of an object, in order and without gaps; `lost` is what [`Salvage::lost`] said.
-    pub fn pieces(&self, id: u64, range: Range<u64>, lost: &[Range<u64>]) -> Result<Vec<(Range<u64>, Piece)>> {
+    pub fn pieces(&self, id: u64, range: Range<u64>, lost: &[Range<u64>]) -> Result<Vec<(Range<u64>, SalvagedPiece)>> {
         let mut out = Vec::new();
         let mut at = range.start;
         let first = lost.partition_point(|lost| lost.end <= range.start);
@@ -131,7 +131,7 @@ impl Salvage {
                 self.pieces_between(id, at..hole.start, &mut out)?;
             }
             let end = hole.end.min(range.end);
-            out.push((at.max(hole.start)..end, Piece::Lost));
+            out.push((at.max(hole.start)..end, SalvagedPiece::Lost));
             at = end;
         }
         if at < range.end {
@@ -140,7 +140,7 @@ impl Salvage {
         Ok(out)
     }
 
-    fn pieces_between(&self, id: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, Piece)>) -> Result<()> {
+    fn pieces_between(&self, id: u64, range: Range<u64>, out: &mut Vec<(Range<u64>, SalvagedPiece)>) -> Result<()> {
         let mut meta = self.engine.meta.lock();
         let mut extents = Vec::new();
         if let Some(root) = meta.catalog.get(id)?.root {
@@ -150,14 +150,14 @@ impl Salvage {
         let mut at = range.start;
         for extent in extents {
             if at < extent.logical {
-                out.push((at..extent.logical, Piece::Zero));
+                out.push((at..extent.logical, SalvagedPiece::Zero));
             }
             at = extent.logical + extent.blocks;
-            let piece = if extent.unwritten { Piece::Zero } else { Piece::Data(extent.physical) };
+            let piece = if extent.unwritten { SalvagedPiece::Zero } else { SalvagedPiece::Data(extent.physical) };
             out.push((extent.logical..at, piece));
         }
         if at < range.end {
-            out.push((at..range.end, Piece::Zero));
+            out.push((at..range.end, SalvagedPiece::Zero));
         }
         Ok(())
     }
@@ -202,9 +202,9 @@ impl Salvage {
         for (range, piece) in self.pieces(id, range, &self.lost(id)?)? {
             for block in range.clone() {
                 out.push(match piece {
-                    Piece::Zero => Some(vec![0; BLOCK_SIZE]),
-                    Piece::Lost => None,
-                    Piece::Data(physical) => {
+                    SalvagedPiece::Zero => Some(vec![0; BLOCK_SIZE]),
+                    SalvagedPiece::Lost => None,
+                    SalvagedPiece::Data(physical) => {
                         let mut content = vec![0; BLOCK_SIZE];
                         let verdict = self.read(physical + (block - range.start), &mut content);
                         (verdict[0] != Verdict::Lost).then_some(content)
@@ -221,7 +221,7 @@ const EVERYTHING: Range<u64> = 0..LOGICAL_LIMIT;
 
 /// Whether an object is one that is read out.
 fn is_readable(object: &Object) -> bool {
-    matches!(object.state, State::Disk | State::Snapshot)
+    matches!(object.state, ObjectState::Disk | ObjectState::Snapshot)
 }
 
 /// Ranges in order and apart.

@@ -15,7 +15,7 @@ use super::super::metadata::{Meta, Metadata};
 use super::super::recover::{Parts, Survey, survey};
 use super::super::{Engine, EngineOptions};
 use super::{EVERYTHING, Salvage, is_readable};
-use crate::catalog::{Catalog, State};
+use crate::catalog::{Catalog, ObjectState};
 use crate::journal::{BatchKind, Journal, Operation, Place, Reader};
 use crate::pages::{Mender, PageFile, Pages, write_home};
 use crate::space::{Run, Space, SpaceKind};
@@ -267,7 +267,7 @@ fn complete_data_files(engine: &Engine) -> Result<()> {
 /// Completes snapshots that waited for their last writes.
 fn seal(engine: &Engine, left_out: &mut LeftOut) {
     let mut meta = engine.meta.lock();
-    let waiting = |object: &&crate::catalog::Object| object.state == State::Unsealed;
+    let waiting = |object: &&crate::catalog::Object| object.state == ObjectState::Unsealed;
     let mut unsealed: Vec<u64> = meta.catalog.objects().filter(waiting).map(|object| object.id).collect();
     unsealed.sort_unstable();
     for snapshot in unsealed {

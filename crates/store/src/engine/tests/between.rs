@@ -1,5 +1,5 @@
 //! What comes between two steps: a write of another thread while a flush or a batch waits for the medium, and metadata
-//! that is not read in the middle of a change. Nothing flushed is lost, nothing is promised twice, nothing is described
+//! that is not read in the middle of a change. Nothing flushed is lost, nothing is reserved twice, nothing is described
 //! in part.
 
 use super::*;

@@ -43,7 +43,7 @@ fn allocated(disk: &SimulatedDisk) -> u64 {
     data.allocated().unwrap() / BLOCK_SIZE as u64
 }
 
-/// A store whose disk 1 has let go of many blocks, durably.
+/// A store whose disk 1 has released many blocks, durably.
 fn discarded() -> (SimulatedDisk, Arc<Engine>) {
     let (disk, engine) = made();
     (0..1000).for_each(|block| write(&engine, block, 1));
@@ -267,7 +267,7 @@ fn an_arrival_that_is_refused_leaves_the_disk_it_was_for_and_its_clients_as_they
     write_to(&engine, hidden, 0, 9).unwrap();
     let snapshot = take(&engine, hidden, "same");
     let client = engine.head(1);
-    let error = engine.arrive(&[Arrival::Update { id: hidden, snapshot, disk: 1 }]).unwrap_err();
+    let error = engine.arrive(&[ReceiveCommit::Update { id: hidden, snapshot, disk: 1 }]).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Exists);
     engine.write_blocks(&client, 1, slice(3, 1)).unwrap();
     engine.flush().unwrap();

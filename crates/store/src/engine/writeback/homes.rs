@@ -1,6 +1,6 @@
 //! A batch on its way: announced, written, and brought into the map.
 
-use super::plan::{Home, Plan};
+use super::plan::{BlockWrite, Plan};
 use super::{BATCH_STRIDE, Lane};
 use crate::buffer::Held;
 use crate::engine::log::Committer;
@@ -29,7 +29,7 @@ pub const SLICES_MAX: usize = 1000;
 /// Operations in flight of one lane.
 pub const LANE_DEPTH: u32 = 64;
 
-impl Home {
+impl BlockWrite {
     /// What bringing it into the map will need.
     fn survey(&self, meta: &mut Meta, disk: u64) {
         meta.survey_run(self.run);
@@ -41,7 +41,7 @@ impl Home {
 
 impl Engine {
     /// Makes durable which blocks are about to be overwritten in place.
-    pub(super) fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[Home]) -> Result<()> {
+    pub(super) fn announce(&self, mut commit: MutexGuard<'_, Committer>, homes: &[BlockWrite]) -> Result<()> {
         let mut writer = Writer::default();
         for home in homes.iter().filter(|home| home.placement == Placement::InPlace) {
             writer.push(&Operation::Overwrite { run: home.run, checksums: home.checksums.clone() });
@@ -87,7 +87,7 @@ impl Engine {
         }
     }
 
-    fn write_into_cache(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<Option<Error>> {
+    fn write_into_cache(&self, head: &Head, homes: &[BlockWrite], groups: &[Range<usize>]) -> Result<Option<Error>> {
         let (mut done, mut short) = (0, None);
         let mut going_out: Option<(Arc<dyn File>, u64, u64)> = None;
         for (i, group) in groups.iter().enumerate() {
@@ -118,7 +118,7 @@ impl Engine {
         &self,
         lane: &mut Lane,
         head: &Head,
-        homes: &[Home],
+        homes: &[BlockWrite],
         groups: &[Range<usize>],
     ) -> Result<Option<Error>> {
         let mut completions: Vec<Completion> = Vec::new();
@@ -146,9 +146,9 @@ impl Engine {
     }
 
     /// Lets the map name what has been written, and the buffer forget it.
-    fn finish_homes(&self, head: &Head, homes: &[Home], groups: &[Range<usize>]) -> Result<Option<Error>> {
+    fn finish_homes(&self, head: &Head, homes: &[BlockWrite], groups: &[Range<usize>]) -> Result<Option<Error>> {
         let mut short = None;
-        let done: Vec<&Home> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
+        let done: Vec<&BlockWrite> = groups.iter().flat_map(|group| &homes[group.clone()]).collect();
         // After the writes and before the clock says so: a flush in between may have cleared the mark.
         done.iter().for_each(|home| self.files.touch(home.run));
         let gate = self.log.clocks.wrote_home();
@@ -183,7 +183,7 @@ impl Engine {
         meta: &mut Meta,
         buffer: &mut crate::engine::Buffer,
         disk: u64,
-        home: &Home,
+        home: &BlockWrite,
         gate: u64,
     ) -> Result<Held> {
         let checksums = home.checksums.clone();

@@ -18,7 +18,7 @@ pub(crate) use payload::LoggedLane;
 use super::log::Cost;
 use super::metadata::Fetch;
 use super::{Engine, Head};
-use crate::buffer::{Held, Piece};
+use crate::buffer::{DirtyPiece, Held};
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Mutex, MutexGuard, RwLock};
 use crate::{ErrorKind, Result};
@@ -340,7 +340,7 @@ impl Engine {
     }
 
     /// Up to `most` blocks of the oldest layer that holds any; snapshots that older ones complete are sealed.
-    fn next_pieces(&self, head: &Head, most: u64) -> Result<Option<Vec<Piece>>> {
+    fn next_pieces(&self, head: &Head, most: u64) -> Result<Option<Vec<DirtyPiece>>> {
         let mut buffer = head.lock();
         loop {
             let (layer, closed) = buffer.layers.oldest();
@@ -356,7 +356,7 @@ impl Engine {
 }
 
 /// Makes a batch about half as long; false when it is one piece of `least` blocks.
-fn shorten(pieces: &mut Vec<Piece>, least: u64) -> bool {
+fn shorten(pieces: &mut Vec<DirtyPiece>, least: u64) -> bool {
     if pieces.len() > 1 {
         pieces.truncate(pieces.len() / 2);
         return true;

@@ -6,7 +6,7 @@
 //! it, until its own step. Locks are let go of between steps.
 
 use crate::Result;
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::STEP_PAGES;
 use crate::engine::log::Cost;
 use crate::engine::metadata::Effects;
@@ -44,7 +44,7 @@ pub(crate) struct Step {
 impl Engine {
     /// Discards and zeroes of a batch: no data, only the map. What is left when there is no room for more, or enough
     /// was done, stays buffered; the cost of what was refused.
-    pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<Piece>) -> Result<Option<Cost>> {
+    pub(crate) fn finish_others(&self, head: &Head, pieces: Vec<DirtyPiece>) -> Result<Option<Cost>> {
         let mut steps = 0;
         for piece in pieces {
             let end = piece.logical + piece.entry.blocks;

@@ -1,7 +1,7 @@
 //! Where the blocks of a batch go.
 
 use super::BATCH_STRIDE;
-use crate::buffer::{Content, Piece};
+use crate::buffer::{Content, DirtyPiece};
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
 use crate::engine::metadata::{Effects, Meta, Touched};
@@ -17,7 +17,7 @@ use backend::{BLOCK_SIZE, SharedSlice};
 use std::ops::Range;
 
 /// A run of one piece with its place.
-pub struct Home {
+pub struct BlockWrite {
     pub placement: Placement,
     pub logical: u64,
     pub run: Run,
@@ -29,9 +29,9 @@ pub struct Home {
 /// Where everything of a batch goes. It ends by [`Plan::undo`] or [`Plan::end`].
 #[derive(Default)]
 pub struct Plan<'a> {
-    homes: Vec<Home>,
+    homes: Vec<BlockWrite>,
     /// Discards and zeroes.
-    others: Vec<Piece>,
+    others: Vec<DirtyPiece>,
     /// Runs to be overwritten in place.
     claimed: Vec<Run>,
     /// New places of what has not claimed any, until the headroom says that they are taken.
@@ -40,7 +40,7 @@ pub struct Plan<'a> {
 
 impl Plan<'_> {
     /// The data of the batch, in the order of its pieces until [`Plan::sort`].
-    pub fn homes(&self) -> &[Home] {
+    pub fn homes(&self) -> &[BlockWrite] {
         &self.homes
     }
 
@@ -63,7 +63,7 @@ impl Plan<'_> {
     }
 
     /// The data is written and in the map; what is left to do.
-    pub fn end(self, meta: &mut Meta) -> Vec<Piece> {
+    pub fn end(self, meta: &mut Meta) -> Vec<DirtyPiece> {
         self.claimed.into_iter().for_each(|run| meta.in_flight.release(run));
         self.others
     }
@@ -76,7 +76,7 @@ impl Engine {
         &'a self,
         meta: &mut MutexGuard<'_, Meta>,
         head: &Head,
-        pieces: &[Piece],
+        pieces: &[DirtyPiece],
         waited: bool,
         plan: &mut Plan<'a>,
     ) -> Result<()> {
@@ -140,7 +140,7 @@ impl Engine {
                         new_blocks -= run.blocks;
                     }
                     let (from, to) = ((at - piece.logical) as usize, (at - piece.logical + run.blocks) as usize);
-                    plan.homes.push(Home {
+                    plan.homes.push(BlockWrite {
                         placement,
                         logical: at,
                         run,
@@ -159,7 +159,7 @@ impl Engine {
 
 impl Meta {
     /// What announcing, writing and mapping these costs at most.
-    pub fn cost_of_homes(&mut self, disk: u64, homes: &[Home]) -> Result<Cost> {
+    pub fn cost_of_homes(&mut self, disk: u64, homes: &[BlockWrite]) -> Result<Cost> {
         let (mut announced, mut bytes, mut touched) = (0, 0, Touched::default());
         for home in homes {
             let record = 32 + 4 * home.run.blocks;
@@ -178,7 +178,7 @@ impl Meta {
     }
 
     /// True when checksums are pending of a block that is about to be overwritten in place.
-    pub fn awaits_checksums(&self, homes: &[Home]) -> bool {
+    pub fn awaits_checksums(&self, homes: &[BlockWrite]) -> bool {
         // The list is long when much was written to new places, and then holds no checksums as a rule.
         if !self.pending.has_checksums() {
             return false;

@@ -48,7 +48,7 @@ impl<T> Mutex<T> {
 /// A lock that is held.
 pub struct MutexGuard<'a, T> {
     mutex: &'a Mutex<T>,
-    /// Absent only while a method of this module has let go of the lock.
+    /// Absent only while a method of this module has released the lock.
     inner: Option<shuttle::sync::MutexGuard<'a, T>>,
 }
 

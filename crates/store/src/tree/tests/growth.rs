@@ -9,7 +9,7 @@ use crate::tree::{Forest, NodeId, NodeStore, create, levels, nodes_needed, repla
 const DISCARD: u64 = 3;
 
 /// Trees, and what has been done to them since the last `begin`.
-struct Run {
+struct TreeTrial {
     store: Memory,
     roots: Vec<NodeId>,
     /// What shares nodes with them.
@@ -20,7 +20,7 @@ struct Run {
     highest: u64,
 }
 
-impl Run {
+impl TreeTrial {
     fn new(trees: usize) -> Self {
         let mut store = Memory::new();
         let roots = (0..trees).map(|_| create(&mut store).unwrap()).collect();
@@ -79,7 +79,7 @@ impl Run {
 }
 
 /// A tree whose nodes are all full: single blocks apart from each other, ascending.
-fn packed(run: &mut Run, tree: usize, leaves: u64, apart: u64) {
+fn packed(run: &mut TreeTrial, tree: usize, leaves: u64, apart: u64) {
     for i in 0..leaves * ENTRIES_MAX as u64 {
         run.map(tree, i * apart, 1);
     }
@@ -90,7 +90,7 @@ fn random_changes_need_no_more_nodes_than_the_bound_says() {
     let mut highest = 0;
     for seed in 0..60 {
         let mut random = Random(seed);
-        let mut run = Run::new(1 + random.below(3) as usize);
+        let mut run = TreeTrial::new(1 + random.below(3) as usize);
         let space = *random.pick(&[600, 20_000, 400_000]);
         run.begin(1);
         run.forest.used = u64::MAX >> 20;
@@ -133,7 +133,7 @@ fn random_changes_need_no_more_nodes_than_the_bound_says() {
 
 #[test]
 fn a_change_of_every_full_leaf_splits_and_copies_each_node_once() {
-    let mut run = Run::new(1);
+    let mut run = TreeTrial::new(1);
     run.begin(1);
     (run.forest.used, run.forest.levels) = (1 << 20, 3);
     packed(&mut run, 0, 300, 600);
@@ -150,7 +150,7 @@ fn a_change_of_every_full_leaf_splits_and_copies_each_node_once() {
 fn streams_that_end_everywhere_split_no_more_than_is_counted() {
     // Behind every extent of full leaves, from the first and from the last one on.
     for descending in [false, true] {
-        let mut run = Run::new(1);
+        let mut run = TreeTrial::new(1);
         run.begin(1);
         (run.forest.used, run.forest.levels) = (1 << 20, 3);
         packed(&mut run, 0, 4, 600);
@@ -164,7 +164,7 @@ fn streams_that_end_everywhere_split_no_more_than_is_counted() {
 
 #[test]
 fn a_descending_fill_behind_a_full_leaf_fills_leaves() {
-    let mut run = Run::new(1);
+    let mut run = TreeTrial::new(1);
     run.begin(1);
     packed(&mut run, 0, 1, 1);
     run.begin(1);

@@ -11,12 +11,12 @@ use crate::error::Result;
 use crate::nbd::Client;
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::statistics::{largest, percentile};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Native(12);
+const PROPERTY: &str = "memory after an hour";
 /// Writes a second of the steady load.
 const RATE: u32 = 500;
 /// Connections of a peak, requests of each, and their depth.
@@ -66,14 +66,14 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     let latencies: Vec<f64> = timings.iter().map(|timing| timing.microseconds() / 1e3).collect();
     let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
     let findings = vec![
-        Finding::note(BAR, "time", plan.endurance, "s"),
-        Finding::note(BAR, "rounds of all background work", rounds as f64, ""),
-        Finding::note(BAR, "writes of the steady load", timings.len() as f64, ""),
-        Finding::note(BAR, "their p99", percentile(&latencies, 0.99), "ms"),
-        Finding::note(BAR, "longest of them", largest(&latencies), "ms"),
-        Finding::note(BAR, "resident memory at its highest", mib(highest), "MiB"),
-        Finding::note(BAR, "resident memory stated", mib(STATED), "MiB"),
-        Finding::at_most(BAR, "resident memory at the end", mib(resident), SHARE_MAX * mib(STATED), "MiB"),
+        Finding::note(PROPERTY, "time", plan.endurance, "s"),
+        Finding::note(PROPERTY, "rounds of all background work", rounds as f64, ""),
+        Finding::note(PROPERTY, "writes of the steady load", timings.len() as f64, ""),
+        Finding::note(PROPERTY, "their p99", percentile(&latencies, 0.99), "ms"),
+        Finding::note(PROPERTY, "longest of them", largest(&latencies), "ms"),
+        Finding::note(PROPERTY, "resident memory at its highest", mib(highest), "MiB"),
+        Finding::note(PROPERTY, "resident memory stated", mib(STATED), "MiB"),
+        Finding::at_most(PROPERTY, "resident memory at the end", mib(resident), SHARE_MAX * mib(STATED), "MiB"),
     ];
     Ok(Outcome { findings, raw: Value::Array(samples) })
 }

@@ -12,12 +12,12 @@ use crate::nbd::{Client, Request};
 use crate::peers::Server;
 use crate::process;
 use crate::random::Random;
-use crate::report::{Bar, Finding, Outcome};
+use crate::report::{Finding, Outcome};
 use crate::statistics::percentile;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-const BAR: Bar = Bar::Native(11);
+const PROPERTY: &str = "latency beside background work";
 /// Writes a second.
 const RATE: u32 = 2000;
 /// Longest 99th percentile beside work, milliseconds.
@@ -167,11 +167,11 @@ fn beside(
     let longest = worst(&timings, &[busy]);
     let what = |text: &str| format!("{name}: {text}");
     outcome.findings.extend([
-        Finding::note(BAR, what("p99 without it"), alone, "ms"),
-        Finding::at_most(BAR, what("p99 beside it"), beside, P99_MAX_MS, "ms"),
-        Finding::note(BAR, what("longest without it"), worst(&timings, &[calm]), "ms"),
-        Finding::at_most(BAR, what("longest beside it"), longest, LONGEST_MAX_MS, "ms"),
-        Finding::note(BAR, what("time"), seconds, "s"),
+        Finding::note(PROPERTY, what("p99 without it"), alone, "ms"),
+        Finding::at_most(PROPERTY, what("p99 beside it"), beside, P99_MAX_MS, "ms"),
+        Finding::note(PROPERTY, what("longest without it"), worst(&timings, &[calm]), "ms"),
+        Finding::at_most(PROPERTY, what("longest beside it"), longest, LONGEST_MAX_MS, "ms"),
+        Finding::note(PROPERTY, what("time"), seconds, "s"),
     ]);
     Ok(json!({
         "work": name, "p99_alone_ms": alone, "p99_beside_ms": beside, "longest_ms": longest, "seconds": seconds,

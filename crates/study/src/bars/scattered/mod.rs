@@ -1,4 +1,4 @@
-//! Bar 10: random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest,
+//! Random 4 KiB writes at queue depth 16 over a thin disk of 1 TiB, with the default journal and the smallest,
 //! against qcow2 under the same load ([`rates`]); and how soon a datastore is open again after a stop and after a kill
 //! under that load, and in the middle of deleting a thick disk of 500 GiB and of discarding 200 GiB ([`stops`]).
 
@@ -8,10 +8,10 @@ mod stops;
 
 use super::Setting;
 use crate::error::Result;
-use crate::report::{Bar, Outcome};
+use crate::report::Outcome;
 use serde_json::json;
 
-const BAR: Bar = Bar::Native(10);
+const PROPERTY: &str = "scattered writes";
 const GIB: u64 = 1 << 30;
 /// Capacity of the disk that is written to.
 const CAPACITY: u64 = 1 << 40;

@@ -6,7 +6,7 @@
 //! each slice counts is told beside.
 
 use super::places::Places;
-use super::{BAR, CAPACITY, JOURNALS, Journal};
+use super::{CAPACITY, JOURNALS, Journal, PROPERTY};
 use crate::bars::{Setting, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -190,14 +190,19 @@ fn described(side: &Side) -> Value {
 fn judge(mode: Mode, sides: &[Side], findings: &mut Vec<Finding>) {
     for side in sides {
         let name = format!("{} {}", mode.word(), side.name);
-        findings.push(Finding::note(BAR, format!("{name}: writes"), side.rate(), "/s"));
-        findings.push(Finding::note(BAR, format!("{name}: with a flush behind each slice"), side.flushed_rate(), "/s"));
-        findings.push(Finding::note(BAR, format!("{name}: p99"), percentile(&side.latencies, 0.99) / 1e3, "ms"));
-        findings.push(Finding::note(BAR, format!("{name}: longest"), largest(&side.latencies) / 1e3, "ms"));
+        findings.push(Finding::note(PROPERTY, format!("{name}: writes"), side.rate(), "/s"));
+        findings.push(Finding::note(
+            PROPERTY,
+            format!("{name}: with a flush behind each slice"),
+            side.flushed_rate(),
+            "/s",
+        ));
+        findings.push(Finding::note(PROPERTY, format!("{name}: p99"), percentile(&side.latencies, 0.99) / 1e3, "ms"));
+        findings.push(Finding::note(PROPERTY, format!("{name}: longest"), largest(&side.latencies) / 1e3, "ms"));
         if matches!(side.kind, Kind::Lamina(_)) {
             for other in sides.iter().filter(|other| matches!(other.kind, Kind::Qcow2 { .. })) {
                 let what = format!("{name}: multiple of {}", other.name);
-                findings.push(Finding::at_least(BAR, what, ratio(side.rate(), other.rate()), RATIO_MIN, ""));
+                findings.push(Finding::at_least(PROPERTY, what, ratio(side.rate(), other.rate()), RATIO_MIN, ""));
             }
         }
     }

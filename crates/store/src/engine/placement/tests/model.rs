@@ -20,7 +20,7 @@ mod state;
 mod step;
 
 use super::*;
-use state::State;
+use state::ModelState;
 use std::collections::HashSet;
 use step::{Action, Fault, Rules};
 
@@ -30,7 +30,7 @@ const STATES: usize = 120_000;
 /// What a scenario begins with and which actions it leaves out.
 struct Scenario {
     name: &'static str,
-    begin: fn() -> State,
+    begin: fn() -> ModelState,
     allowed: fn(Action) -> bool,
 }
 
@@ -104,15 +104,15 @@ fn payload(action: Action) -> bool {
 }
 
 const SCENARIOS: [Scenario; 9] = [
-    Scenario { name: "everything, one disk", begin: State::plain, allowed: everything },
-    Scenario { name: "everything, a clone", begin: State::shared, allowed: everything },
-    Scenario { name: "everything, a torn block", begin: State::torn, allowed: everything },
-    Scenario { name: "sharing", begin: State::shared, allowed: sharing },
-    Scenario { name: "sharing, nodes apart", begin: State::divided, allowed: sharing },
-    Scenario { name: "payload of a clone", begin: State::shared, allowed: payload },
-    Scenario { name: "journal", begin: State::torn, allowed: journal },
-    Scenario { name: "family", begin: State::plain, allowed: family },
-    Scenario { name: "checkpoints", begin: State::plain, allowed: checkpoints },
+    Scenario { name: "everything, one disk", begin: ModelState::plain, allowed: everything },
+    Scenario { name: "everything, a clone", begin: ModelState::shared, allowed: everything },
+    Scenario { name: "everything, a torn block", begin: ModelState::torn, allowed: everything },
+    Scenario { name: "sharing", begin: ModelState::shared, allowed: sharing },
+    Scenario { name: "sharing, nodes apart", begin: ModelState::divided, allowed: sharing },
+    Scenario { name: "payload of a clone", begin: ModelState::shared, allowed: payload },
+    Scenario { name: "journal", begin: ModelState::torn, allowed: journal },
+    Scenario { name: "family", begin: ModelState::plain, allowed: family },
+    Scenario { name: "checkpoints", begin: ModelState::plain, allowed: checkpoints },
 ];
 
 /// A state that was reached, and from which one.
@@ -197,7 +197,7 @@ fn no_order_of_steps_breaks_what_must_hold() {
 }
 
 /// A search from `begin` with these actions finds the fault.
-fn finds(fault: Fault, begin: fn() -> State, allowed: fn(Action) -> bool) {
+fn finds(fault: Fault, begin: fn() -> ModelState, allowed: fn(Action) -> bool) {
     let scenario = Scenario { name: "a fault", begin, allowed };
     let Outcome { states, violation, .. } = explore(&scenario, fault, 1_000_000);
     let Some((why, actions)) = violation else { panic!("{fault:?} is not found in {states} states") };
@@ -213,70 +213,72 @@ fn writing_back(action: Action) -> bool {
 #[test]
 fn finds_block_holds_ignored() {
     use Action::Write;
-    finds(Fault::BlockHoldsIgnored, State::divided, |action| writing_back(action) || matches!(action, Write(_, 0)));
+    finds(Fault::BlockHoldsIgnored, ModelState::divided, |action| {
+        writing_back(action) || matches!(action, Write(_, 0))
+    });
 }
 
 #[test]
 fn finds_node_holds_ignored() {
-    finds(Fault::NodeHoldsIgnored, State::shared, sharing);
+    finds(Fault::NodeHoldsIgnored, ModelState::shared, sharing);
 }
 
 #[test]
 fn finds_holds_that_do_not_spread() {
     use Action::{Delete, Discard, Drop, Write};
-    finds(Fault::NoSpread, State::shared, |action| {
+    finds(Fault::NoSpread, ModelState::shared, |action| {
         writing_back(action) || matches!(action, Discard(0, 0) | Write(0, 1) | Delete(1) | Drop)
     });
 }
 
 #[test]
 fn finds_permits_that_survive_a_flush() {
-    finds(Fault::PermitsSurvive, State::torn, journal);
+    finds(Fault::PermitsSurvive, ModelState::torn, journal);
 }
 
 #[test]
 fn finds_a_resolve_that_names_nothing() {
-    finds(Fault::ResolveNotNamed, State::torn, journal);
+    finds(Fault::ResolveNotNamed, ModelState::torn, journal);
 }
 
 #[test]
 fn finds_payload_home_before_its_record() {
-    finds(Fault::PayloadHomeEarly, State::plain, checkpoints);
+    finds(Fault::PayloadHomeEarly, ModelState::plain, checkpoints);
 }
 
 #[test]
 fn finds_holds_that_end_with_the_first_operation() {
-    finds(Fault::ReleaseAlways, State::shared, payload);
+    finds(Fault::ReleaseAlways, ModelState::shared, payload);
 }
 
 #[test]
 fn finds_overwrites_of_blocks_in_flight() {
-    finds(Fault::InFlightIgnored, State::plain, payload);
+    finds(Fault::InFlightIgnored, ModelState::plain, payload);
 }
 
 #[test]
 fn finds_freed_blocks_given_out_at_once() {
-    finds(Fault::FreedAtOnce, State::plain, sharing);
+    finds(Fault::FreedAtOnce, ModelState::plain, sharing);
 }
 
 #[test]
 fn finds_freed_blocks_given_out_under_payload() {
-    finds(Fault::LimboIgnored, State::plain, payload);
+    finds(Fault::LimboIgnored, ModelState::plain, payload);
 }
 
 #[test]
 fn finds_mappings_journalled_before_their_data() {
-    finds(Fault::GateIgnored, State::shared, sharing);
+    finds(Fault::GateIgnored, ModelState::shared, sharing);
 }
 
 #[test]
 fn finds_captured_changes_that_are_replayed() {
-    finds(Fault::CapturedReplayed, State::plain, |action| {
+    finds(Fault::CapturedReplayed, ModelState::plain, |action| {
         checkpoints(action) && !matches!(action, Action::PayloadBegin(_))
     });
 }
 
 #[test]
 fn finds_checkpoints_that_leave_payload() {
-    finds(Fault::CheckpointLeavesPayload, State::plain, checkpoints);
+    finds(Fault::CheckpointLeavesPayload, ModelState::plain, checkpoints);
 }

@@ -6,7 +6,7 @@ use super::step::{Rules, Violation};
 use crate::engine::placement::Doubts;
 
 /// What the medium may hold after a power cut.
-fn outcomes(state: &State) -> Vec<[Content; BLOCKS]> {
+fn outcomes(state: &ModelState) -> Vec<[Content; BLOCKS]> {
     let mut out = vec![std::array::from_fn(|block| state.cells[block].durable)];
     for block in 0..BLOCKS {
         let contents = state.cells[block].after_crash();
@@ -26,7 +26,7 @@ fn outcomes(state: &State) -> Vec<[Content; BLOCKS]> {
 
 impl Rules {
     /// The states after power cuts now, each with its number.
-    pub fn crashes(&self, state: &State) -> Vec<(u16, Result<State, Violation>)> {
+    pub fn crashes(&self, state: &ModelState) -> Vec<(u16, Result<ModelState, Violation>)> {
         let mut out = Vec::new();
         let (found, doubts) = replay(&state.base, &state.journal, state.ordered);
         for medium in outcomes(state) {
@@ -43,11 +43,11 @@ impl Rules {
 }
 
 fn recover(
-    before: &State,
+    before: &ModelState,
     found: &Metadata,
     doubts: &Doubts,
     mut medium: [Content; BLOCKS],
-) -> Result<State, Violation> {
+) -> Result<ModelState, Violation> {
     let mut now = found.clone();
     for (block, value) in payload_of(found, doubts, &medium) {
         medium[block] = Content::of(value);
@@ -60,7 +60,7 @@ fn recover(
     if !now.is_consistent() {
         return Err("references do not match the trees after recovery".into());
     }
-    let mut next = State { now, values: before.values, ..State::default() };
+    let mut next = ModelState { now, values: before.values, ..ModelState::default() };
     for (block, content) in medium.into_iter().enumerate() {
         next.taken[block] = next.now.entries[block].references > 0;
         if next.taken[block] {
@@ -90,7 +90,7 @@ fn recover(
 }
 
 /// What a torn block holds is a value of its own from now on.
-fn rename_torn(state: &mut State) {
+fn rename_torn(state: &mut ModelState) {
     for block in 0..BLOCKS {
         let content = state.cells[block].durable;
         if content.0 == content.1 {
@@ -112,7 +112,7 @@ fn rename_torn(state: &mut State) {
 }
 
 /// What a client that reads now must find: what was written last, and no error.
-pub fn readable(state: &State) -> Result<(), Violation> {
+pub fn readable(state: &ModelState) -> Result<(), Violation> {
     if !state.now.is_consistent() {
         return Err("references do not match the trees".into());
     }

@@ -77,7 +77,7 @@ pub struct Node {
 }
 
 #[derive(Clone, Copy, Default)]
-pub struct Entry {
+pub struct ModelEntry {
     pub references: u8,
     pub sum: Content,
     pub suspect: bool,
@@ -100,7 +100,7 @@ pub struct Object {
 #[derive(Clone, Default)]
 pub struct Metadata {
     pub nodes: [Node; NODES],
-    pub entries: [Entry; BLOCKS],
+    pub entries: [ModelEntry; BLOCKS],
     pub objects: [Object; OBJECTS],
     /// Payload of the journal that is not home.
     pub logged: [Option<Value>; BLOCKS],
@@ -215,7 +215,7 @@ impl Metadata {
         match op {
             Op::Map { disk, logical, block, value } | Op::MapData { disk, logical, block, value } => {
                 self.given_twice |= self.entries[block].references > 0;
-                self.entries[block] = Entry { references: 1, sum: Content::of(value), suspect: false };
+                self.entries[block] = ModelEntry { references: 1, sum: Content::of(value), suspect: false };
                 if matches!(op, Op::MapData { .. }) {
                     self.logged[block] = Some(value);
                 }

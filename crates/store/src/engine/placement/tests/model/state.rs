@@ -44,7 +44,7 @@ impl Cell {
 
 /// A piece of a batch of write-back.
 #[derive(Clone, Copy)]
-pub struct Home {
+pub struct BlockWrite {
     pub logical: usize,
     pub placement: Placement,
     pub block: usize,
@@ -57,7 +57,7 @@ pub struct Batch {
     pub disk: usize,
     /// Announced, and the writes are on their way.
     pub going: bool,
-    pub homes: Vec<Home>,
+    pub homes: Vec<BlockWrite>,
     /// Discards.
     pub others: Vec<usize>,
 }
@@ -104,7 +104,7 @@ pub struct Checkpoint {
 pub type Layer = [Option<Value>; LOGICAL];
 
 #[derive(Clone, Default)]
-pub struct State {
+pub struct ModelState {
     pub now: Metadata,
     pub held: [bool; BLOCKS],
     pub taken: [bool; BLOCKS],
@@ -138,11 +138,12 @@ pub struct State {
     pub values: u8,
 }
 
-impl State {
+impl ModelState {
     /// Disk 0 with both blocks written and durable, each in a leaf of its own.
     pub fn plain() -> Self {
         let mut state = Self { values: 2, ..Self::default() };
-        let (now, entry) = (&mut state.now, |value| Entry { references: 1, sum: Content::of(value), suspect: false });
+        let (now, entry) =
+            (&mut state.now, |value| ModelEntry { references: 1, sum: Content::of(value), suspect: false });
         now.nodes[0] = Node { references: 1, level: 1, slots: [Some(1), Some(2)] };
         now.nodes[1] = Node { references: 1, level: 0, slots: [Some(0), None] };
         now.nodes[2] = Node { references: 1, level: 0, slots: [None, Some(1)] };

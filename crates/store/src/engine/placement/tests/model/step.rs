@@ -70,7 +70,7 @@ impl Rules {
         self.fault == fault
     }
 
-    fn enqueue(&self, state: &mut State, op: Op, gate: u8) {
+    fn enqueue(&self, state: &mut ModelState, op: Op, gate: u8) {
         let mut effects = Effects::default();
         state.now.apply(op, &mut effects);
         let Effects { freed, unshared: mut held, unshared_nodes, changed_nodes } = effects;
@@ -91,7 +91,7 @@ impl Rules {
     }
 
     /// Appends the first pending operation, as far as its gate allows. False when there was nothing to do.
-    fn append(&self, state: &mut State) -> bool {
+    fn append(&self, state: &mut ModelState) -> bool {
         if state.captured == Some(0) {
             state.captured = None;
             state.ordered_next = Some(state.journal.len());
@@ -118,7 +118,7 @@ impl Rules {
         true
     }
 
-    fn placement(&self, state: &State, disk: usize, logical: usize) -> (Placement, usize) {
+    fn placement(&self, state: &ModelState, disk: usize, logical: usize) -> (Placement, usize) {
         let (block, path) = state.now.lookup(disk, logical);
         let Some(block) = block else { return (Placement::New, 0) };
         let shared = |node: &NodeId| {
@@ -136,7 +136,7 @@ impl Rules {
     }
 
     /// A free block; an error when recovery would find it in use.
-    fn allocate(state: &mut State) -> Result<Option<usize>, Violation> {
+    fn allocate(state: &mut ModelState) -> Result<Option<usize>, Violation> {
         let Some(block) = state.taken.iter().position(|taken| !taken) else { return Ok(None) };
         let (durable, _) = replay(&state.base, &state.journal, state.ordered);
         if durable.entries[block].references > 0 {
@@ -147,7 +147,7 @@ impl Rules {
     }
 
     /// Everything that may happen in a state, but crashes.
-    pub fn actions(&self, state: &State) -> Vec<Action> {
+    pub fn actions(&self, state: &ModelState) -> Vec<Action> {
         use Action::*;
         let mut out = Vec::new();
         let no_batch = state.batch.is_none();
@@ -222,7 +222,7 @@ impl Rules {
     }
 
     /// The state after an action; `None` where it would wait.
-    pub fn step(&self, before: &State, action: Action) -> Result<Option<State>, Violation> {
+    pub fn step(&self, before: &ModelState, action: Action) -> Result<Option<ModelState>, Violation> {
         use Action::*;
         let mut next = before.clone();
         let state = &mut next;
@@ -391,7 +391,7 @@ impl Rules {
         Ok(Some(next))
     }
 
-    fn plan(&self, mut next: State, disk: usize) -> Result<Option<State>, Violation> {
+    fn plan(&self, mut next: ModelState, disk: usize) -> Result<Option<ModelState>, Violation> {
         let state = &mut next;
         let mut batch = Batch { disk, going: false, homes: Vec::new(), others: Vec::new() };
         for (logical, value) in state.oldest(disk).into_iter().enumerate() {
@@ -405,7 +405,7 @@ impl Rules {
                     } else if !state.in_flight.contains(block as u64) {
                         state.in_flight.claim(Run { start: block as u64, blocks: 1 });
                     }
-                    batch.homes.push(Home { logical, placement, block, value });
+                    batch.homes.push(BlockWrite { logical, placement, block, value });
                 }
                 None => {}
             }
@@ -422,13 +422,13 @@ impl Rules {
         Ok(Some(next))
     }
 
-    fn finish(&self, state: &mut State) {
+    fn finish(&self, state: &mut ModelState) {
         let Some(batch) = state.batch.take() else { return };
         if !batch.homes.is_empty() {
             state.written += 1;
         }
         let gate = state.written;
-        for Home { logical, placement, block, value } in batch.homes {
+        for BlockWrite { logical, placement, block, value } in batch.homes {
             if placement == Placement::InPlace {
                 state.now.note(block, Content::of(value));
                 // With a fault, payload on its way home may have the same claim.
@@ -451,14 +451,14 @@ impl Rules {
         self.seal_empty(state);
     }
 
-    fn seal_empty(&self, state: &mut State) {
+    fn seal_empty(&self, state: &mut ModelState) {
         if state.closed.is_some_and(|layer| layer.iter().all(Option::is_none)) {
             state.closed = None;
             self.enqueue(state, Op::Seal, 0);
         }
     }
 
-    fn flush_log(&self, mut next: State) -> Result<Option<State>, Violation> {
+    fn flush_log(&self, mut next: ModelState) -> Result<Option<ModelState>, Violation> {
         let state = &mut next;
         let mut covers = [[0; LOGICAL]; 3];
         for (object, covers) in covers.iter_mut().enumerate() {
@@ -501,7 +501,7 @@ impl Rules {
         Ok(Some(next))
     }
 
-    fn sync_begin(&self, state: &mut State) {
+    fn sync_begin(&self, state: &mut ModelState) {
         let half = state.sync.take();
         let lane_idle = state.batch.is_none();
         let drained = state.checkpoint.as_ref().is_some_and(|checkpoint| {
@@ -519,7 +519,7 @@ impl Rules {
         state.sync = Some(Sync { settled, written: state.written, covers, checkpoint: drained, half: now_half });
     }
 
-    fn checkpoint_end(&self, state: &mut State) -> Result<(), Violation> {
+    fn checkpoint_end(&self, state: &mut ModelState) -> Result<(), Violation> {
         while self.append(state) {}
         let Some(checkpoint) = state.checkpoint.take() else { return Ok(()) };
         let Some(ordered) = state.ordered_next.take() else {

@@ -18,7 +18,7 @@ fn dial(keys: &Keys, receiver: &Receiver) -> Line {
     let config = keys.client("client").load().unwrap();
     let stream = TlsStream::connect(socket, config, "127.0.0.1".try_into().unwrap()).unwrap();
     let mut line = Conversation::new(stream, "the server".into());
-    line.tell(&Message::Hello { versions: vec![1], program: "a liar".into() }).unwrap();
+    line.tell(&Message::Hello { versions: vec![1], program: "a hostile peer".into() }).unwrap();
     assert!(matches!(line.hear().unwrap(), Message::Welcome { version: 1, .. }));
     line
 }
@@ -48,7 +48,7 @@ fn offer(line: &mut Line, disk: NewArrival) -> Message {
 /// A control connection, and a data connection that belongs to it.
 fn session(keys: &Keys, receiver: &Receiver) -> (Line, Line) {
     let mut control = dial(keys, receiver);
-    let Message::Accept { session, token, .. } = offer(&mut control, arrival("lie", 2 * SEGMENT + 4096)) else {
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", 2 * SEGMENT + 4096)) else {
         panic!("an ordinary offer is accepted");
     };
     let mut data = dial(keys, receiver);
@@ -67,14 +67,14 @@ fn outcome(control: &mut Line, data: &mut Line) -> Message {
 }
 
 #[test]
-fn data_that_cannot_be_is_refused() {
+fn invalid_data_is_refused() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     let block = Random(1).bytes(4096);
     let eight = |number: u64| number.to_le_bytes().to_vec();
     let frame = |kind, disk, offset, payload: &[u8]| (Head::of(kind, disk, offset, payload), payload.to_vec());
     type Frames = Vec<(Head, Vec<u8>)>;
-    let lies: Vec<(&str, Frames)> = vec![
+    let cases: Vec<(&str, Frames)> = vec![
         ("a wrong checksum", vec![(Head { checksum: 7, ..frame(Kind::Data, 0, 0, &block).0 }, block.clone())]),
         ("behind the end", vec![frame(Kind::Data, 0, 2 * SEGMENT + 4096, &block)]),
         ("over the end", vec![frame(Kind::Data, 0, 2 * SEGMENT, &[7; 8192])]),
@@ -96,7 +96,7 @@ fn data_that_cannot_be_is_refused() {
         ("the end of half a segment", vec![frame(Kind::Data, 0, 0, &block), frame(Kind::End, 0, 0, &[])]),
         ("a message", vec![frame(Kind::Message, 0, 0, b"\"ping\"")]),
     ];
-    for (lie, frames) in lies {
+    for (case, frames) in cases {
         let (mut control, mut data) = session(&keys, &receiver);
         for (head, payload) in &frames {
             // The server may have heard enough.
@@ -104,9 +104,9 @@ fn data_that_cannot_be_is_refused() {
         }
         match outcome(&mut control, &mut data) {
             Message::Failure { kind, message } => {
-                assert!(kind == "invalid" || kind == "corrupt", "{lie}: {kind} {message}");
+                assert!(kind == "invalid" || kind == "corrupt", "{case}: {kind} {message}");
             }
-            other => panic!("{lie}: {other:?}"),
+            other => panic!("{case}: {other:?}"),
         }
     }
     // Bytes that are no frame at all.
@@ -125,7 +125,7 @@ fn a_disk_of_which_too_little_came_does_not_appear() {
     let receiver = there.receiver(&keys);
     for claim in [vec![(1, 4096)], vec![(0, 4096)], vec![(2, 0)], vec![(0, 0), (0, 0)], vec![(u64::MAX, u64::MAX)]] {
         let mut control = dial(&keys, &receiver);
-        assert!(matches!(offer(&mut control, arrival("lie", SEGMENT)), Message::Accept { .. }));
+        assert!(matches!(offer(&mut control, arrival("case", SEGMENT)), Message::Accept { .. }));
         control.tell(&Message::Finish { disks: claim.clone() }).unwrap();
         assert!(matches!(control.hear().unwrap(), Message::Failure { .. }), "{claim:?}");
     }
@@ -141,7 +141,7 @@ fn a_disk_of_which_too_little_came_does_not_appear() {
 
 fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
     let mut control = dial(keys, receiver);
-    let Message::Accept { session, token, .. } = offer(&mut control, arrival("lie", capacity)) else {
+    let Message::Accept { session, token, .. } = offer(&mut control, arrival("case", capacity)) else {
         panic!("an ordinary offer is accepted");
     };
     let mut data = dial(keys, receiver);
@@ -151,7 +151,7 @@ fn session_of(keys: &Keys, receiver: &Receiver, capacity: u64) -> (Line, Line) {
 }
 
 #[test]
-fn offers_that_cannot_be_are_refused() {
+fn invalid_offers_are_refused() {
     let (keys, there) = (Keys::new(), Site::new());
     let receiver = there.receiver(&keys);
     let good = arrival("web", SEGMENT);
@@ -189,7 +189,7 @@ fn offers_that_cannot_be_are_refused() {
 }
 
 /// A server that says what it was told to say.
-fn lying_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -> u16 {
+fn hostile_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let config = server_config(&keys.server()).unwrap();
@@ -198,7 +198,7 @@ fn lying_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -
             let stream = TlsStream::accept(Arc::new(socket), Arc::clone(&config)).unwrap();
             let mut line = Conversation::new(stream, "the client".into());
             let Ok(Message::Hello { .. }) = line.hear() else { continue };
-            let _ = line.tell(&Message::Welcome { version: 1, program: "a liar".into() });
+            let _ = line.tell(&Message::Welcome { version: 1, program: "a hostile peer".into() });
             if let Ok(Message::Offer(offer)) = line.hear() {
                 says(&mut line, offer);
             }
@@ -208,7 +208,7 @@ fn lying_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -
 }
 
 #[test]
-fn a_receiver_that_lies_is_found_out() {
+fn false_answers_of_a_receiver_are_refused() {
     let (keys, here) = (Keys::new(), Site::new());
     drop(furnished(&here, "web", 3));
     here.snapshot("web", "monday");
@@ -218,23 +218,23 @@ fn a_receiver_that_lies_is_found_out() {
         done: done.to_vec(),
         bytes,
     };
-    let lies = vec![
+    let cases = vec![
         ("segments that there are not", accept(vec![known(None, &[(0, 1 << 40)], 0)])),
         ("bytes that there are not", accept(vec![known(None, &[(0, 1)], u64::MAX)])),
         ("bytes without segments", accept(vec![known(None, &[], 1)])),
-        ("a snapshot that nobody has", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
+        ("a snapshot that does not exist", accept(vec![known(Some("0f0e0d0c-0b0a-4908-8706-0504030201ff"), &[], 0)])),
         ("too few disks", accept(vec![known(None, &[], 0); 2])),
         ("something else", Message::Committed { disks: vec!["web".into()] }),
         ("a question", Message::Ping),
     ];
-    for (lie, message) in lies {
-        let port = lying_server(&keys, move |line, _| {
+    for (case, message) in cases {
+        let port = hostile_server(&keys, move |line, _| {
             let _ = line.tell(&message);
             let _ = line.hear();
         });
         let shipment = here.shipment(&[("web", "monday", "web")]);
         let error = send(&shipment, &remote_at(port), &options(&keys, 2), &NoProgress).unwrap_err();
-        assert!(matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid), "{lie}: {error}");
+        assert!(matches!(error.kind(), ErrorKind::Corrupt | ErrorKind::Invalid), "{case}: {error}");
     }
     same(&here.content("web"), &here.content("web@monday"));
     here.check();
