@@ -11,6 +11,7 @@
 //! line       images from one of them down to the base, open as one chain
 //! images     making, naming, editing and removing the files of one image
 //! snapshot   the state of the head gets a name, of one disk or of several at one point
+//! medium     reads show what the media hold: after an unclean end, files are flushed and forgotten by the cache
 //! reopen     a disk whose medium failed goes on without a new process
 //! owner      the locks of the process that has it open
 //! revert     the head becomes a snapshot's state again
@@ -46,6 +47,7 @@ mod figures;
 mod images;
 mod line;
 mod maintain;
+mod medium;
 mod merge;
 mod owner;
 mod record;

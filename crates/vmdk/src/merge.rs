@@ -57,30 +57,32 @@ impl Disk {
     /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
     /// up nothing has happened then; merging down the snapshot is gone, and its level is merged another time.
     pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, watch: &dyn Watch) -> Result<()> {
-        let _operation = self.begin("deleting a snapshot")?;
-        let record = self.record();
-        let snapshot = record.snapshot(name)?.clone();
-        self.refuse_clones(&snapshot.name, snapshot.node)?;
-        let record = self.record();
-        let node = record.node(snapshot.node)?;
-        let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
-        let children = record.children(node.id);
-        let pinned = record.pinned().contains(&node.id);
-        let child = match children[..] {
-            [child] if !others && !pinned && !record.read_only => Some(child),
-            _ => None,
-        };
-        if let Some(child) = child
-            && let Some(direction) = self.direction(&record, node.id, child, direction)?
-        {
-            match direction {
-                Direction::Down => self.merge_down(&[child], node.id, watch)?,
-                Direction::Up => self.merge_up(child, node.id, watch)?,
+        self.noting(|| {
+            let _operation = self.begin("deleting a snapshot")?;
+            let record = self.record();
+            let snapshot = record.snapshot(name)?.clone();
+            self.refuse_clones(&snapshot.name, snapshot.node)?;
+            let record = self.record();
+            let node = record.node(snapshot.node)?;
+            let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
+            let children = record.children(node.id);
+            let pinned = record.pinned().contains(&node.id);
+            let child = match children[..] {
+                [child] if !others && !pinned && !record.read_only => Some(child),
+                _ => None,
+            };
+            if let Some(child) = child
+                && let Some(direction) = self.direction(&record, node.id, child, direction)?
+            {
+                match direction {
+                    Direction::Down => self.merge_down(&[child], node.id, watch)?,
+                    Direction::Up => self.merge_up(child, node.id, watch)?,
+                }
+            } else {
+                self.drop_name(name)?;
             }
-        } else {
-            self.drop_name(name)?;
-        }
-        self.merge_redundant(watch)
+            self.merge_redundant(watch)
+        })
     }
 
     /// Merges the head's chain into its base, as far down as it can be written and nothing else stands on it. The
@@ -89,6 +91,7 @@ impl Disk {
     /// # Errors
     /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
     pub fn consolidate(&self, watch: &dyn Watch) -> Result<()> {
+        self.noting(|| {
         let _operation = self.begin("consolidating")?;
         self.drop_stale_clones()?;
         let record = self.record();
@@ -119,6 +122,7 @@ impl Disk {
         }
         self.merge_down(&line[..target], line[target], watch)?;
         self.merge_redundant(watch)
+        })
     }
 
     /// Images that no snapshot needs, with one child: they could be merged.

@@ -56,16 +56,18 @@ impl Disk {
     /// the descriptors of its images have to say is written in place before anything that needs room, and a chain
     /// whose images do not fit together is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
-        let unsettled = self.state.lock().unsettled;
-        if !unsettled {
-            return Ok(());
-        }
-        match self.begin("opening it") {
-            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
-            begun => {
-                begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+        self.noting(|| {
+            let unsettled = self.state.lock().unsettled;
+            if !unsettled {
+                return Ok(());
             }
-        }
+            match self.begin("opening it") {
+                Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
+                begun => {
+                    begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+                }
+            }
+        })
     }
 
     /// Removes the temporary names under which descriptors of this disk were being replaced.
