@@ -4,6 +4,7 @@
 //! ```text
 //! record     what a disk is: images and their parents, snapshots, tunables, what is under way; one file, one commit
 //! stored     the file that holds it
+//! spare      room for a record that has to be written later
 //! vmsd       VMware's list of snapshots: read when a folder is adopted, written beside the record
 //! disk       opening, creating and removing; the head's chain
 //! figures    what people see of a disk, and the tunables that they turn
@@ -55,6 +56,7 @@ mod reopen;
 mod revert;
 mod settle;
 mod snapshot;
+mod spare;
 mod stored;
 #[cfg(test)]
 mod tests;

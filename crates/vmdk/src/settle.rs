@@ -13,7 +13,7 @@
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
-use crate::stored::{RECORD_NEW, write_new};
+use crate::stored::{RECORD_NEW, RECORD_SPARE, write_new};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
@@ -27,6 +27,7 @@ impl Disk {
     pub(crate) fn recover(&self) -> Result<()> {
         let directory = &**self.home.directory();
         remove(directory, RECORD_NEW)?;
+        remove(directory, RECORD_SPARE)?;
         let record = self.record();
         match record.pending.as_ref().and_then(|pending| pending.fate) {
             Some(fate) => {
