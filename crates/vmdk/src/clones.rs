@@ -46,58 +46,60 @@ impl Disk {
         name: &str,
         options: &Options,
     ) -> Result<Arc<Self>> {
-        check_name("disk", name)?;
-        let _operation = self.begin("a linked clone")?;
-        let record = self.record();
-        let snapshot = record.snapshot(snapshot)?.clone();
-        let adapter = Adapter::named(&record.adapter).unwrap_or_default();
-        let mut fresh = fresh_record(name, &record.kind, record.delta, adapter, options);
-        let here = self.reference();
-        // The images below, as the clone has to call them.
-        for id in record.line(snapshot.node)?.iter().rev() {
-            let mut node = record.node(*id)?.clone();
-            node.standing = ImageOwnership::Foreign;
-            node.folder = Some(node.folder.unwrap_or_else(|| here.clone()));
-            fresh.nodes.push(node);
-        }
-        fresh.head = snapshot.node;
-        fresh.permitted = record.permitted.clone();
-        fresh.tunables = record.tunables;
-        fresh.origin = Some(OriginRecord {
-            uuid: record.uuid.clone(),
-            disk: record.name.clone(),
-            snapshot: snapshot.name.clone(),
-        });
-        fresh.pending = Some(Pending { fate: Some(Fate::Creating), ..Pending::new("linked clone") });
-        let clone = CloneRecord {
-            uuid: fresh.uuid.clone(),
-            name: name.to_owned(),
-            folder: reference_of(&home, &fresh.uuid),
-            node: snapshot.node,
-        };
-        let disk = Self::begin_new(home, fresh, options)?;
-        let made = (|| {
-            let mut known = record.clone();
-            known.clones.push(clone);
-            self.commit(known)?;
-            let fresh = disk.record();
-            let (image, node) =
-                disk.make_delta(&fresh, snapshot.node, None, None, fresh.delta, snapshot.capacity, "linked clone")?;
-            image.layer().close()?;
-            drop(image);
-            let mut after = disk.record();
-            after.head = node.id;
-            after.nodes.push(node);
-            after.pending = None;
-            disk.commit(after)
-        })();
-        let made = disk.end_new(made);
-        if made.is_err() {
-            // Found out again when it matters, if this fails.
-            let _ = self.drop_stale_clones();
-        }
-        made?;
-        Ok(Arc::new(disk))
+        self.noting(|| {
+            check_name("disk", name)?;
+            let _operation = self.begin("a linked clone")?;
+            let record = self.record();
+            let snapshot = record.snapshot(snapshot)?.clone();
+            let adapter = Adapter::named(&record.adapter).unwrap_or_default();
+            let mut fresh = fresh_record(name, &record.kind, record.delta, adapter, options);
+            let here = self.reference();
+            // The images below, as the clone has to call them.
+            for id in record.line(snapshot.node)?.iter().rev() {
+                let mut node = record.node(*id)?.clone();
+                node.standing = ImageOwnership::Foreign;
+                node.folder = Some(node.folder.unwrap_or_else(|| here.clone()));
+                fresh.nodes.push(node);
+            }
+            fresh.head = snapshot.node;
+            fresh.permitted = record.permitted.clone();
+            fresh.tunables = record.tunables;
+            fresh.origin = Some(OriginRecord {
+                uuid: record.uuid.clone(),
+                disk: record.name.clone(),
+                snapshot: snapshot.name.clone(),
+            });
+            fresh.pending = Some(Pending { fate: Some(Fate::Creating), ..Pending::new("linked clone") });
+            let clone = CloneRecord {
+                uuid: fresh.uuid.clone(),
+                name: name.to_owned(),
+                folder: reference_of(&home, &fresh.uuid),
+                node: snapshot.node,
+            };
+            let disk = Self::begin_new(home, fresh, options)?;
+            let made = (|| {
+                let mut known = record.clone();
+                known.clones.push(clone);
+                self.commit(known)?;
+                let fresh = disk.record();
+                let (image, node) =
+                    disk.make_delta(&fresh, snapshot.node, None, None, fresh.delta, snapshot.capacity, "linked clone")?;
+                image.layer().close()?;
+                drop(image);
+                let mut after = disk.record();
+                after.head = node.id;
+                after.nodes.push(node);
+                after.pending = None;
+                disk.commit(after)
+            })();
+            let made = disk.end_new(made);
+            if made.is_err() {
+                // Found out again when it matters, if this fails.
+                let _ = self.drop_stale_clones();
+            }
+            made?;
+            Ok(Arc::new(disk))
+        })
     }
 
     /// The linked clones that stand on this disk's snapshots.

@@ -2,6 +2,7 @@
 
 use crate::images::{load_descriptor, remove};
 use crate::line::Line;
+use crate::medium;
 use crate::owner::{LOCK_NAME, Owner};
 use crate::record::{Fate, FileRecord, ImageOwnership, Node, Pending, Record, Tunables};
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
@@ -89,6 +90,8 @@ pub(crate) struct State {
     pub stopped: Option<String>,
     /// What was acknowledged may have been lost with a chain that was let go since the disk was open last.
     pub lost: bool,
+    /// A flush may have failed: the next opening does not trust what the cache shows.
+    pub doubtful: bool,
     /// Opening found no room to finish what was under way.
     pub unsettled: bool,
     /// The record's last replacement failed, and the medium may have the old record or the new one.
@@ -155,6 +158,11 @@ impl Disk {
     pub fn open(home: Folder, options: &Options) -> Result<Arc<Self>> {
         let owner = Owner::lock(&home)?;
         let directory = &**home.directory();
+        let was_closed = medium::take_mark(directory)?;
+        if !was_closed {
+            // The record that is found stays.
+            medium::sync_folder(&home, RECORD_NAME)?;
+        }
         let loaded = stored::load(directory);
         if loaded.as_ref().is_err_and(|error| error.kind() == ErrorKind::NotFound) {
             // A creation that never had a record has nothing else either.
@@ -162,7 +170,12 @@ impl Disk {
             directory.sync().map_err(|error| Error::io("making removals durable", error))?;
         }
         let disk = Self::assemble(home, loaded?, options, owner);
-        disk.recover()?;
+        if !was_closed {
+            disk.show_found();
+        }
+        if disk.state.lock().stopped.is_none() {
+            disk.noting(|| disk.recover())?;
+        }
         Ok(Arc::new(disk))
     }
 
@@ -209,6 +222,7 @@ impl Disk {
             closed: false,
             stopped: None,
             lost: false,
+            doubtful: false,
             unsettled: false,
             failed: false,
         };
@@ -241,6 +255,7 @@ impl Disk {
             remove(directory, &list)?;
         }
         remove(directory, &format!("{list}{NEW_SUFFIX}"))?;
+        self.remove_mark()?;
         sync()?;
         for name in [RECORD_NAME, RECORD_GONE, RECORD_NEW] {
             remove(directory, name)?;
@@ -390,7 +405,8 @@ impl Disk {
         }
         let record = self.record();
         let writable = self.writes_head(&record);
-        let line = Arc::new(self.open_line(&record, record.head, writable, self.options.overlay.clone())?);
+        let line = self.noting(|| self.open_line(&record, record.head, writable, self.options.overlay.clone()));
+        let line = Arc::new(line?);
         *head = Some(Arc::clone(&line));
         Ok(line)
     }
@@ -473,19 +489,23 @@ impl Disk {
 
     /// Gives it another name. Its files keep theirs.
     pub fn rename(&self, name: &str) -> Result<()> {
-        check_name("disk", name)?;
-        let _operation = self.begin("renaming")?;
-        let mut record = self.record();
-        record.name = name.to_owned();
-        self.commit(record)
+        self.noting(|| {
+            check_name("disk", name)?;
+            let _operation = self.begin("renaming")?;
+            let mut record = self.record();
+            record.name = name.to_owned();
+            self.commit(record)
+        })
     }
 
     /// Notes what lies above the head, for the caller that put it there.
     pub fn set_overlay(&self, overlay: Option<String>) -> Result<()> {
-        let _operation = self.begin("noting the overlay")?;
-        let mut record = self.record();
-        record.overlay = overlay;
-        self.commit(record)
+        self.noting(|| {
+            let _operation = self.begin("noting the overlay")?;
+            let mut record = self.record();
+            record.overlay = overlay;
+            self.commit(record)
+        })
     }
 
     /// Flushes and closes. Later changes fail. What there is no room to flush stays open, to be closed again.
@@ -501,10 +521,15 @@ impl Disk {
                 return closed;
             }
             self.state.lock().closed = true;
+            if closed.is_ok() {
+                self.mark_closed(Some(line));
+            }
             *head = None;
             return closed;
         }
-        self.state.lock().closed = true;
+        if !std::mem::replace(&mut self.state.lock().closed, true) {
+            self.mark_closed(None);
+        }
         Ok(())
     }
 
@@ -513,29 +538,32 @@ impl Disk {
     /// # Errors
     /// `Busy` while linked clones stand on it.
     pub fn delete(self: Arc<Self>) -> Result<()> {
-        let _operation = self.begin_over("deleting")?;
-        let mut record = self.record();
-        let clones: Vec<&str> = self.live_clones(&record).map(|clone| clone.name.as_str()).collect();
-        if !clones.is_empty() {
-            let text =
-                format!("disk '{}' cannot be deleted: linked clones stand on it: {}", record.name, clones.join(", "));
-            return Err(Error::new(ErrorKind::Busy, text));
-        }
-        match self.carry_out(&record) {
-            // The files that the unfinished work needs are removed too, unless adopted images have to be kept.
-            Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
-            other => other?,
-        }
-        record.pending.get_or_insert_with(|| Pending::new("delete")).fate = Some(Fate::Deleting);
-        let line = self.drop_head();
-        let committed = self.committed(record, stored::give_up(&**self.home.directory()));
-        self.state.lock().closed = committed.is_ok();
-        if let Some(line) = line {
-            // What could not be flushed is being thrown away; or the disk stays, and was written all there is.
-            let _ = line.chain.close();
-        }
-        committed?;
-        self.forget()
+        self.noting(|| {
+            let _operation = self.begin_over("deleting")?;
+            let mut record = self.record();
+            let clones: Vec<&str> = self.live_clones(&record).map(|clone| clone.name.as_str()).collect();
+            if !clones.is_empty() {
+                let text = format!(
+                    "disk '{}' cannot be deleted: linked clones stand on it: {}",
+                    record.name,
+                    clones.join(", ")
+                );
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            match self.carry_out(&record) {
+                // The files that the unfinished work needs are removed too, unless adopted images have to be kept.
+                Err(error) if error.kind() == ErrorKind::NoSpace && !record.has_adopted() => {}
+                other => other?,
+            }
+            record.pending.get_or_insert_with(|| Pending::new("delete")).fate = Some(Fate::Deleting);
+            let line = self.drop_head();
+            let committed = self.committed(record, stored::give_up(&**self.home.directory()));
+            self.state.lock().closed = committed.is_ok();
+            // What cannot be flushed is being thrown away, or the disk stays.
+            let failed = line.and_then(|line| self.lay_down(&line));
+            committed.inspect_err(|_| self.stay_stopped(failed))?;
+            self.forget()
+        })
     }
 }
 

@@ -124,28 +124,30 @@ impl Disk {
 
     /// Changes tunables, of the open chain at once, and in the record.
     pub fn tune(&self, tuning: &Tuning) -> Result<()> {
-        let _operation = self.begin("tuning")?;
-        let mut record = self.record();
-        let now = &mut record.tunables;
-        let Tunables { metadata_entries, prefetch, prefetch_extents, read_cache, levels_max } = *now;
-        *now = Tunables {
-            metadata_entries: tuning.metadata_entries.unwrap_or(metadata_entries),
-            prefetch: tuning.prefetch.unwrap_or(prefetch),
-            prefetch_extents: tuning.prefetch_extents.unwrap_or(prefetch_extents),
-            read_cache: tuning.read_cache.unwrap_or(read_cache),
-            levels_max: tuning.levels_max.unwrap_or(levels_max),
-        };
-        let now = *now;
-        // The chain checks the values before any is kept.
-        let chain = self.head_line()?;
-        let chain = &chain.chain;
-        chain.set_tunables(chain::Tunables {
-            entries: now.metadata_entries,
-            prefetch_bytes: now.prefetch,
-            prefetch_extents: now.prefetch_extents,
-        })?;
-        chain.set_data_cache(now.read_cache)?;
-        chain.set_levels_max(now.levels_max)?;
-        self.commit(record)
+        self.noting(|| {
+            let _operation = self.begin("tuning")?;
+            let mut record = self.record();
+            let now = &mut record.tunables;
+            let Tunables { metadata_entries, prefetch, prefetch_extents, read_cache, levels_max } = *now;
+            *now = Tunables {
+                metadata_entries: tuning.metadata_entries.unwrap_or(metadata_entries),
+                prefetch: tuning.prefetch.unwrap_or(prefetch),
+                prefetch_extents: tuning.prefetch_extents.unwrap_or(prefetch_extents),
+                read_cache: tuning.read_cache.unwrap_or(read_cache),
+                levels_max: tuning.levels_max.unwrap_or(levels_max),
+            };
+            let now = *now;
+            // The chain checks the values before any is kept.
+            let chain = self.head_line()?;
+            let chain = &chain.chain;
+            chain.set_tunables(chain::Tunables {
+                entries: now.metadata_entries,
+                prefetch_bytes: now.prefetch,
+                prefetch_extents: now.prefetch_extents,
+            })?;
+            chain.set_data_cache(now.read_cache)?;
+            chain.set_levels_max(now.levels_max)?;
+            self.commit(record)
+        })
     }
 }

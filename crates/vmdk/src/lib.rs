@@ -4,6 +4,7 @@
 //! ```text
 //! record     what a disk is: images and their parents, snapshots, tunables, what is under way; one file, one commit
 //! stored     the file that holds it
+//! spare      room for a record that has to be written later
 //! vmsd       VMware's list of snapshots: read when a folder is adopted, written beside the record
 //! disk       opening, creating and removing; the head's chain
 //! figures    what people see of a disk, and the tunables that they turn
@@ -11,6 +12,7 @@
 //! line       images from one of them down to the base, open as one chain
 //! images     making, naming, editing and removing the files of one image
 //! snapshot   the state of the head gets a name, of one disk or of several at one point
+//! medium     reads show what the media hold: after an unclean end, files are flushed and forgotten by the cache
 //! reopen     a disk whose medium failed goes on without a new process
 //! owner      the locks of the process that has it open
 //! revert     the head becomes a snapshot's state again
@@ -46,6 +48,7 @@ mod figures;
 mod images;
 mod line;
 mod maintain;
+mod medium;
 mod merge;
 mod owner;
 mod record;
@@ -53,6 +56,7 @@ mod reopen;
 mod revert;
 mod settle;
 mod snapshot;
+mod spare;
 mod stored;
 #[cfg(test)]
 mod tests;

@@ -41,22 +41,26 @@ pub struct Freed {
 impl Disk {
     /// Gives a flat base all its space, zeroed, while it is in use.
     pub fn inflate(&self, watch: &dyn Watch) -> Result<()> {
-        let _operation = self.begin("inflating")?;
-        self.drop_stale_clones()?;
-        let base = self.base()?;
-        let mut throttle = Throttle::new(watch);
-        self.on_image(base, "inflate", |image| image.inflate(&mut |step| go_on(&mut throttle, step)))
+        self.noting(|| {
+            let _operation = self.begin("inflating")?;
+            self.drop_stale_clones()?;
+            let base = self.base()?;
+            let mut throttle = Throttle::new(watch);
+            self.on_image(base, "inflate", |image| image.inflate(&mut |step| go_on(&mut throttle, step)))
+        })
     }
 
     /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
     pub fn punch_zeros(&self, watch: &dyn Watch) -> Result<Freed> {
-        let _operation = self.begin("giving back zeros")?;
-        self.drop_stale_clones()?;
-        let base = self.base()?;
-        let mut throttle = Throttle::new(watch);
-        self.on_image(base, "punch", |image| {
-            let blocks = image.punch_zeros(&mut |step| go_on(&mut throttle, step))?;
-            Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
+        self.noting(|| {
+            let _operation = self.begin("giving back zeros")?;
+            self.drop_stale_clones()?;
+            let base = self.base()?;
+            let mut throttle = Throttle::new(watch);
+            self.on_image(base, "punch", |image| {
+                let blocks = image.punch_zeros(&mut |step| go_on(&mut throttle, step))?;
+                Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
+            })
         })
     }
 
@@ -82,32 +86,34 @@ impl Disk {
 
     /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
     pub fn check(&self, repair: bool, watch: &dyn Watch) -> Result<Checked> {
-        let _operation = self.begin("checking")?;
-        self.drop_stale_clones()?;
-        let record = self.record();
-        let line = self.head_line()?;
-        let mut sum = Checked::default();
-        let mut throttle = Throttle::new(watch);
-        for node in &record.nodes {
-            let mut look = |image: &Image, repair| {
-                let found = image.check(repair, &mut |step| go_on(&mut throttle, step))?;
-                sum.images += 1;
-                sum.problems.extend(found.problems);
-                sum.problem_count += found.problem_count;
-                sum.mended.extend(found.mended);
-                sum.dead += found.dead;
-                sum.repaired += found.repaired;
-                Ok(())
-            };
-            match line.level(node.id) {
-                Some(_) if repair && self.may_change(&record, node.id) => {
-                    self.on_image(node.id, "repair", |image| look(image, true))?;
+        self.noting(|| {
+            let _operation = self.begin("checking")?;
+            self.drop_stale_clones()?;
+            let record = self.record();
+            let line = self.head_line()?;
+            let mut sum = Checked::default();
+            let mut throttle = Throttle::new(watch);
+            for node in &record.nodes {
+                let mut look = |image: &Image, repair| {
+                    let found = image.check(repair, &mut |step| go_on(&mut throttle, step))?;
+                    sum.images += 1;
+                    sum.problems.extend(found.problems);
+                    sum.problem_count += found.problem_count;
+                    sum.mended.extend(found.mended);
+                    sum.dead += found.dead;
+                    sum.repaired += found.repaired;
+                    Ok(())
+                };
+                match line.level(node.id) {
+                    Some(_) if repair && self.may_change(&record, node.id) => {
+                        self.on_image(node.id, "repair", |image| look(image, true))?;
+                    }
+                    Some(level) => look(&level.image, false)?,
+                    None => look(&self.open_image(&record, node.id, false)?, false)?,
                 }
-                Some(level) => look(&level.image, false)?,
-                None => look(&self.open_image(&record, node.id, false)?, false)?,
             }
-        }
-        Ok(sum)
+            Ok(sum)
+        })
     }
 
     fn base(&self) -> Result<u32> {
@@ -128,35 +134,37 @@ impl Disk {
         fits: fn(&Image) -> bool,
         work: &mut dyn FnMut(&Image, &mut Freed) -> Result<()>,
     ) -> Result<Freed> {
-        let _operation = self.begin(what)?;
-        self.drop_stale_clones()?;
-        let record = self.record();
-        let levels = self.head_line()?.levels();
-        let mut sum = Freed::default();
-        let fitting: Vec<u32> = levels.iter().filter(|level| fits(&level.image)).map(|level| level.node).collect();
-        let Some(top) = levels.first() else { return Ok(sum) };
-        if fitting.is_empty() {
-            return Err(top.image.nothing_to(what));
-        }
-        drop(levels);
-        let mut skipped = None;
-        let mut done = 0;
-        for node in fitting {
-            if !self.may_change(&record, node) {
-                continue;
+        self.noting(|| {
+            let _operation = self.begin(what)?;
+            self.drop_stale_clones()?;
+            let record = self.record();
+            let levels = self.head_line()?.levels();
+            let mut sum = Freed::default();
+            let fitting: Vec<u32> = levels.iter().filter(|level| fits(&level.image)).map(|level| level.node).collect();
+            let Some(top) = levels.first() else { return Ok(sum) };
+            if fitting.is_empty() {
+                return Err(top.image.nothing_to(what));
             }
-            match self.on_image(node, what, |image| work(image, &mut sum)) {
-                Err(error) if error.kind() == ErrorKind::Busy => skipped = Some(error),
-                other => {
-                    other?;
-                    done += 1;
+            drop(levels);
+            let mut skipped = None;
+            let mut done = 0;
+            for node in fitting {
+                if !self.may_change(&record, node) {
+                    continue;
+                }
+                match self.on_image(node, what, |image| work(image, &mut sum)) {
+                    Err(error) if error.kind() == ErrorKind::Busy => skipped = Some(error),
+                    other => {
+                        other?;
+                        done += 1;
+                    }
                 }
             }
-        }
-        match skipped {
-            Some(error) if done == 0 => Err(error),
-            _ => Ok(sum),
-        }
+            match skipped {
+                Some(error) if done == 0 => Err(error),
+                _ => Ok(sum),
+            }
+        })
     }
 
     /// Does work on an image of the head's chain, open for writing.

@@ -57,30 +57,32 @@ impl Disk {
     /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
     /// up nothing has happened then; merging down the snapshot is gone, and its level is merged another time.
     pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, watch: &dyn Watch) -> Result<()> {
-        let _operation = self.begin("deleting a snapshot")?;
-        let record = self.record();
-        let snapshot = record.snapshot(name)?.clone();
-        self.refuse_clones(&snapshot.name, snapshot.node)?;
-        let record = self.record();
-        let node = record.node(snapshot.node)?;
-        let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
-        let children = record.children(node.id);
-        let pinned = record.pinned().contains(&node.id);
-        let child = match children[..] {
-            [child] if !others && !pinned && !record.read_only => Some(child),
-            _ => None,
-        };
-        if let Some(child) = child
-            && let Some(direction) = self.direction(&record, node.id, child, direction)?
-        {
-            match direction {
-                Direction::Down => self.merge_down(&[child], node.id, watch)?,
-                Direction::Up => self.merge_up(child, node.id, watch)?,
+        self.noting(|| {
+            let _operation = self.begin("deleting a snapshot")?;
+            let record = self.record();
+            let snapshot = record.snapshot(name)?.clone();
+            self.refuse_clones(&snapshot.name, snapshot.node)?;
+            let record = self.record();
+            let node = record.node(snapshot.node)?;
+            let others = record.snapshots.iter().filter(|other| other.node == node.id).count() > 1;
+            let children = record.children(node.id);
+            let pinned = record.pinned().contains(&node.id);
+            let child = match children[..] {
+                [child] if !others && !pinned && !record.read_only => Some(child),
+                _ => None,
+            };
+            if let Some(child) = child
+                && let Some(direction) = self.direction(&record, node.id, child, direction)?
+            {
+                match direction {
+                    Direction::Down => self.merge_down(&[child], node.id, watch)?,
+                    Direction::Up => self.merge_up(child, node.id, watch)?,
+                }
+            } else {
+                self.drop_name(name)?;
             }
-        } else {
-            self.drop_name(name)?;
-        }
-        self.merge_redundant(watch)
+            self.merge_redundant(watch)
+        })
     }
 
     /// Merges the head's chain into its base, as far down as it can be written and nothing else stands on it. The
@@ -89,6 +91,7 @@ impl Disk {
     /// # Errors
     /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
     pub fn consolidate(&self, watch: &dyn Watch) -> Result<()> {
+        self.noting(|| {
         let _operation = self.begin("consolidating")?;
         self.drop_stale_clones()?;
         let record = self.record();
@@ -119,6 +122,7 @@ impl Disk {
         }
         self.merge_down(&line[..target], line[target], watch)?;
         self.merge_redundant(watch)
+        })
     }
 
     /// Images that no snapshot needs, with one child: they could be merged.
@@ -257,20 +261,30 @@ impl Disk {
         announced.snapshots.retain(|snapshot| snapshot.node != target && !sources[1..].contains(&snapshot.node));
         let merging = Merging { side: MergeSide::Down, node: target, above: Some(lowest), content: None };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge down") });
-        if let Err(error) = room.and_then(|()| self.commit(announced)) {
-            if let Some(image) = writable {
-                // Opening it has marked it as in use.
-                image.layer().close()?;
+        // The room for the record of the merged disk is taken by then, too.
+        let spare = room.and_then(|()| self.set_aside(&announced, sources, target));
+        let announced = spare.and_then(|spare| self.commit(announced).map(|()| spare));
+        let spare = match announced {
+            Ok(spare) => spare,
+            Err(error) => {
+                if let Some(image) = writable {
+                    // Opening it has marked it as in use.
+                    image.layer().close()?;
+                }
+                return Err(error);
             }
-            return Err(error);
-        }
+        };
+        // The announcement may have taken it, and given the room of the record before back.
+        spare.renew();
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
             let mut commit = || self.commit_down(&line, sources, target);
             line.chain.merge_down(top.key, below.key, 0, watch, &mut commit)
         });
         drop((top, below));
-        self.end_merge(&line, target, sources, claim, outcome.map(drop))
+        let ended = self.end_merge(&line, target, sources, claim, outcome.map(drop));
+        drop(spare);
+        ended
     }
 
     /// Refuses a merge for which there is no room, and takes it where the format of the target allows that.
@@ -337,19 +351,26 @@ impl Disk {
     }
 
     fn commit_down(&self, line: &Line, sources: &[u32], target: u32) -> Result<()> {
+        let after = self.merged_down(&self.record(), sources, target)?;
+        // What the record names is durable: the chain has flushed both sides. The descriptor says nothing new yet.
+        debug_assert!(line.level(target).is_some());
+        self.commit(after)
+    }
+
+    /// The record after a merge down.
+    pub(crate) fn merged_down(&self, record: &Record, sources: &[u32], target: u32) -> Result<Record> {
         let newest = sources[0];
-        let record = self.record();
-        let content = content_of(&self.place(&record, record.node(newest)?)?)?;
+        let content = content_of(&self.place(record, record.node(newest)?)?)?;
         let mut after = record.clone();
         let taken = after.children(newest);
-        let place = self.place(&record, record.node(target)?)?;
+        let place = self.place(record, record.node(target)?)?;
         let mut settle = Vec::new();
         if record.head != newest {
             // Nothing stands on a head; what stands on others remembers the content that it was made above.
             settle.push(Settlement { node: target, content, parent: None, text: None });
         }
         for child in &taken {
-            let folder = self.folder(&record, record.node(*child)?.folder.as_deref())?;
+            let folder = self.folder(record, record.node(*child)?.folder.as_deref())?;
             let parent = ParentNow::Of { content, hint: parent_hint(&folder, &place) };
             settle.push(Settlement { node: *child, content: None, parent: Some(parent), text: None });
         }
@@ -357,7 +378,7 @@ impl Disk {
         for source in sources {
             let node = record.node(*source)?;
             if node.is_own() {
-                gone.extend(self.files(&record, node));
+                gone.extend(self.files(record, node));
             }
         }
         for node in after.nodes.iter_mut().filter(|node| node.parent == Some(newest)) {
@@ -370,11 +391,9 @@ impl Disk {
         if after.head == newest {
             after.head = target;
         }
-        let settle = self.with_texts(&record, settle)?;
+        let settle = self.with_texts(record, settle)?;
         after.pending = Some(Pending { gone, settle, ..Pending::new("merge down") });
-        // What the record names is durable: the chain has flushed both sides. The descriptor says nothing new yet.
-        debug_assert!(line.level(target).is_some());
-        self.commit(after)
+        Ok(after)
     }
 
     /// Merges an image into the one above it.

@@ -11,11 +11,10 @@
 //! 4. Until all of that has succeeded the disk stays stopped, and can be opened again another time.
 
 use crate::disk::Disk;
-use crate::record::Record;
+use crate::medium::sync_folder;
 use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
-use layer::image::{Folder, Place};
 use std::sync::Arc;
 
 impl Disk {
@@ -68,7 +67,12 @@ impl Disk {
             let text = format!("disk '{name}' is being deleted: starting the server again finishes that");
             return Err(Error::new(ErrorKind::Stopped, text));
         }
-        self.settle_medium(&record)?;
+        let writable = self.writes_head(&record);
+        self.show_media(&record, &|node, place| {
+            // A flush needs no more; what the disk only reads may not be there for writing.
+            let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
+            place.open(IoMode::Buffered, access).map(Some)
+        })?;
         {
             let mut state = self.state.lock();
             state.record = record;
@@ -76,28 +80,9 @@ impl Disk {
         }
         self.recover()?;
         self.open_again()?;
-        Ok(std::mem::take(&mut self.state.lock().lost))
-    }
-
-    /// Finds out whether the medium takes what is written, and has reads come from it.
-    fn settle_medium(&self, record: &Record) -> Result<()> {
-        let writable = self.writes_head(record);
-        for node in record.nodes.iter().filter(|node| node.is_own()) {
-            // A flush needs no more; what the disk only reads may not be there for writing.
-            let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
-            sync_folder(&self.folder(record, node.folder.as_deref())?, &node.descriptor)?;
-            for file in self.files(record, node) {
-                let place = Place { folder: self.folder(record, file.folder.as_deref())?, name: file.name };
-                let opened = place.open(IoMode::Buffered, access)?;
-                let failed = |error| {
-                    let text = format!("'{}' still cannot be flushed; mend the medium first", place.label());
-                    Error::io(text, error)
-                };
-                opened.sync().map_err(failed)?;
-                opened.forget_cached().map_err(failed)?;
-            }
-        }
-        Ok(())
+        let mut state = self.state.lock();
+        state.doubtful = false;
+        Ok(std::mem::take(&mut state.lost))
     }
 
     fn open_again(&self) -> Result<()> {
@@ -109,12 +94,4 @@ impl Disk {
         tracing::info!(disk = record.name, "the disk was opened again and takes writes");
         Ok(())
     }
-}
-
-/// Makes the names of a folder durable.
-fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
-    folder.directory().sync().map_err(|error| {
-        let text = format!("the folder of '{of}' still cannot be flushed; mend the medium first");
-        Error::io(text, error)
-    })
 }

@@ -12,28 +12,28 @@ impl Disk {
     /// Makes the head what the snapshot shows. What was written since goes. The chain that was handed out before takes
     /// no writes any more: ask for it again.
     pub fn revert(&self, name: &str) -> Result<()> {
-        let _operation = self.begin("reverting")?;
-        let record = self.record();
-        self.check_writable(&record, "revert")?;
-        let snapshot = record.snapshot(name)?.clone();
-        let (image, node) =
-            self.make_delta(&record, snapshot.node, None, None, record.delta, snapshot.capacity, "revert")?;
-        let announced = self.record();
-        // The next caller that asks for the chain opens it again, above the head of that time.
-        image.layer().close()?;
-        drop(image);
-        if let Some(line) = self.drop_head() {
+        self.noting(|| {
+            let _operation = self.begin("reverting")?;
+            let record = self.record();
+            self.check_writable(&record, "revert")?;
+            let snapshot = record.snapshot(name)?.clone();
+            let (image, node) =
+                self.make_delta(&record, snapshot.node, None, None, record.delta, snapshot.capacity, "revert")?;
+            let announced = self.record();
+            // The next caller that asks for the chain opens it again, above the head of that time.
+            image.layer().close()?;
+            drop(image);
             // What cannot be flushed is thrown away, if the record can be written.
-            let _ = line.chain.close();
-        }
-        let mut after = announced.clone();
-        let head = node.id;
-        after.nodes.push(node);
-        after.head = head;
-        let gone = after.take_unneeded();
-        let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
-        after.pending = Some(Pending { gone, ..Pending::new("revert") });
-        self.commit(after)?;
-        self.finish_pending()
+            let failed = self.drop_head().and_then(|line| self.lay_down(&line));
+            let mut after = announced.clone();
+            let head = node.id;
+            after.nodes.push(node);
+            after.head = head;
+            let gone = after.take_unneeded();
+            let gone = gone.iter().filter(|node| node.is_own()).flat_map(|node| self.files(&record, node)).collect();
+            after.pending = Some(Pending { gone, ..Pending::new("revert") });
+            self.commit(after).inspect_err(|_| self.stay_stopped(failed))?;
+            self.finish_pending()
+        })
     }
 }

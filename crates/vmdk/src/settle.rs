@@ -13,7 +13,7 @@
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
-use crate::stored::{RECORD_NEW, write_new};
+use crate::stored::{RECORD_NEW, RECORD_SPARE, write_new};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
@@ -27,6 +27,7 @@ impl Disk {
     pub(crate) fn recover(&self) -> Result<()> {
         let directory = &**self.home.directory();
         remove(directory, RECORD_NEW)?;
+        remove(directory, RECORD_SPARE)?;
         let record = self.record();
         match record.pending.as_ref().and_then(|pending| pending.fate) {
             Some(fate) => {
@@ -56,16 +57,18 @@ impl Disk {
     /// the descriptors of its images have to say is written in place before anything that needs room, and a chain
     /// whose images do not fit together is refused when it is opened.
     pub(crate) fn settled(&self) -> Result<()> {
-        let unsettled = self.state.lock().unsettled;
-        if !unsettled {
-            return Ok(());
-        }
-        match self.begin("opening it") {
-            Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
-            begun => {
-                begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+        self.noting(|| {
+            let unsettled = self.state.lock().unsettled;
+            if !unsettled {
+                return Ok(());
             }
-        }
+            match self.begin("opening it") {
+                Err(error) if error.kind() == ErrorKind::NoSpace => Ok(()),
+                begun => {
+                    begun.map(drop).map_err(|error| error.context("an interrupted operation has to be finished first"))
+                }
+            }
+        })
     }
 
     /// Removes the temporary names under which descriptors of this disk were being replaced.

@@ -105,7 +105,7 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
     for one in prepared {
         match keys.next() {
             Some(key) => {
-                let done = one.line.chain.flush();
+                let done = one.disk.noting(|| one.line.chain.flush());
                 one.finish(key);
                 outcome = outcome.and(done);
             }
@@ -132,12 +132,16 @@ fn take_point(
         Ok(())
     };
     let outcome = push();
+    if let Err(error) = &outcome {
+        prepared.iter().for_each(|one| one.disk.doubt(error));
+    }
     (keys, outcome)
 }
 
 fn take_back(prepared: Vec<Prepared<'_>>) {
     for one in prepared {
-        if let Err(error) = one.take_back() {
+        let disk = one.disk;
+        if let Err(error) = disk.noting(|| one.take_back()) {
             tracing::warn!(%error, "a failed snapshot stays until the disk is opened next");
         }
     }
@@ -146,22 +150,24 @@ fn take_back(prepared: Vec<Prepared<'_>>) {
 impl Disk {
     /// Takes a snapshot of the head. Says how long writers had to wait.
     pub fn snapshot(&self, new: &NewSnapshot) -> Result<Duration> {
-        let prepared = self.prepare(new)?;
-        match prepared.line.chain.push(Arc::clone(prepared.image.layer())) {
-            Ok((key, pause)) => {
-                prepared.finish(key);
-                Ok(pause)
-            }
-            Err(error) => {
-                // A flush that failed after the point stops the chain; the record is right as it is.
-                if prepared.line.chain.keys().len() == prepared.line.levels().len()
-                    && let Err(second) = prepared.take_back()
-                {
-                    tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
+        self.noting(|| {
+            let prepared = self.prepare(new)?;
+            match prepared.line.chain.push(Arc::clone(prepared.image.layer())) {
+                Ok((key, pause)) => {
+                    prepared.finish(key);
+                    Ok(pause)
                 }
-                Err(error)
+                Err(error) => {
+                    // A flush that failed after the point stops the chain; the record is right as it is.
+                    if prepared.line.chain.keys().len() == prepared.line.levels().len()
+                        && let Err(second) = prepared.take_back()
+                    {
+                        tracing::warn!(%second, "a failed snapshot stays until the disk is opened next");
+                    }
+                    Err(error)
+                }
             }
-        }
+        })
     }
 
     /// The snapshots, oldest first.
@@ -184,6 +190,7 @@ impl Disk {
 
     /// Everything of a snapshot that does not need the point in time.
     fn prepare(&self, new: &NewSnapshot) -> Result<Prepared<'_>> {
+        self.noting(|| {
         check_name("snapshot", &new.name)?;
         let operation = self.begin("a snapshot")?;
         let before = self.record();
@@ -251,6 +258,7 @@ impl Disk {
                 Err(error)
             }
         }
+        })
     }
 
     /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit puts
@@ -330,6 +338,7 @@ impl Prepared<'_> {
         self.line.pushed(Level { node: self.node, image: Arc::clone(&self.image), key });
         if let Err(error) = self.disk.set_reading(&self.line, self.before.head) {
             // Everything in it is durable, and it is read as it is open now.
+            self.disk.doubt(&error);
             tracing::warn!(%error, "the image below a snapshot could not be closed");
         }
         self.disk.write_list();

@@ -7,12 +7,14 @@
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
-use backend::{Access, Directory, IoContext, IoMode};
+use backend::{Access, BLOCK_SIZE, Directory, IoContext, IoMode};
 
 /// The file that holds it.
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
 /// What its name is while it is being written.
 pub(crate) const RECORD_NEW: &str = "lamina.disk.lamina-new";
+/// Room that is taken ahead for a record: see [`set_aside`].
+pub(crate) const RECORD_SPARE: &str = "lamina.spare.lamina-new";
 /// What its name is while the disk is being deleted.
 pub(crate) const RECORD_GONE: &str = "lamina.gone";
 
@@ -54,9 +56,47 @@ pub(crate) struct NotStored {
     pub uncertain: bool,
 }
 
-/// Writes the text of a record to where [`replace`] finds it. All that a replacement needs room for.
+/// Writes the text of a record to where [`replace`] finds it. All that a replacement needs room for; where there is
+/// none, what was set aside is taken.
 pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
-    write_new(directory, RECORD_NEW, bytes).map_err(|error| error.context("the disk's record"))
+    let written = write_new(directory, RECORD_NEW, bytes);
+    let written = written.or_else(|error| match error.kind() {
+        ErrorKind::NoSpace if fill_spare(directory, bytes).is_ok_and(|filled| filled) => Ok(()),
+        _ => Err(error),
+    });
+    written.map_err(|error| error.context("the disk's record"))
+}
+
+/// Takes the room of a record of that many bytes ahead, until the file is removed.
+pub(crate) fn set_aside(directory: &dyn Directory, bytes: u64) -> Result<()> {
+    // What was reserved takes a write also where a file system copies what is overwritten.
+    let take = || {
+        let file = directory.create(RECORD_SPARE, IoMode::Buffered)?;
+        file.reserve(0, bytes.next_multiple_of(BLOCK_SIZE as u64))?;
+        file.sync()
+    };
+    match take() {
+        Err(error) if backend::lacks_space(&error) => {
+            // A part of it may be all that is left.
+            let _ = directory.remove(RECORD_SPARE);
+            Err(Error::io("taking room for the disk's record", error))
+        }
+        // The record's own writing meets every other failure; what an earlier operation has set aside does as well.
+        _ => Ok(()),
+    }
+}
+
+/// Writes a text where room was set aside, and gives it the name of a new record. False where it does not fit.
+fn fill_spare(directory: &dyn Directory, bytes: &[u8]) -> std::io::Result<bool> {
+    let file = directory.open(RECORD_SPARE, IoMode::Buffered)?;
+    if file.len()? < bytes.len() as u64 {
+        return Ok(false);
+    }
+    file.write_at(&[bytes], 0, false)?;
+    file.set_len(bytes.len() as u64)?;
+    file.sync()?;
+    directory.rename(RECORD_SPARE, RECORD_NEW)?;
+    Ok(true)
 }
 
 /// Puts what was prepared in place of the record that is there, if any. Durable on return.

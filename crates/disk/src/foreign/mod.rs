@@ -54,6 +54,8 @@ pub(crate) const IMAGES: &str = "images";
 const INCOMPLETE: &str = "lamina.incomplete";
 /// The file that `vmdk` locks; all that may be left of a disk that never was.
 const LOCK_NAME: &str = "lamina.lock";
+/// What `vmdk` leaves in the folder of a disk that was closed.
+const CLOSED_NAME: &str = "lamina.closed";
 
 /// A disk of the datastore.
 pub(crate) struct ForeignDisk {
@@ -271,7 +273,7 @@ impl Foreign {
     pub fn remove_folder(&self, folder: &str) -> Result<()> {
         let images = self.images()?;
         let path = images.join(folder);
-        for name in [LOCK_NAME, INCOMPLETE] {
+        for name in [LOCK_NAME, CLOSED_NAME, INCOMPLETE] {
             match fs::remove_file(path.join(name)) {
                 Err(error) if error.kind() != IoKind::NotFound => {
                     return Err(Error::io(format!("removing '{name}' of {}", path.display()), error));

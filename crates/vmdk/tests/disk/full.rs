@@ -90,12 +90,14 @@ impl Watch for Machine {
     }
 }
 
-/// A merge and a snapshot, of which one finds `free` pages and then nothing more: what do they leave?
+/// Merges and a snapshot, each of which finds `free` pages and then nothing more: what do they leave? A merge down has
+/// taken the room for its record before, one up has not.
 fn half_done(machine: &Machine, free: u64) {
     let merge = || machine.disk.delete_snapshot("second", Some(Direction::Down), machine);
+    let fill_up = || machine.disk.delete_snapshot("first", Some(Direction::Up), machine);
     let snapshot = || machine.disk.snapshot(&NewSnapshot::named("late")).map(drop);
-    let attempts: [&dyn Fn() -> Result<(), Error>; 2] =
-        if free.is_multiple_of(2) { [&merge, &snapshot] } else { [&snapshot, &merge] };
+    let attempts: [&dyn Fn() -> Result<(), Error>; 3] =
+        if free.is_multiple_of(2) { [&merge, &fill_up, &snapshot] } else { [&snapshot, &fill_up, &merge] };
     for attempt in attempts {
         machine.fill(free);
         let outcome = attempt();
@@ -183,6 +185,42 @@ fn a_snapshot_is_deleted_where_its_data_has_room() {
         assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}");
         assert_eq!(machine.disk.snapshots().len(), 0);
         assert_eq!(machine.disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+    }
+}
+
+/// A merge that was announced finds nothing left when it ends: the room for its record was taken before.
+#[test]
+fn a_merge_that_has_begun_has_room_for_its_record() {
+    for (delta, seed) in DELTAS.into_iter().zip(11..) {
+        let (mut merged, mut refused) = (0, 0);
+        for free in 0..6 {
+            for with_list in [true, false] {
+                let machine = Machine::new(ImageKind::EagerZeroedThick, delta, seed);
+                let content = read(&machine.disk.chain().unwrap());
+                if !with_list {
+                    folder(&machine.storage, "a").directory().remove("vm.vmsd").unwrap();
+                }
+                machine.fill(free);
+                // Its data goes down into a base that is thick; another program takes the rest meanwhile.
+                let outcome = machine.disk.delete_snapshot("first", Some(Direction::Down), &machine);
+                let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+                match outcome {
+                    Ok(()) => {
+                        merged += 1;
+                        assert_eq!(names, ["second"], "{delta:?}, {free}");
+                        assert_eq!(machine.disk.record().nodes.len(), 2, "{delta:?}, {free}");
+                    }
+                    Err(error) => {
+                        refused += 1;
+                        assert_eq!(error.kind(), ErrorKind::NoSpace, "{delta:?}, {free}: {error}");
+                        assert_eq!(names, ["first", "second"], "{delta:?}, {free}: {error}");
+                    }
+                }
+                assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}, {free}");
+                assert_eq!(leaked(&machine.disk), Vec::<String>::new(), "{delta:?}, {free}");
+            }
+        }
+        assert!(merged > 4 && refused > 0, "{delta:?}: {merged} {refused}");
     }
 }
 

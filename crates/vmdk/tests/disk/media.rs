@@ -1,6 +1,6 @@
 //! Media that fail: reads, writes, flushes, reservations, once, for a time or for ever, under disks of every format.
 //! Each sector reads as what was acknowledged, or not at all; after a restart it has what was flushed, or something
-//! newer.
+//! newer; and what another process shows after a kill or a failed closing, with the page cache as it was, stays.
 
 use crate::world::{DELTAS, Random, Sub, options};
 use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
@@ -182,6 +182,129 @@ impl World {
         }
         Self { machine, disk, random, sectors, faulty: false, what }
     }
+}
+
+impl World {
+    /// The medium works again, and another process opens the disk: after a kill, or after a closing that may have
+    /// failed. The page cache is as it was. What is shown then stays so.
+    fn exchange_process(self, closes: bool) -> Self {
+        let Self { machine, disk, random, mut sectors, what, .. } = self;
+        machine.mend();
+        if closes {
+            let _ = disk.close();
+        }
+        drop(disk);
+        let disk = Disk::open(Folder::plain(machine.directory()), &options(3));
+        let disk = disk.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let chain = disk.chain().unwrap_or_else(|error| panic!("{what}: {error}"));
+        for (number, sector) in (0..).zip(&mut sectors) {
+            let mut bytes = [0xee; SECTOR as usize];
+            chain.read(place(number), &mut bytes).unwrap_or_else(|error| panic!("{what}: {error}"));
+            assert!(sector.later.contains(&bytes[0]), "{what}: {} at sector {number}", bytes[0]);
+            *sector = Sector { now: vec![bytes[0]], later: vec![bytes[0]] };
+        }
+        // As a client that relies on what it has read.
+        chain.flush().unwrap_or_else(|error| panic!("{what}: {error}"));
+        Self { machine, disk, random, sectors, faulty: false, what }
+    }
+}
+
+/// After a flush that failed the page cache may show what was never written: another process reads what the medium
+/// has, and finds the same later.
+#[test]
+fn what_another_process_reads_after_a_failed_flush_stays() {
+    let kinds = [ImageKind::Thin, ImageKind::ZeroedThick, ImageKind::MonolithicSparse];
+    let mut stopped = 0;
+    for seed in 0..72 {
+        let mut world = World::new(seed, kinds[(seed / 3 % 3) as usize], DELTAS[(seed % 3) as usize]);
+        world.faulty = true;
+        match seed % 4 {
+            0 => world.fail(),
+            _ => world.machine.fail_syncs(1),
+        }
+        world.steps(30);
+        stopped += u64::from(world.disk.stopped().is_some());
+        let mut world = world.exchange_process(seed / 9 % 2 == 0);
+        if seed % 5 > 0 {
+            world.steps(20);
+            world.flush();
+            world.check(0, SECTORS);
+        }
+        let mut world = world.restart();
+        assert_eq!(world.check(0, SECTORS), 0);
+    }
+    assert!(stopped > 36, "{stopped}");
+}
+
+/// What was closed without a failure is opened without a flush; everything else has its files flushed first.
+#[test]
+fn only_a_disk_that_was_closed_is_trusted() {
+    const MARK: &str = "lamina.closed";
+    let marked = |machine: &SimulatedDisk| machine.directory().list().unwrap().contains(&MARK.to_owned());
+    let open = |machine: &SimulatedDisk| Disk::open(Folder::plain(machine.directory()), &options(2));
+    for seed in 0..3 {
+        let (machine, disk) = small(seed);
+        assert!(!marked(&machine));
+        disk.close().unwrap();
+        drop(disk);
+        assert!(marked(&machine), "seed {seed}");
+        machine.fail_syncs(1);
+        let disk = open(&machine).unwrap();
+        assert!(!marked(&machine) && disk.stopped().is_none());
+        // The flush that was to fail is still to come.
+        let chain = disk.chain().unwrap();
+        chain.write(0, &[2; 4096]).unwrap_err();
+        chain.write(0, &[2; 4096]).unwrap();
+        machine.fail_syncs(1);
+        chain.flush().unwrap_err();
+        drop(chain);
+        disk.close().unwrap();
+        drop(disk);
+        assert!(!marked(&machine), "seed {seed}: a disk that has stopped");
+        // A medium that still fails: the disk has stopped before anything is read, and is opened again.
+        machine.fail_requests(Fault::Sync, 2, 2);
+        let disk = open(&machine).unwrap();
+        let why = disk.stopped().unwrap_or_else(|| panic!("seed {seed}"));
+        assert!(why.contains("still cannot be flushed"), "{why}");
+        assert!(disk.chain().is_err());
+        machine.mend();
+        disk.reopen().unwrap();
+        disk.chain().unwrap().write(0, &[3; 4096]).unwrap();
+        disk.close().unwrap();
+        drop(disk);
+        assert!(marked(&machine));
+        // Killed.
+        drop(open(&machine).unwrap());
+        assert!(!marked(&machine));
+    }
+}
+
+/// Whatever fails in an operation: the files that it wrote are not trusted.
+#[test]
+fn a_disk_whose_operation_failed_is_not_trusted() {
+    let (mut trusted, mut failed) = (0, 0);
+    for seed in 0..3 {
+        for (step, by) in (0..60).flat_map(|step| [(step, 0), (step, 1), (step, 2)]) {
+            let (machine, disk) = small(seed);
+            disk.snapshot(&NewSnapshot::named("a")).unwrap();
+            disk.chain().unwrap().write(0, &[2; 4096]).unwrap();
+            disk.chain().unwrap().flush().unwrap();
+            machine.fail_requests(Fault::Sync, step, 1);
+            let done = match by {
+                0 => disk.snapshot(&NewSnapshot::named("b")).map(drop),
+                1 => disk.delete_snapshot("a", None, &()),
+                _ => disk.revert("a"),
+            };
+            let came = done.is_err();
+            machine.mend();
+            let _ = disk.close();
+            let marked = machine.directory().list().unwrap().contains(&"lamina.closed".to_owned());
+            assert!(!(came && marked), "seed {seed}, flush {step}, operation {by}: {done:?}");
+            failed += u64::from(came);
+            trusted += u64::from(marked);
+        }
+    }
+    assert!(trusted > 30 && failed > 30, "{trusted} {failed}");
 }
 
 /// Returns how many sectors could not be read, and whether the disk stopped.

@@ -1,0 +1,147 @@
+//! What is read of a disk's files is what their media hold.
+//!
+//! After a failed flush the operating system's cache may show what was never written, until it needs the memory. A disk
+//! that took it for good would show older data some time later.
+//!
+//! 1. The file [`CLOSED_NAME`] says that the last owner has closed the disk, and that no flush of it can have failed.
+//!    Opening the disk removes it; closing it without a failure makes it. Where it is missing, every file of the disk
+//!    is flushed and forgotten by the cache before it is read.
+//! 2. Neither change of the mark is flushed: a power cut that takes it back empties the cache, too. It costs no request
+//!    of the medium, and no room where there is none: without it the next opening takes longer.
+//! 3. Errors that may come from the medium put the disk in doubt ([`Disk::noting`]): it gets no mark. What fails in the
+//!    head's chain is kept there, until the chain is let go of ([`Disk::lay_down`]).
+
+use crate::disk::Disk;
+use crate::images::remove;
+use crate::line::Line;
+use crate::record::{Node, Record};
+use crate::{Error, ErrorKind, Result};
+use backend::{Access, Directory, File, IoMode};
+use layer::image::{Folder, Place};
+use std::sync::Arc;
+
+/// The mark of a disk that was closed and can be trusted.
+pub(crate) const CLOSED_NAME: &str = "lamina.closed";
+
+/// Opens a file of an image, or passes over it.
+type Opener<'a> = &'a dyn Fn(&Node, &Place) -> Result<Option<Arc<dyn File>>>;
+
+/// What a line has failed with.
+pub(crate) struct Failed {
+    why: String,
+    /// Whether something was changed since the last flush that succeeded.
+    lost: bool,
+}
+
+/// Takes the mark away before anything is read; whether it was there.
+pub(crate) fn take_mark(directory: &dyn Directory) -> Result<bool> {
+    match directory.remove(CLOSED_NAME) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Error::io(format!("removing '{CLOSED_NAME}'"), error)),
+    }
+}
+
+/// Makes the names of a folder durable.
+pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
+    folder.directory().sync().map_err(|error| {
+        let text = format!("the folder of '{of}' still cannot be flushed; mend the medium first");
+        Error::io(text, error)
+    })
+}
+
+/// Has reads of a file come from its medium, and finds out whether it takes what is written.
+fn show(file: &dyn File, place: &Place) -> Result<()> {
+    // The first flush may tell of a failure before this opening: what that has lost is forgotten.
+    file.sync().or_else(|_| file.sync()).and_then(|()| file.forget_cached()).map_err(|error| {
+        let text = format!("'{}' still cannot be flushed; mend the medium first", place.label());
+        Error::io(text, error)
+    })
+}
+
+impl Disk {
+    /// Has reads of the disk's own files come from their media.
+    pub(crate) fn show_media(&self, record: &Record, open: Opener<'_>) -> Result<()> {
+        let show = |node: &Node, place: &Place| match open(node, place)? {
+            Some(file) => show(&*file, place),
+            None => Ok(()),
+        };
+        for node in record.nodes.iter().filter(|node| node.is_own()) {
+            let folder = match self.folder(record, node.folder.as_deref()) {
+                // Told of when the chain is opened.
+                Err(error) if error.kind() == ErrorKind::NotFound => continue,
+                folder => folder?,
+            };
+            sync_folder(&folder, &node.descriptor)?;
+            // What names the other files is the first to be read.
+            show(node, &Place { folder, name: node.descriptor.clone() })?;
+            for file in self.files(record, node).into_iter().filter(|file| file.name != node.descriptor) {
+                show(node, &Place { folder: self.folder(record, file.folder.as_deref())?, name: file.name })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After an opening that no closing came before. Where the medium still fails, the disk is one that has stopped.
+    pub(crate) fn show_found(&self) {
+        let record = self.record();
+        let shown = self.show_media(&record, &|_, place| match place.open(IoMode::Buffered, Access::Read) {
+            // Told of when the chain is opened.
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            opened => opened.map(Some),
+        });
+        if let Err(error) = shown {
+            tracing::error!(%error, disk = record.name, "the disk takes no writes until it is opened again");
+            self.state.lock().stopped = Some(error.to_string());
+        }
+    }
+
+    /// Does what may fail by the medium. Errors that say nothing about it are told from the others.
+    pub(crate) fn noting<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        work().inspect_err(|error| self.doubt(error))
+    }
+
+    /// Notes an error after which the cache may show what the medium does not have.
+    pub(crate) fn doubt(&self, error: &Error) {
+        match error.kind() {
+            ErrorKind::NotFound | ErrorKind::Exists | ErrorKind::Invalid | ErrorKind::Busy => {}
+            ErrorKind::ReadOnly | ErrorKind::Unsupported | ErrorKind::Interrupted => {}
+            ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Io | ErrorKind::Stopped => {
+                self.state.lock().doubtful = true;
+            }
+        }
+    }
+
+    /// Closes the head's line that was let go of, flushed if that can be. Gives what has failed.
+    pub(crate) fn lay_down(&self, line: &Line) -> Option<Failed> {
+        let _ = line.chain.close();
+        let why = line.chain.failure()?;
+        self.state.lock().doubtful = true;
+        Some(Failed { why, lost: line.chain.abandon() })
+    }
+
+    /// The line that was closed is still the head's: what failed in it keeps it from being opened.
+    pub(crate) fn stay_stopped(&self, failed: Option<Failed>) {
+        let Some(failed) = failed else { return };
+        let mut state = self.state.lock();
+        state.lost |= failed.lost;
+        state.stopped.get_or_insert(failed.why);
+    }
+
+    /// Leaves the mark if no flush can have failed. After the last write.
+    pub(crate) fn mark_closed(&self, line: Option<&Line>) {
+        let failed = line.is_some_and(|line| line.chain.failure().is_some());
+        let state = self.state.lock();
+        let trusted = !failed && !state.doubtful && !state.failed && state.stopped.is_none();
+        drop(state);
+        if trusted && self.is_owner() {
+            // Where this fails, the next opening flushes and forgets what need not be.
+            let _ = self.home.directory().create(CLOSED_NAME, IoMode::Buffered);
+        }
+    }
+
+    /// Removes the mark of a disk that goes.
+    pub(crate) fn remove_mark(&self) -> Result<()> {
+        remove(&**self.home.directory(), CLOSED_NAME)
+    }
+}
