@@ -30,7 +30,7 @@ impl Spare<'_> {
         stored::set_aside(&**self.disk.home.directory(), self.bytes)
     }
 
-    /// Takes it again if a record has taken it, as far as there is room: a record that was replaced has given some back.
+    /// Takes it again if a record has taken it, as far as there is room: the record before has given some back.
     pub fn renew(&self) {
         if let Err(error) = self.take() {
             tracing::debug!(%error, disk = self.disk.name(), "no room can be set aside for the next record");

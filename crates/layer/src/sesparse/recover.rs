@@ -3,19 +3,21 @@
 //! Nothing has to be repaired for the image to be right ([`super::commit`]): what is looked for is space that nothing
 //! names. Tables: handed out, and in no slot of the directory. Grains: allocated in a region that is marked
 //! ([`super::touched`]), and not named by the entry that the backmap says. The backmap may be believed here because the
-//! mark is ours, and an owner is durable before the entry is.
+//! mark is ours, and an owner is durable before the entry is; but for an owner that is damaged. So tables are looked
+//! through for what would be freed.
 //!
 //! The time this takes is bounded: what is beyond [`RECOUNT_PAGES`] stays marked, and is found by a wipe.
 
 use super::SeSparse;
-use super::cache::{Kind, PageKey};
-use super::entry::{GrainRun, Table, decode_slot};
+use super::cache::{Kind, PageBytes, PageKey};
+use super::entry::{Entry, GrainRun, Owner, Table, decode_slot};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::proof::gave_up;
 use super::state::{backmap_page, by_bitmap_page, page_index};
 use super::wipe::Holes;
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
+use rustc_hash::FxHashSet;
 
 /// Pages of the directory read at a time.
 const DIRECTORY_PAGES: u64 = 64;
@@ -23,6 +25,9 @@ const DIRECTORY_PAGES: u64 = 64;
 const SPARE_MAX: usize = 4096;
 /// Pages of the bitmap recounted when opening: 8 GiB of grains. One region is recounted in any case.
 const RECOUNT_PAGES: u64 = 64;
+
+/// Tables read to see whether one names what seems free: 64 MiB of them.
+const CONFIRM_TABLES: usize = 2048;
 
 /// Tables that slots name: as many bits as the highest of them, which the area of tables bounds.
 #[derive(Clone, Default)]
@@ -48,6 +53,11 @@ impl NamedTables {
     /// One more than the highest.
     pub(super) fn end(&self) -> u64 {
         self.end
+    }
+
+    /// How many there are.
+    fn count(&self) -> usize {
+        self.words.iter().map(|word| word.count_ones() as usize).sum()
     }
 
     pub(super) fn contains(&self, table: u64) -> bool {
@@ -143,7 +153,7 @@ impl SeSparse {
 
     fn recount(&self, named: &NamedTables) -> Result<()> {
         let Some(mut suspect) = self.state.lock().suspect.clone() else { return Ok(()) };
-        let (mut freed, mut counted) = (0, 0);
+        let (mut dead, mut counted, mut done) = (Vec::new(), 0, Vec::new());
         let regions: Vec<u64> = suspect.regions().collect();
         for region in regions {
             let pages = suspect.pages(region);
@@ -152,12 +162,25 @@ impl SeSparse {
             }
             counted += pages.end - pages.start;
             for page in pages.start..pages.end.min(self.layout.grains_max().div_ceil(PAGE_BITS)) {
-                freed += self.recount_page(page, named)?;
+                self.find_dead(page, named, &mut dead)?;
             }
-            suspect.remove(region);
+            done.push(region);
         }
-        if freed > 0 {
-            tracing::info!(image = %self.name, grains = freed, "freed what a crash had left");
+        match self.named_elsewhere(&dead, named) {
+            Ok(Some(kept)) => {
+                if !kept.is_empty() {
+                    tracing::warn!(image = %self.name, grains = kept.len(), "grains have another owner; check the image");
+                }
+                dead.retain(|(grain, _)| !kept.contains(grain));
+                self.free(&dead)?;
+                done.into_iter().for_each(|region| suspect.remove(region));
+                if !dead.is_empty() {
+                    tracing::info!(image = %self.name, grains = dead.len(), "freed what a crash had left");
+                }
+            }
+            // They stay marked, and a wipe goes by all tables.
+            Ok(None) => {}
+            Err(error) => tracing::warn!(image = %self.name, %error, "what a crash has left is not freed"),
         }
         let mut state = self.state.lock();
         if suspect.regions().next().is_some() {
@@ -167,14 +190,13 @@ impl SeSparse {
         Ok(())
     }
 
-    /// Frees allocated grains of a page of the bitmap that nothing names; returns how many.
-    fn recount_page(&self, page: u64, named: &NamedTables) -> Result<u64> {
+    /// Finds allocated grains of a page of the bitmap that nothing names as far as their owners say.
+    fn find_dead(&self, page: u64, named: &NamedTables, dead: &mut Vec<(u64, Option<Owner>)>) -> Result<()> {
         let grains = page * PAGE_BITS..((page + 1) * PAGE_BITS).min(self.layout.grains_max());
         let run = GrainRun { start: grains.start, count: grains.end - grains.start };
         let mut owners = self.settle(|state| state.owners(run))?;
         // By owner: neighbours in a table share its pages.
         owners.sort_unstable_by_key(|(_, owner)| *owner);
-        let mut dead: Vec<u64> = Vec::new();
         for (grain, owner) in owners {
             let known = owner.filter(|owner| named.contains(u64::from(owner.table.0)));
             let live = match (known, owner) {
@@ -184,11 +206,53 @@ impl SeSparse {
                 (None, None) => self.settle(|state| state.word(backmap_page(grain.0), page_index(grain.0)))? != 0,
             };
             if !live {
-                dead.push(grain.0);
+                dead.push((grain.0, owner));
             }
         }
+        Ok(())
+    }
+
+    /// Those of some grains that an entry names all the same: it is their owner that is wrong. Looked for in all tables
+    /// where these are few, else in those that a wrong byte of an owner makes of the right one; `None` where these are
+    /// too many.
+    fn named_elsewhere(&self, dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Result<Option<FxHashSet<u64>>> {
+        let mut kept = FxHashSet::default();
+        if dead.is_empty() {
+            return Ok(Some(kept));
+        }
+        let wanted = match named.count() > CONFIRM_TABLES {
+            false => None,
+            true => match tables_near(dead, named) {
+                Some(wanted) => Some(wanted),
+                None => return Ok(None),
+            },
+        };
+        let grains: FxHashSet<u64> = dead.iter().map(|(grain, _)| *grain).collect();
+        let mut holes = Holes::default();
+        let (slots, mut slot) = (self.layout.slots(), 0);
+        loop {
+            slot = self.next_slot(slot)?;
+            if slot >= slots {
+                return Ok(Some(kept));
+            }
+            let table = self.settle(|state| state.table_of(slot))?;
+            if table.is_some_and(|table| wanted.as_ref().is_none_or(|wanted| wanted.contains(&table)))
+                && let Some((_, content)) = self.read_table(slot, &mut holes)?
+            {
+                let entries = content.iter().flat_map(PageBytes::words).filter_map(Entry::decode);
+                let named = entries.filter_map(|entry| match entry {
+                    Entry::Data(grain) => Some(grain.0),
+                    _ => None,
+                });
+                kept.extend(named.filter(|grain| grains.contains(grain)));
+            }
+            slot += 1;
+        }
+    }
+
+    fn free(&self, dead: &[(u64, Option<Owner>)]) -> Result<()> {
+        let mut dead: Vec<u64> = dead.iter().map(|(grain, _)| *grain).collect();
         dead.sort_unstable();
-        let count = dead.len() as u64;
         for run in dead.chunk_by(|one, other| one + 1 == *other) {
             for part in by_bitmap_page(GrainRun { start: run[0], count: run.len() as u64 }) {
                 self.settle(|state| {
@@ -197,6 +261,25 @@ impl SeSparse {
                 })?;
             }
         }
-        Ok(count)
+        Ok(())
     }
+}
+
+/// Tables that slots name and whose number is that of an owner's but for one byte, and those of owners themselves.
+/// `None` if these are too many.
+fn tables_near(dead: &[(u64, Option<Owner>)], named: &NamedTables) -> Option<FxHashSet<Table>> {
+    let owners: FxHashSet<Table> = dead.iter().map(|(_, owner)| owner.map_or(Table(0), |owner| owner.table)).collect();
+    let mut wanted = FxHashSet::default();
+    for owner in owners {
+        for (byte, value) in (0..4).flat_map(|byte| (0..=0xff).map(move |value| (byte, value))) {
+            let near = Table(owner.0 & !(0xff << (8 * byte)) | value << (8 * byte));
+            if named.contains(u64::from(near.0)) {
+                wanted.insert(near);
+            }
+        }
+        if wanted.len() > CONFIRM_TABLES {
+            return None;
+        }
+    }
+    Some(wanted)
 }

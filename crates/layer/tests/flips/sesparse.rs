@@ -162,6 +162,35 @@ fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     assert_eq!(check(&reader, false).overlapping, 0, "{context}");
 }
 
+/// An image that was not closed, with a wrong byte in the owner of a grain, is opened and used: nothing is given out
+/// that a table names.
+fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
+    let sound = open_file(&world.copy());
+    let offset = loop {
+        let at = BACKMAP + random.below(600) * 8;
+        if word(&*sound, at) != 0 {
+            break at + random.below(8);
+        }
+    };
+    let mask = 1 << random.below(8) | (random.below(256) & random.below(256)) as u8;
+    let context = format!("killed {} byte {offset} by {mask:#x}", world.killed);
+    figures.tried += 1;
+    let disk = world.damaged(offset, mask);
+    let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();
+    let report = check(&layer, false);
+    assert_eq!(report.unallocated, 0, "{context}: {report:?}");
+    let mut model = world.model.clone();
+    for first in [700, 2 * 4096 + 700] {
+        layer.write(first * GRAIN, &[&content(7777, 300 * GRAIN)]).unwrap();
+        (first..first + 300).for_each(|grain| _ = model.insert(grain, 7777));
+    }
+    layer.close().unwrap();
+    let written = World { disk, model, ..*world };
+    let reader = open(open_file(&written.disk), Options::default()).unwrap();
+    assert_eq!(written.compare(&reader), (Vec::new(), Vec::new()), "{context}");
+    assert_eq!(check(&reader, false).overlapping, 0, "{context}");
+}
+
 fn is_refusal(error: &layer::Error) -> bool {
     [ErrorKind::Corrupt, ErrorKind::Unsupported].contains(&error.kind())
 }
@@ -176,4 +205,10 @@ fn what_bitmap_and_backmap_prove_is_mended() {
 fn a_wrong_bitmap_gives_no_grain_to_two() {
     let count = from_environment("LAMINA_FLIPS", 400) / 4;
     flips(from_environment("LAMINA_SEED", 1), count, world, use_unaware);
+}
+
+#[test]
+fn a_wrong_owner_frees_no_grain_that_a_table_names() {
+    let count = from_environment("LAMINA_FLIPS", 400);
+    flips(from_environment("LAMINA_SEED", 1), count, world, use_after_crash);
 }
