@@ -444,6 +444,8 @@ fn welcome(shared: &Arc<Shared>, listener: &Listener, descriptor: OwnedFd) {
     let (shared, terms) = (Arc::clone(shared), listener.terms.clone());
     let thread = std::thread::Builder::new().name(format!("nbd-{}", entry.visit.number()));
     let spawned = thread.spawn(move || {
+        // With more connections than processors each gets its share within milliseconds, not within seconds.
+        backend::local::wake_promptly();
         let span = tracing::info_span!("nbd", connection = entry.visit.number(), %peer);
         let _entered = span.enter();
         let transport = Box::new(Socket::new(descriptor));
