@@ -1,9 +1,9 @@
 //! A disk whose map and data are cached, beside a disk whose reads miss the metadata cache.
 //!
-//! The busy disk gets random reads at queue depth 16 over blocks scattered over 16 TiB, with a metadata cache far smaller
-//! than its map and nothing of the datastore in the page cache. The neighbour gets random reads of 64 MiB, one at a
-//! time: as fast as they are answered, and at a steady rate. The same load on a few places, whose metadata stay cached,
-//! shows what the processors alone cost the neighbour. With `--baseline` another lamina is measured in turn.
+//! The busy disk gets random reads at queue depth 16 over blocks scattered over 16 TiB, with a metadata cache far
+//! smaller than its map and nothing of the datastore in the page cache. The neighbour gets random reads of 64 MiB, one
+//! at a time: as fast as they are answered, and at a steady rate. The same load on a few places, whose metadata stay
+//! cached, shows what the processors alone cost the neighbour. With `--baseline` another lamina is measured in turn.
 
 use super::load::{Load, latencies};
 use super::{BLOCK, Setting, fill, say, write_blocks};
