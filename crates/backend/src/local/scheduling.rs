@@ -3,8 +3,8 @@
 /// Has the calling thread run soon after it wakes, for short moments at a time: for threads that answer a person or a
 /// guest, beside others that work all the time or more of their own kind than there are processors. On a machine that
 /// is busy with both, the difference is a few milliseconds for each answer. It takes no privilege, because other
-/// threads keep their share of processor time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the default one);
-/// elsewhere it does nothing.
+/// threads keep their share of processor time (Linux 6.12 and later, `sched_setattr(2)`: a slice shorter than the
+/// default one); elsewhere it does nothing.
 pub fn wake_promptly() {
     #[cfg(target_os = "linux")]
     ask();
