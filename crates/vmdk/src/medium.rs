@@ -50,10 +50,22 @@ pub(crate) fn sync_folder(folder: &Folder, of: &str) -> Result<()> {
     })
 }
 
+/// What a flush that fails says of the medium.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Failing {
+    /// It may be the failure of a process before this one: what that has lost is forgotten, and another flush tells.
+    Before,
+    /// The medium still fails.
+    Now,
+}
+
 /// Has reads of a file come from its medium, and finds out whether it takes what is written.
-fn show(file: &dyn File, place: &Place) -> Result<()> {
-    // The first flush may tell of a failure before this opening: what that has lost is forgotten.
-    file.sync().or_else(|_| file.sync()).and_then(|()| file.forget_cached()).map_err(|error| {
+fn show(file: &dyn File, place: &Place, failing: Failing) -> Result<()> {
+    let synced = match file.sync() {
+        Err(_) if failing == Failing::Before => file.sync(),
+        synced => synced,
+    };
+    synced.and_then(|()| file.forget_cached()).map_err(|error| {
         let text = format!("'{}' still cannot be flushed; mend the medium first", place.label());
         Error::io(text, error)
     })
@@ -61,9 +73,9 @@ fn show(file: &dyn File, place: &Place) -> Result<()> {
 
 impl Disk {
     /// Has reads of the disk's own files come from their media.
-    pub(crate) fn show_media(&self, record: &Record, open: Opener<'_>) -> Result<()> {
+    pub(crate) fn show_media(&self, record: &Record, failing: Failing, open: Opener<'_>) -> Result<()> {
         let show = |node: &Node, place: &Place| match open(node, place)? {
-            Some(file) => show(&*file, place),
+            Some(file) => show(&*file, place, failing),
             None => Ok(()),
         };
         for node in record.nodes.iter().filter(|node| node.is_own()) {
@@ -85,11 +97,12 @@ impl Disk {
     /// After an opening that no closing came before. Where the medium still fails, the disk is one that has stopped.
     pub(crate) fn show_found(&self) {
         let record = self.record();
-        let shown = self.show_media(&record, &|_, place| match place.open(IoMode::Buffered, Access::Read) {
+        let open = |_: &Node, place: &Place| match place.open(IoMode::Buffered, Access::Read) {
             // Told of when the chain is opened.
             Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
             opened => opened.map(Some),
-        });
+        };
+        let shown = self.show_media(&record, Failing::Before, &open);
         if let Err(error) = shown {
             tracing::error!(%error, disk = record.name, "the disk takes no writes until it is opened again");
             self.state.lock().stopped = Some(error.to_string());

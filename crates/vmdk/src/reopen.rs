@@ -11,7 +11,7 @@
 //! 4. Until all of that has succeeded the disk stays stopped, and can be opened again another time.
 
 use crate::disk::Disk;
-use crate::medium::sync_folder;
+use crate::medium::{Failing, sync_folder};
 use crate::stored::{self, RECORD_NAME};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
@@ -68,7 +68,7 @@ impl Disk {
             return Err(Error::new(ErrorKind::Stopped, text));
         }
         let writable = self.writes_head(&record);
-        self.show_media(&record, &|node, place| {
+        self.show_media(&record, Failing::Now, &|node, place| {
             // A flush needs no more; what the disk only reads may not be there for writing.
             let access = if writable && node.id == record.head { Access::ReadWrite } else { Access::Read };
             place.open(IoMode::Buffered, access).map(Some)

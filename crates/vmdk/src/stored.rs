@@ -7,7 +7,7 @@
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
-use backend::{Access, BLOCK_SIZE, Directory, IoContext, IoMode};
+use backend::{Access, Directory, IoContext, IoMode};
 
 /// The file that holds it.
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
@@ -72,7 +72,8 @@ pub(crate) fn set_aside(directory: &dyn Directory, bytes: u64) -> Result<()> {
     // What was reserved takes a write also where a file system copies what is overwritten.
     let take = || {
         let file = directory.create(RECORD_SPARE, IoMode::Buffered)?;
-        file.reserve(0, bytes.next_multiple_of(BLOCK_SIZE as u64))?;
+        // No more than a record takes: on a full file system with small blocks that may be all there is.
+        file.reserve(0, bytes)?;
         file.sync()
     };
     match take() {

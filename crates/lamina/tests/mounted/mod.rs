@@ -98,7 +98,7 @@ pub fn on_failing_writes(test: &str, body: fn(&Path, &Path)) {
         mount -o loop $FOLDER/medium/disk $FOLDER/mounted; \
         set +e; \"$0\" --exact \"$TEST\" --nocapture; status=$?; \
         umount $FOLDER/mounted; sleep 0.2; fusermount3 -u $FOLDER/medium/disk || umount -l $FOLDER/medium/disk; \
-        wait $medium; exit $status";
+        kill $medium 2>/dev/null; wait $medium; exit $status";
     in_a_namespace(test, &["--mount"], script, folder.path(), (INSIDE, &folder.path().join("mounted")));
 }
 
