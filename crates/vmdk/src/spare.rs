@@ -1,9 +1,9 @@
 //! Room for a record that has to be written later: an operation that has begun does not fail for the lack of it.
 
-use crate::Result;
 use crate::disk::Disk;
 use crate::record::Record;
 use crate::stored::{self, RECORD_SPARE};
+use crate::{ErrorKind, Result};
 
 /// What identities may be longer in the record that is written than in the one that was measured.
 const SLACK: u64 = 256;
@@ -20,8 +20,12 @@ impl Disk {
         let after = self.merged_down(announced, sources, target)?.encode()?.len();
         let bytes = announced.encode()?.len().max(after) as u64 + SLACK;
         let spare = Spare { disk: self, bytes };
-        self.with_room(announced, || spare.take())?;
-        Ok(spare)
+        // A record may fit where a reservation does not: the announcement decides, and gives back the room of the
+        // record before it, which is then set aside.
+        match self.with_room(announced, || spare.take()) {
+            Err(error) if error.kind() != ErrorKind::NoSpace => Err(error),
+            _ => Ok(spare),
+        }
     }
 }
 
