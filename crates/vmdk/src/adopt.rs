@@ -99,15 +99,7 @@ impl Disk {
         let disk = Self::begin_new(home.clone(), record, options)?;
         let made = (|| {
             if own_delta {
-                let fresh = disk.record();
-                let (image, node) = disk.make_delta(&fresh, top, None, None, delta, capacity, "adopt")?;
-                image.layer().close()?;
-                drop(image);
-                let mut after = disk.record();
-                after.head = node.id;
-                after.nodes.push(node);
-                after.pending = None;
-                return disk.commit(after);
+                return disk.begin_above(top, delta, capacity, "adopt");
             }
             let mut after = disk.record();
             after.pending = None;

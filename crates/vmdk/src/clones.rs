@@ -81,16 +81,7 @@ impl Disk {
                 let mut known = record.clone();
                 known.clones.push(clone);
                 self.commit(known)?;
-                let fresh = disk.record();
-                let (image, node) =
-                    disk.make_delta(&fresh, snapshot.node, None, None, fresh.delta, snapshot.capacity, "linked clone")?;
-                image.layer().close()?;
-                drop(image);
-                let mut after = disk.record();
-                after.head = node.id;
-                after.nodes.push(node);
-                after.pending = None;
-                disk.commit(after)
+                disk.begin_above(snapshot.node, record.delta, snapshot.capacity, "linked clone")
             })();
             let made = disk.end_new(made);
             if made.is_err() {

@@ -91,7 +91,10 @@ impl Disk {
     /// # Errors
     /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
     pub fn consolidate(&self, watch: &dyn Watch) -> Result<()> {
-        self.noting(|| {
+        self.noting(|| self.merge_into_base(watch))
+    }
+
+    fn merge_into_base(&self, watch: &dyn Watch) -> Result<()> {
         let _operation = self.begin("consolidating")?;
         self.drop_stale_clones()?;
         let record = self.record();
@@ -122,7 +125,6 @@ impl Disk {
         }
         self.merge_down(&line[..target], line[target], watch)?;
         self.merge_redundant(watch)
-        })
     }
 
     /// Images that no snapshot needs, with one child: they could be merged.

@@ -90,7 +90,7 @@ pub fn snapshot_group(of: &[(Arc<Disk>, NewSnapshot)], between: &mut dyn FnMut()
     order.sort_by_key(|(disk, _)| disk.uuid());
     let mut prepared = Vec::with_capacity(order.len());
     for (disk, new) in order {
-        match disk.prepare(new) {
+        match disk.noting(|| disk.prepare(new)) {
             Ok(one) => prepared.push(one),
             Err(error) => {
                 take_back(prepared);
@@ -190,7 +190,6 @@ impl Disk {
 
     /// Everything of a snapshot that does not need the point in time.
     fn prepare(&self, new: &NewSnapshot) -> Result<Prepared<'_>> {
-        self.noting(|| {
         check_name("snapshot", &new.name)?;
         let operation = self.begin("a snapshot")?;
         let before = self.record();
@@ -258,7 +257,18 @@ impl Disk {
                 Err(error)
             }
         }
-        })
+    }
+
+    /// Makes an empty delta above an image of a new disk, which becomes its head: nothing is pending any more.
+    pub(crate) fn begin_above(&self, below: u32, delta: DeltaFormat, capacity: u64, operation: &str) -> Result<()> {
+        let (image, node) = self.make_delta(&self.record(), below, None, None, delta, capacity, operation)?;
+        image.layer().close()?;
+        drop(image);
+        let mut after = self.record();
+        after.head = node.id;
+        after.nodes.push(node);
+        after.pending = None;
+        self.commit(after)
     }
 
     /// Makes an empty delta above an image, announced in the record, and opens it for writing. The commit puts
