@@ -68,7 +68,7 @@ impl Versions {
     }
 }
 
-/// Random writes until told to stop.
+/// Requests until told to stop.
 pub(super) struct Load {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Result<(Vec<Timing>, Option<Versions>)>>,
@@ -77,15 +77,27 @@ pub(super) struct Load {
 impl Load {
     /// Over the first `blocks` of a disk.
     pub(super) fn start(endpoint: &Endpoint, blocks: u64, seed: u64) -> Result<Load> {
+        let write =
+            move |random: &mut Random| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 };
+        Self::busy(endpoint, LOAD_DEPTH, seed, write)
+    }
+
+    /// Requests one after the other, `depth` of them at a time.
+    pub(super) fn busy(
+        endpoint: &Endpoint,
+        depth: usize,
+        seed: u64,
+        next: impl Fn(&mut Random) -> Request + Send + 'static,
+    ) -> Result<Load> {
         let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
         Self::spawn(move |stop| {
             let mut random = Random::new(seed);
             let mut timings = Vec::with_capacity(1 << 20);
             let requests = std::iter::from_fn(|| {
                 let more = !stop.load(Ordering::Relaxed);
-                more.then(|| Request::Write { offset: random.below(blocks) * BLOCK, length: BLOCK as u32 })
+                more.then(|| next(&mut random))
             });
-            client.run(LOAD_DEPTH, requests, |timing| timings.push(timing))?;
+            client.run(depth, requests, |timing| timings.push(timing))?;
             Ok((timings, None))
         })
     }

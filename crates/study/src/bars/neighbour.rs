@@ -5,10 +5,10 @@
 //! at a time: as fast as they are answered, and at a steady rate. The same load on a few places, whose metadata stay
 //! cached, shows what the processors alone cost the neighbour. With `--baseline` another lamina is measured in turn.
 
-use super::load::{Load, latencies};
+use super::load::{Load, latencies, rate};
 use super::{BLOCK, Setting, fill, say, write_blocks};
 use crate::datastore::{Datastore, Serving};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::fio::Endpoint;
 use crate::nbd::{Client, Request};
 use crate::process;
@@ -17,7 +17,7 @@ use crate::report::{Finding, Outcome};
 use crate::scratch;
 use crate::statistics::{median, percentile, ratio};
 use serde_json::{Value, json};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const PROPERTY: &str = "neighbour";
@@ -67,7 +67,7 @@ struct Figures {
 pub fn measure(setting: &Setting) -> Result<Outcome> {
     let plan = &setting.plan;
     let mut random = Random::new(plan.seed);
-    let places: Vec<u64> = (0..plan.blocks).map(|_| random.below(CAPACITY / BLOCK)).collect();
+    let places: Arc<[u64]> = (0..plan.blocks).map(|_| random.below(CAPACITY / BLOCK)).collect();
     let mut programs = vec![("lamina", &setting.lamina)];
     programs.extend(setting.baseline.iter().map(|program| ("baseline", program)));
     let mut sides = Vec::new();
@@ -134,12 +134,19 @@ fn described(name: &str, figures: &Figures) -> Value {
     json!({ "server": name, "each": each.collect::<Vec<_>>() })
 }
 
-fn one_run(setting: &Setting, datastore: &Datastore, places: &[u64], run: usize, figures: &mut Figures) -> Result<()> {
+fn one_run(
+    setting: &Setting,
+    datastore: &Datastore,
+    places: &Arc<[u64]>,
+    run: usize,
+    figures: &mut Figures,
+) -> Result<()> {
     let plan = &setting.plan;
     let serving = Serving { metadata_cache: Some(CACHE), ..Serving::plain(plan.mode()) };
     let (server, _) = datastore.serve(&serving, BUSY)?;
     let hot = datastore.endpoint(HOT);
     let seed = plan.seed + 1 + run as u64;
+    let few: Arc<[u64]> = places[..FEW.min(places.len())].into();
     for turn in 0..EACH.len() {
         let at = (turn + run) % EACH.len();
         for steady in [false, true] {
@@ -149,74 +156,43 @@ fn one_run(setting: &Setting, datastore: &Datastore, places: &[u64], run: usize,
             }
             // The neighbour's map and data are cached, whatever was dropped or evicted.
             read_whole(&hot)?;
-            let stop = AtomicBool::new(false);
-            let (latencies, busy) = std::thread::scope(|scope| -> Result<_> {
-                let places = match EACH[at] {
-                    Beside::Nothing => &[],
-                    Beside::Hits => &places[..FEW.min(places.len())],
-                    Beside::Misses => places,
-                };
-                let load = scope.spawn(|| read_until(&server.endpoint, places, seed, &stop));
-                let read = process::pause(Duration::from_millis(200)).and_then(|()| match steady {
-                    true => read_steadily(&hot, plan.seconds, seed),
-                    false => read_in_turn(&hot, plan.seconds, seed),
-                });
-                stop.store(true, Ordering::Relaxed);
-                let busy = load.join().map_err(|_| Error::Answer("the load ended by a panic".into()))??;
-                Ok((read?, busy))
-            })?;
+            let places = match EACH[at] {
+                Beside::Nothing => None,
+                Beside::Hits => Some(Arc::clone(&few)),
+                Beside::Misses => Some(Arc::clone(places)),
+            };
+            let load = places.map(|places| {
+                let place = move |random: &mut Random| places[random.below(places.len() as u64) as usize];
+                Load::busy(&server.endpoint, DEPTH, seed, move |random| read(place(random)))
+            });
+            let load = load.transpose()?;
+            process::pause(Duration::from_millis(200))?;
+            let neighbour = match steady {
+                true => Load::paced(std::slice::from_ref(&hot), STEADY, seed, hot_read)?,
+                false => Load::busy(&hot, 1, seed, hot_read)?,
+            };
+            let from = Instant::now();
+            process::pause(Duration::from_secs_f64(plan.seconds))?;
+            let window = (from, Instant::now());
+            let latencies = latencies(&neighbour.finish()?, window);
+            let busy = load.map_or(Ok(0.0), |load| load.finish().map(|timings| rate(&timings, window)))?;
             let kind = if steady { &mut figures.steady } else { &mut figures.fast };
-            kind[at].push(percentile(&latencies, 0.99));
+            kind[at].push(percentile(&latencies, 0.99) * 1e3);
             figures.busy[at].push(busy);
         }
     }
     server.service.stop()
 }
 
-/// Random reads of these places at queue depth 16; how many a second. Without places none.
-fn read_until(endpoint: &Endpoint, places: &[u64], seed: u64, stop: &AtomicBool) -> Result<f64> {
-    if places.is_empty() {
-        return Ok(0.0);
-    }
-    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
-    let mut random = Random::new(seed);
-    let began = Instant::now();
-    let requests = std::iter::from_fn(|| {
-        let place = places[random.below(places.len() as u64) as usize];
-        let more = !stop.load(Ordering::Relaxed);
-        more.then_some(Request::Read { offset: place * BLOCK, length: BLOCK as u32 })
-    });
-    let count = client.run(DEPTH, requests, |_| ())?;
-    Ok(ratio(count as f64, began.elapsed().as_secs_f64()))
+fn read(block: u64) -> Request {
+    Request::Read { offset: block * BLOCK, length: BLOCK as u32 }
+}
+
+fn hot_read(random: &mut Random) -> Request {
+    read(random.below(NEIGHBOUR / BLOCK))
 }
 
 fn read_whole(endpoint: &Endpoint) -> Result<()> {
     let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
-    let requests = (0..NEIGHBOUR / BLOCK).map(|block| Request::Read { offset: block * BLOCK, length: BLOCK as u32 });
-    client.run(DEPTH, requests, |_| ()).map(drop)
-}
-
-fn random_read(random: &mut Random) -> Request {
-    Request::Read { offset: random.below(NEIGHBOUR / BLOCK) * BLOCK, length: BLOCK as u32 }
-}
-
-/// One read after another for some time: the microseconds of each.
-fn read_in_turn(endpoint: &Endpoint, seconds: f64, seed: u64) -> Result<Vec<f64>> {
-    let mut client = Client::connect(&endpoint.socket, &endpoint.export)?;
-    let mut random = Random::new(seed);
-    let until = Instant::now() + Duration::from_secs_f64(seconds);
-    let requests = std::iter::from_fn(|| (Instant::now() < until).then(|| random_read(&mut random)));
-    let mut latencies = Vec::new();
-    client.run(1, requests, |timing| latencies.push(timing.microseconds()))?;
-    process::go_on()?;
-    Ok(latencies)
-}
-
-/// Reads at a steady rate for some time: the microseconds of each.
-fn read_steadily(endpoint: &Endpoint, seconds: f64, seed: u64) -> Result<Vec<f64>> {
-    let load = Load::paced(std::slice::from_ref(endpoint), STEADY, seed, random_read)?;
-    let from = Instant::now();
-    process::pause(Duration::from_secs_f64(seconds))?;
-    let window = (from, Instant::now());
-    Ok(latencies(&load.finish()?, window).into_iter().map(|milliseconds| milliseconds * 1e3).collect())
+    client.run(DEPTH, (0..NEIGHBOUR / BLOCK).map(read), |_| ()).map(drop)
 }
