@@ -142,6 +142,20 @@ fn flip(world: &World, random: &mut Random, figures: &mut Figures) {
     assert_eq!(written.compare(&reader), (lost, wrong), "{context}: after a repair and a write");
 }
 
+/// Writes `grains` at two places of an image with a damaged byte and closes it: all of it reads as what was written.
+fn write_and_compare(world: &World, disk: SimulatedDisk, layer: SeSparse, grains: u64, context: &str) {
+    let mut model = world.model.clone();
+    for first in [700, 2 * 4096 + 700] {
+        layer.write(first * GRAIN, &[&content(7777, grains * GRAIN)]).unwrap();
+        (first..first + grains).for_each(|grain| _ = model.insert(grain, 7777));
+    }
+    layer.close().unwrap();
+    let written = World { disk, model, ..*world };
+    let reader = open(open_file(&written.disk), Options::default()).unwrap();
+    assert_eq!(written.compare(&reader), (Vec::new(), Vec::new()), "{context}");
+    assert_eq!(check(&reader, false).overlapping, 0, "{context}");
+}
+
 /// An image that is damaged but not known to be is used, and then closed: nothing is given out that is in use.
 fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     let offset = BITMAP + random.below(64);
@@ -150,16 +164,7 @@ fn use_unaware(world: &World, random: &mut Random, figures: &mut Figures) {
     figures.tried += 1;
     let disk = world.damaged(offset, mask);
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();
-    let mut model = world.model.clone();
-    for first in [700, 2 * 4096 + 700] {
-        layer.write(first * GRAIN, &[&content(7777, 100 * GRAIN)]).unwrap();
-        (first..first + 100).for_each(|grain| _ = model.insert(grain, 7777));
-    }
-    layer.close().unwrap();
-    let written = World { disk, model, ..*world };
-    let reader = open(open_file(&written.disk), Options::default()).unwrap();
-    assert_eq!(written.compare(&reader), (Vec::new(), Vec::new()), "{context}");
-    assert_eq!(check(&reader, false).overlapping, 0, "{context}");
+    write_and_compare(world, disk, layer, 100, &context);
 }
 
 /// An image that was not closed, with a wrong byte in the owner of a grain, is opened and used: nothing is given out
@@ -179,16 +184,7 @@ fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
     let layer = open(open_file(&disk), Options { write: true, ..Options::default() }).unwrap();
     let report = check(&layer, false);
     assert_eq!(report.unallocated, 0, "{context}: {report:?}");
-    let mut model = world.model.clone();
-    for first in [700, 2 * 4096 + 700] {
-        layer.write(first * GRAIN, &[&content(7777, 300 * GRAIN)]).unwrap();
-        (first..first + 300).for_each(|grain| _ = model.insert(grain, 7777));
-    }
-    layer.close().unwrap();
-    let written = World { disk, model, ..*world };
-    let reader = open(open_file(&written.disk), Options::default()).unwrap();
-    assert_eq!(written.compare(&reader), (Vec::new(), Vec::new()), "{context}");
-    assert_eq!(check(&reader, false).overlapping, 0, "{context}");
+    write_and_compare(world, disk, layer, 300, &context);
 }
 
 fn is_refusal(error: &layer::Error) -> bool {
