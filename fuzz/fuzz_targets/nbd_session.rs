@@ -22,7 +22,7 @@ impl Exports for Disks {
     fn names(&self) -> Vec<ExportName> {
         self.0.device_names().into_iter().map(|name| ExportName { name, description: "a disk".into() }).collect()
     }
-    fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>> {
+    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>> {
         self.0.device(name, read_only)
     }
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {

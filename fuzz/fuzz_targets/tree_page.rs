@@ -7,7 +7,7 @@ use backend::Block;
 use lamina_fuzz::Input;
 use libfuzzer_sys::fuzz_target;
 use store::tree::{self, LOGICAL_LIMIT, NodeId, NodeStore};
-use store::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 
 /// Nodes given, and at most made on top of them.
 const NODES: usize = 8;

@@ -16,7 +16,6 @@
 
 mod buffer;
 pub mod clock;
-mod error;
 pub mod local;
 pub mod overlay;
 #[cfg(target_os = "linux")]
@@ -30,7 +29,6 @@ pub mod uring;
 mod validate;
 
 pub use buffer::{BLOCK_SIZE, Block, Buffer, SharedSlice, release_idle};
-pub use error::{Error, ErrorKind, IoContext, Result, lacks_space};
 pub use queue::{Completion, QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, Queue, QueueKind};
 
 use std::io;

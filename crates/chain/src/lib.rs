@@ -66,4 +66,4 @@ pub use statistics::{DataStatistics, LevelStatistics, MetadataStatistics, Statis
 pub use status::{Condition, Span};
 pub use throttle::Throttle;
 
-pub use backend::{Error, ErrorKind, Result};
+pub(crate) use error::{Error, ErrorKind, Result};

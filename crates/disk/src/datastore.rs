@@ -17,13 +17,14 @@ use crate::switch::Switches;
 use crate::transfer;
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Directory, IoMode, QueueKind};
+use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
-use store::{Engine, EngineOptions, Error, ErrorKind, IoContext, Result};
+use store::{Engine, EngineOptions};
 use uses::Uses;
 
 /// What making a datastore leaves even if it fails.

@@ -5,7 +5,7 @@
 //! through its [`backend::Queue`]), and [`Device::finish_read`] verifies every block against its checksum.
 
 use backend::{BLOCK_SIZE, Buffer};
-use store::Result;
+use error::Result;
 
 pub use store::engine::{Media, Segment, Verdict};
 
@@ -163,7 +163,7 @@ pub trait Device: Send + Sync {
                 if let Segment::Media(media) = segment {
                     let mut buffer = Buffer::with_bytes(media.length);
                     media.file.read_at(&mut buffer, media.offset).map_err(|e| {
-                        store::Error::io(format!("reading {} bytes at {offset} of {}", media.length, self.name()), e)
+                        error::Error::io(format!("reading {} bytes at {offset} of {}", media.length, self.name()), e)
                     })?;
                     media.buffer = Some(buffer);
                 }

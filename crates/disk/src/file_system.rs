@@ -7,9 +7,9 @@
 
 use crate::foreign::IMAGES;
 use backend::local::{FileSystem, copied_on_write};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// What a file system is good for.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -1,11 +1,11 @@
 //! What a datastore tells about itself: plain records, the same for text, JSON and the API.
 
 use crate::file_system::FileSystemInfo;
+use error::{Error, Result};
 pub use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::str::FromStr;
-use store::{Error, Result};
 pub use vmdk::DeltaFormat;
 
 /// How a disk takes its space.

@@ -22,9 +22,9 @@ pub mod transfer;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
 pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;
 pub use info::*;
 pub use progress::{NoProgress, Progress, Throttled};
-pub use store::{Error, ErrorKind, Result};
 pub use switch::{Switch, SwitchedDevice};

@@ -1,6 +1,6 @@
 //! Names and identities.
 
-use store::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 
 /// The longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;

@@ -8,7 +8,7 @@ pub trait Progress: Sync {
     /// `done` of `total` bytes (or objects) are finished. Called often; must be cheap.
     fn update(&self, done: u64, total: u64);
 
-    /// True once the work should stop: it then undoes what it began and ends with [`store::ErrorKind::Interrupted`].
+    /// True once the work should stop: it then undoes what it began and ends with [`error::ErrorKind::Interrupted`].
     fn cancelled(&self) -> bool;
 
     /// Bytes per second that it may copy; 0 for as fast as it goes. May change at any time.

@@ -13,13 +13,13 @@ use crate::progress::Progress;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Buffer, Directory, IoMode, Lock};
+use error::IoContext;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use store::IoContext;
 use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece, merge_ranges};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;

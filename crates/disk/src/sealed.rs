@@ -10,11 +10,12 @@
 //! 2. A file is replaced as a whole: a temporary name, flushed, renamed, the folder flushed.
 
 use backend::{Directory, File, IoMode};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result, checksum};
+use store::checksum;
 
 /// What a file is written as before it has its name.
 pub const TEMPORARY: &str = ".new";

@@ -22,13 +22,13 @@
 
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use backend::Buffer;
+use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use store::{Error, ErrorKind, Result};
 
 #[cfg(test)]
 mod tests;

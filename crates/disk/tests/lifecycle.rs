@@ -3,6 +3,7 @@
 
 use backend::Buffer;
 use disk::*;
+use error::ErrorKind;
 
 fn options() -> OpenOptions {
     OpenOptions {

@@ -5,6 +5,7 @@
 use backend::Buffer;
 use disk::migrate::MigrateOptions;
 use disk::*;
+use error::{Error, ErrorKind};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;

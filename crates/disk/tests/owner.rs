@@ -2,11 +2,12 @@
 #![allow(clippy::unwrap_used)]
 use backend::Buffer;
 use disk::*;
+use error::ErrorKind;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
-fn open(path: &Path) -> disk::Result<Arc<Datastore>> {
+fn open(path: &Path) -> error::Result<Arc<Datastore>> {
     let options = OpenOptions {
         mode: backend::IoMode::Buffered,
         queue: QueueChoice::Threads,

@@ -1,6 +1,6 @@
 //! Exit codes: what a script can tell apart without reading sentences.
 
-use disk::ErrorKind;
+use error::ErrorKind;
 
 /// Wrong usage: an option, a size or a name that cannot be.
 pub const USAGE: u8 = 2;

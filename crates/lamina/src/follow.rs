@@ -2,7 +2,8 @@
 
 use crate::control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
 use crate::output::Extents;
-use disk::{ChangedExtent, Error, Progress, Result};
+use disk::{ChangedExtent, Progress};
+use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use parking_lot::Mutex;
 use signal_hook::consts::{SIGINT, SIGTERM};

@@ -1,7 +1,7 @@
 //! Completion scripts and man pages, generated from the definitions of the command line.
 
 use crate::cli;
-use disk::{Error, Result};
+use error::{Error, Result};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 

@@ -1,7 +1,8 @@
 //! Asking a datastore: its owner when it is served, or as its owner for the time of one request when it is not.
 
 use crate::control::{self, Client, Reply, Request, Service, Watch};
-use disk::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
+use disk::{Datastore, OpenOptions, QueueChoice};
+use error::{Error, ErrorKind, Result};
 use export::nbd::Clients;
 use std::path::Path;
 use std::sync::Arc;

@@ -32,7 +32,7 @@ impl Backing {
         }
         let wide = range.start / piece * piece..range.end.next_multiple_of(piece);
         let taken = match reserve(file, &wide) {
-            Err(error) if backend::lacks_space(&error) && wide != range => {
+            Err(error) if error::lacks_space(&error) && wide != range => {
                 reserve(file, &range)?;
                 range
             }

@@ -53,7 +53,7 @@ pub mod vsansparse;
 mod watch;
 
 use backend::File;
-pub use backend::{Error, ErrorKind, IoContext, Result};
+pub(crate) use error::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;

@@ -12,7 +12,8 @@ mod flips {
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File, IoMode};
-use layer::{Content, ErrorKind, Layer, Result};
+use error::{ErrorKind, Result};
+use layer::{Content, Layer};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;

@@ -5,12 +5,13 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File, IoMode};
+use error::{ErrorKind, Result};
 use layer::flat::{Flat, FlatOptions};
 use layer::hosted::{self, Hosted};
 use layer::sesparse::{self, SeSparse};
 use layer::vmfssparse::{self, VmfsSparse};
 use layer::vsansparse::{self, VsanSparse};
-use layer::{Content, ErrorKind, Layer, Result};
+use layer::{Content, Layer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

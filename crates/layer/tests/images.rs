@@ -6,10 +6,11 @@ mod scratch;
 
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Directory, IoMode};
+use error::{Error, ErrorKind, Result};
+use layer::Layer;
 use layer::descriptor::{Adapter, ContentId, Descriptor, storage};
 use layer::flat::{self, NewDisk, NewKind, Provisioning};
 use layer::image::{Folder, Image, OpenOptions, Place, open_chain};
-use layer::{Error, ErrorKind, Layer, Result};
 use scratch::{Random, folder, go_on, read, read_by_qemu, run, try_run};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};

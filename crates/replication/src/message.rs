@@ -12,8 +12,8 @@
 
 use crate::limits::{PROGRAM_MAX, STREAMS_MAX};
 use disk::transfer::{DISKS_MAX, NewArrival};
+use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
-use store::{Error, ErrorKind, Result};
 
 /// Versions of the protocol that this program speaks, the newest first.
 pub const VERSIONS: [u32; 1] = [1];

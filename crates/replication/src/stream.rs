@@ -4,10 +4,10 @@ use crate::frame::{HEAD, Head, Kind};
 use crate::limits::MESSAGE_STEP;
 use crate::message::Message;
 use backend::BLOCK_SIZE;
+use error::{Error, ErrorKind, Result};
 use std::io;
 use std::time::Instant;
 use store::buffer::Checksums;
-use store::{Error, ErrorKind, Result};
 
 /// A stream of bytes in both directions.
 pub trait ByteStream {

@@ -6,6 +6,7 @@
 
 use crate::limits::{ENCRYPT_BYTES, RECEIVE_BYTES, SEND_BYTES};
 use crate::stream::ByteStream;
+use error::{Error, ErrorKind, Result};
 use export::nbd::tls::{TlsConfig, TlsIdentity, certificates, private_key};
 use rustls::client::{Resumption, UnbufferedClientConnection};
 use rustls::crypto::{CryptoProvider, ring};
@@ -18,7 +19,6 @@ use std::net::TcpStream;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-use store::{Error, ErrorKind, Result};
 
 /// What a sender needs to be sure of the server, and to be known to it. PEM files.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -3,7 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::BLOCK_SIZE;
-use disk::{Allocation, CheckOptions, Datastore, Device, ErrorKind, NoProgress, Segment};
+use disk::{Allocation, CheckOptions, Datastore, Device, NoProgress, Segment};
+use error::ErrorKind;
 use simulation::operation::Profile;
 use simulation::random::Random;
 use simulation::run::SimulationRun;

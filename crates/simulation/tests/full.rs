@@ -3,7 +3,8 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Buffer, Directory};
-use disk::{CheckOptions, Datastore, Device, ErrorKind, InitOptions, NewDisk, NoProgress, Provisioning};
+use disk::{CheckOptions, Datastore, Device, InitOptions, NewDisk, NoProgress, Provisioning};
+use error::ErrorKind;
 use simulation::random::{Random, pattern};
 use std::sync::Arc;
 use store::EngineOptions;
@@ -11,7 +12,7 @@ use store::EngineOptions;
 const BLOCK: usize = backend::BLOCK_SIZE;
 const DISK: u64 = 32 << 20;
 
-fn write(device: &dyn Device, block: u64, seed: u64) -> disk::Result<()> {
+fn write(device: &dyn Device, block: u64, seed: u64) -> error::Result<()> {
     device.write(block * BLOCK as u64, Buffer::copy_of(&pattern(seed, BLOCK)), BLOCK, false)
 }
 

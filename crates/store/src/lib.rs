@@ -31,6 +31,6 @@ pub mod tree;
 #[allow(clippy::unwrap_used)]
 mod testbed;
 
-pub use backend::{Error, ErrorKind, IoContext, Result};
 pub use checksums::{checksum, checksum_of, checksum_of_blocks};
 pub use engine::{Engine, EngineOptions};
+pub(crate) use error::{Error, ErrorKind, IoContext, Result};

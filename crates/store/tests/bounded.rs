@@ -5,13 +5,14 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use error::ErrorKind;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use store::catalog::Provisioning;
 use store::engine::{BulkWriter, CheckOptions, IMAGES_FILE, InitParameters, JOURNAL_FILE, NewDisk, NewSnapshot};
 use store::journal::{BatchKind, Journal, Operation, Place, Writer};
 use store::space::Run;
-use store::{Engine, EngineOptions, ErrorKind, checksum};
+use store::{Engine, EngineOptions, checksum};
 
 const RING: u64 = 4 << 20;
 const UUID: [u8; 16] = *b"fedcba9876543210";

@@ -7,11 +7,12 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use error::{ErrorKind, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use store::catalog::Provisioning;
 use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Salvage};
-use store::{Engine, EngineOptions, ErrorKind, Result};
+use store::{Engine, EngineOptions};
 
 const BLOCKS: u64 = 1500;
 const DISKS: u64 = 10;
@@ -227,7 +228,7 @@ fn salvaged(world: &World, disk: &SimulatedDisk, older: bool, context: &str) -> 
     let older = older || salvage.is_behind();
     let lost = compare(world, older, &format!("{context}: salvaged"), &mut |id, block| {
         let content = objects.get(&id).and_then(|blocks| blocks[block as usize].clone());
-        content.ok_or_else(|| store::Error::new(ErrorKind::Corrupt, "lost"))
+        content.ok_or_else(|| error::Error::new(ErrorKind::Corrupt, "lost"))
     });
     assert_eq!(disk.operations(), before, "{context}: a salvage wrote");
     Some((lost, salvage.notes().to_vec()))

@@ -4,6 +4,7 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use error::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use store::catalog::Provisioning;
 use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Report, Segment};
 use store::pages::{HEADER_SIZE, PageFile, PageKey, sealed, verify};
 use store::space::TABLE_ENTRIES;
-use store::{Engine, EngineOptions, ErrorKind};
+use store::{Engine, EngineOptions};
 
 const RING: u64 = 4 << 20;
 const BLOCKS: u64 = 6000;

@@ -5,11 +5,12 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use error::{ErrorKind, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use store::catalog::Provisioning;
 use store::engine::{InitParameters, JOURNAL_FILE, NewDisk};
-use store::{Engine, EngineOptions, ErrorKind, Result};
+use store::{Engine, EngineOptions};
 
 const RING: u64 = 4 << 20;
 

@@ -4,19 +4,20 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use error::ErrorKind;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use store::catalog::Provisioning;
 use store::engine::{InitParameters, NewDisk};
-use store::{Engine, EngineOptions, ErrorKind};
+use store::{Engine, EngineOptions};
 
 const BLOCKS: u64 = 40_000;
 const BUFFER: usize = 1 << 20;
 /// Far more than anything here takes.
 const DEADLINE: Duration = Duration::from_secs(300);
 
-fn write(engine: &Engine, disk: u64, block: u64, value: u8) -> store::Result<()> {
+fn write(engine: &Engine, disk: u64, block: u64, value: u8) -> error::Result<()> {
     let mut buffer = Buffer::zeroed(1);
     buffer.fill(value);
     engine.write_blocks(&engine.head(disk), block, SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE))

@@ -6,9 +6,9 @@
 //! 3. A frozen guest is thawed again whatever happens: [`Frozen`] thaws when dropped.
 
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, Result};
 use base64::Engine;
 use base64::prelude::BASE64_STANDARD as BASE64;
+use error::{Error, ErrorKind, Result};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::thread;

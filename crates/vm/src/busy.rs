@@ -1,6 +1,6 @@
 //! Retries of operations that are `Busy` for a moment.
 
-use backend::{ErrorKind, Result};
+use error::{ErrorKind, Result};
 use std::thread;
 use std::time::{Duration, Instant};
 

@@ -28,7 +28,7 @@
 //! 3. A definition is replaced whole or not at all.
 
 use crate::identity::{Mac, Uuid};
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::PathBuf;

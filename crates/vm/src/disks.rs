@@ -1,6 +1,6 @@
 //! What machines need of the datastore that keeps their disks.
 
-use backend::Result;
+use error::Result;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

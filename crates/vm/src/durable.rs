@@ -1,6 +1,6 @@
 //! Files that are replaced whole or not at all, and what there is of them.
 
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use std::fs::{self, File};
 use std::io::{self, Write};

@@ -1,6 +1,6 @@
 //! Many machines at once: whole ones only, and a word about each that could not be made.
 
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;

@@ -21,7 +21,7 @@ use crate::machine::{Change, Machine};
 use crate::machines::{Machines, lock_file};
 use crate::qemu::features::Features;
 use crate::{durable, snapshots};
-use backend::{ErrorKind, IoContext, Result};
+use error::{ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;

@@ -1,6 +1,6 @@
 //! What tells machines apart: UUIDs and network addresses, made from the system's randomness.
 
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::fmt;
 use std::str::FromStr;

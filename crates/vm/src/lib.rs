@@ -49,5 +49,3 @@ pub mod qmp;
 pub mod quiet;
 pub mod resize;
 pub mod snapshots;
-
-pub use backend::{Error, ErrorKind, Result};

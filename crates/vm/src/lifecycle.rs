@@ -7,7 +7,7 @@ use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, S
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};

@@ -23,7 +23,7 @@ use crate::qemu::command::{self, Memory, RunFolder};
 use crate::qemu::features::Features;
 use crate::qemu::process::{Process, Starting};
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fs;

@@ -26,7 +26,7 @@ use crate::durable;
 use crate::identity::Uuid;
 use crate::instant::freeze;
 use crate::machine::{DEFINITION, Machine, MachineState};
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use intent::Intent;
 use std::collections::BTreeMap;
 use std::fs::{self, File};

@@ -18,7 +18,7 @@
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
 use crate::identity::{Uuid, random};
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
 

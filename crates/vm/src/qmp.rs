@@ -8,7 +8,7 @@
 //!    taken for this one's. An answer without a number is accepted only from peers that do not repeat numbers (old
 //!    guest agents).
 
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde_json::{Value, json};
 use std::collections::VecDeque;

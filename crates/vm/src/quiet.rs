@@ -3,7 +3,7 @@
 use crate::agent::Agent;
 use crate::disks::Disks;
 use crate::machine::{Change, Hold, MachineState};
-use backend::Result;
+use error::Result;
 use std::time::{Duration, Instant};
 
 /// How long the agent may take to answer before the guest counts as one without.

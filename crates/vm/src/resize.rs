@@ -9,7 +9,7 @@
 
 use crate::machine::Change;
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use serde_json::json;
 use std::thread;
 use std::time::{Duration, Instant};

@@ -24,7 +24,8 @@ use crate::machine::{Change, Hold, Machine, MachineState, MemoryRecord, Start, r
 use crate::machines::Snapshot;
 use crate::qemu::command::Memory;
 use crate::quiet::{self, Quiet};
-use backend::{Error, ErrorKind, IoContext, Result, clock};
+use backend::clock;
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fs;

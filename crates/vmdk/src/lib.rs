@@ -71,4 +71,4 @@ pub use merge::Direction;
 pub use record::{DeltaFormat, ImageOwnership, Node, Record, SnapshotRecord};
 pub use snapshot::{NewSnapshot, Snapshot, snapshot_group};
 
-pub use backend::{Error, ErrorKind, Result};
+pub(crate) use error::{Error, ErrorKind, Result};

@@ -345,7 +345,7 @@ impl Disk {
         // A part may have been taken. Where this fails, the file is longer than it needs to be.
         let given_back = file.set_len(end);
         match taken {
-            Err(error) if backend::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
+            Err(error) if error::lacks_space(&error) => Err(self.lacks_room(into, bytes, "does not give them")),
             Ok(()) => given_back.map_err(|error| Error::io("giving back room in the file system", error)),
             // The merge's own writes meet every other failure.
             Err(_) => Ok(()),

@@ -7,7 +7,8 @@
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
-use backend::{Access, Directory, IoContext, IoMode};
+use backend::{Access, Directory, IoMode};
+use error::IoContext;
 
 /// The file that holds it.
 pub(crate) const RECORD_NAME: &str = "lamina.disk";
@@ -77,7 +78,7 @@ pub(crate) fn set_aside(directory: &dyn Directory, bytes: u64) -> Result<()> {
         file.sync()
     };
     match take() {
-        Err(error) if backend::lacks_space(&error) => {
+        Err(error) if error::lacks_space(&error) => {
             // A part of it may be all that is left.
             let _ = directory.remove(RECORD_SPARE);
             Err(Error::io("taking room for the disk's record", error))

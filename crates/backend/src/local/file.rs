@@ -228,7 +228,7 @@ impl File for LocalFile {
             }
         };
         match written {
-            Err(error) if self.mode == IoMode::Direct && crate::lacks_space(&error) => {
+            Err(error) if self.mode == IoMode::Direct && error::lacks_space(&error) => {
                 self.write_around_holes(slices, offset, error)?;
                 if durable { self.sync() } else { Ok(()) }
             }

@@ -2,7 +2,8 @@
 
 use crate::mock::{DirectFile, Manner, MemoryFile, Mock, Table};
 use crate::random::Random;
-use chain::{Chain, ErrorKind, Options, Place, Tunables};
+use chain::{Chain, Options, Place, Tunables};
+use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -197,7 +198,7 @@ fn depth_is_limited_with_a_clear_word() {
 fn requests_past_the_end_and_to_what_is_only_read_are_refused() {
     let layer = Mock::new(Manner::new(1 << 20, 4096)) as Arc<dyn Layer>;
     let chain = Chain::open("small", vec![layer.clone()], Options::default()).unwrap();
-    let invalid = |result: chain::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Invalid);
+    let invalid = |result: error::Result<()>| assert_eq!(result.unwrap_err().kind(), ErrorKind::Invalid);
     invalid(chain.read(1 << 20, &mut [0]));
     invalid(chain.read(u64::MAX, &mut [0; 512]));
     invalid(chain.write((1 << 20) - 1, &[0; 2]));

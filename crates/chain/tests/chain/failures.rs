@@ -2,12 +2,13 @@
 
 use crate::merges::filled;
 use crate::mock::{Manner, Mock};
-use chain::{Chain, ErrorKind, Options, Watch};
+use chain::{Chain, Options, Watch};
+use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-fn read(chain: &Chain, start: usize, length: usize) -> chain::Result<Vec<u8>> {
+fn read(chain: &Chain, start: usize, length: usize) -> error::Result<Vec<u8>> {
     let mut out = vec![0xee; length];
     chain.read(start as u64, &mut out).map(|()| out)
 }

@@ -1,11 +1,12 @@
 //! Layers of the real formats, in files of any directory.
 
 use backend::{Directory, IoMode};
+use error::{IoContext, Result};
+use layer::Layer;
 use layer::flat::{Flat, FlatOptions};
 use layer::sesparse::{self, SeSparse};
 use layer::vmfssparse::{self, VmfsSparse};
 use layer::vsansparse::{self, VsanSparse};
-use layer::{IoContext, Layer, Result};
 use std::sync::Arc;
 
 /// A format that a level of a chain may have.

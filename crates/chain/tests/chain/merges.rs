@@ -3,7 +3,8 @@
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
 use crate::random::Random;
-use chain::{Chain, ErrorKind, Options, Watch};
+use chain::{Chain, Options, Watch};
+use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -161,7 +162,7 @@ fn a_commit_that_fails_leaves_the_chain_as_it_was() {
     let (chain, _, mut content) = filled(4, 1 << 20, 512, 7);
     let keys = chain.keys();
     for _ in 0..2 {
-        let mut commit = || Err(chain::Error::new(ErrorKind::NoSpace, "no room for the record"));
+        let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no room for the record"));
         assert_eq!(chain.consolidate(&(), &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
         assert_eq!(chain.keys(), keys);
         content[5000..6000].fill(9);
@@ -211,7 +212,7 @@ fn a_snapshot_may_be_taken_while_a_merge_is_under_way() {
 fn what_cannot_be_merged_is_refused() {
     let (chain, layers, content) = filled(3, 1 << 20, 4096, 12);
     let keys = chain.keys();
-    let kind = |result: chain::Result<chain::Merged>| result.err().unwrap().kind();
+    let kind = |result: error::Result<chain::Merged>| result.err().unwrap().kind();
     assert_eq!(kind(chain.merge_down(keys[2], keys[0], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
     assert_eq!(kind(chain.merge_up(keys[1], keys[1], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
     layers[2].seal();

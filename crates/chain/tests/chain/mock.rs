@@ -3,7 +3,8 @@
 //! on demand, and a durable state that a crash goes back to.
 
 use backend::{File, IoMode};
-use layer::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, Usage};
+use error::{Error, ErrorKind, IoContext, Result};
+use layer::{Content, Extent, Layer, Usage};
 use parking_lot::{Mutex, RwLock};
 use std::any::Any;
 use std::collections::VecDeque;

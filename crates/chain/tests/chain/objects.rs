@@ -5,7 +5,8 @@ use crate::formats::Format;
 use crate::random::Random;
 use backend::IoMode;
 use backend::local::{LocalDirectory, LocalQueues};
-use chain::{Chain, ErrorKind, Options};
+use chain::{Chain, Options};
+use error::ErrorKind;
 use layer::{Content, Layer};
 use std::sync::Arc;
 

@@ -3,6 +3,7 @@
 use super::copy::{Pieces, Sink};
 use crate::progress::Progress;
 use backend::{Access, File, IoMode, Lock};
+use error::{Error, ErrorKind, IoContext, Result};
 use layer::SECTOR;
 use layer::descriptor::storage::{self, NEW_SUFFIX};
 use layer::descriptor::{self, Adapter, ContentId, CreateType, Descriptor, ExtentKind, ExtentLine, Uuid};
@@ -11,7 +12,6 @@ use layer::ova::{Algorithm, Controller, Machine, OvaOptions, OvaWriter, PlannedD
 use layer::stream::{StreamOptions, StreamWriter};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// Level of compression: what zlib and VMware take.
 const LEVEL: u32 = 6;

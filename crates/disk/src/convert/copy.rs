@@ -7,10 +7,10 @@
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
+use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
-use store::{Error, ErrorKind, Result};
 
 /// Bytes of a piece; pieces begin at multiples of it.
 pub const PIECE: u64 = 1 << 20;

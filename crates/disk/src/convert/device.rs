@@ -4,9 +4,9 @@ use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, Segment, StatusExtent, Verdict};
 use crate::progress::Progress;
 use backend::{BLOCK_SIZE, Buffer};
+use error::{Error, Result};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use store::{Error, Result};
 
 /// Bytes asked about at a time, and runs taken from one answer.
 const ASK_BYTES: u64 = 256 << 20;

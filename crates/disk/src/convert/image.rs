@@ -3,11 +3,11 @@
 use super::copy::{Pieces, Sink};
 use crate::progress::{Progress, go_on, tell};
 use backend::IoMode;
+use error::{ErrorKind, Result};
 use layer::image::create::{ImageKind, NewImage, Unfinished, begin};
 use layer::image::{Folder, Image, OpenOptions, system_entropy};
 use layer::{Content, Extent, Layer};
 use std::sync::Arc;
-use store::{ErrorKind, Result};
 
 /// Extents of one piece whose bytes are sent on their way to the medium early; the rest waits for the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
@@ -99,7 +99,7 @@ impl Sink for ImageSink {
             Err(error) => {
                 unfinished.abandon();
                 match error.kind() {
-                    ErrorKind::Interrupted => Err(store::Error::new(
+                    ErrorKind::Interrupted => Err(error::Error::new(
                         ErrorKind::Interrupted,
                         "the conversion was stopped; nothing of the target is left",
                     )),

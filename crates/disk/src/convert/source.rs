@@ -5,6 +5,7 @@ use super::{ImageOptions, SourceFormat};
 use crate::progress::Progress;
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
+use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::{self, OpenOptions, Place, open_chain};
 use layer::ova::Ova;
 use layer::sesparse::DirtyJournal;
@@ -13,7 +14,6 @@ use std::collections::VecDeque;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// Bytes asked about at a time, and runs taken from one answer.
 const ASK_BYTES: u64 = 256 << 20;

@@ -10,9 +10,9 @@ use crate::names;
 use crate::native::check_capacity;
 use crate::progress::Progress;
 use crate::snapshot_group::{ImageSnapshot, UnderWay};
+use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use store::engine::NewSnapshot;
-use store::{Error, ErrorKind, Result};
 
 impl Datastore {
     /// A disk in VMware's formats, for what only those have.

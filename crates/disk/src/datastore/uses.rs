@@ -3,10 +3,10 @@
 //! An operation that changes a disk or its snapshots uses the disk's name until it has ended; a migration has it alone.
 //! The operation that comes second is refused with the reason; it does not wait.
 
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 #[derive(Clone, Copy)]
 enum Use {

@@ -6,8 +6,8 @@ use crate::convert::{DeviceSink, DeviceSource, copy_all};
 use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
 use crate::progress::{Progress, Watched};
+use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 use vmdk::CloneReference;
 
 impl Foreign {

@@ -7,8 +7,8 @@ use crate::info::ImageKind;
 use crate::progress::{NoProgress, Progress};
 use backend::BLOCK_SIZE;
 use chain::Chain;
+use error::Result;
 use std::sync::Arc;
-use store::Result;
 
 /// Largest unit in which a target is filled; formats with larger grains fill the rest up themselves.
 const UNIT_MAX: u64 = 1 << 20;

@@ -9,9 +9,9 @@
 use crate::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
+use error::{Error, ErrorKind, Result};
 use parking_lot::RwLock;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes brought into the caches at a time by a prefetch.

@@ -6,12 +6,12 @@ use crate::info::{
     ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
 };
 use crate::progress::{Progress, Watched};
+use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Place;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// What `lamina disk list` calls flat disks of VMFS.
 const VMDK: &str = "vmdk";

@@ -3,9 +3,9 @@
 use super::{Foreign, ForeignDisk};
 use crate::info::{CheckReport, Finding, Reclaimed};
 use crate::progress::{Progress, Watched, tell};
+use error::{Error, ErrorKind, Result};
 use layer::Step;
 use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
-use store::{Error, ErrorKind, Result};
 
 impl From<vmdk::Freed> for Reclaimed {
     fn from(freed: vmdk::Freed) -> Self {

@@ -38,6 +38,7 @@ use crate::names;
 use crate::native::Native;
 use crate::switch::{Identity, SwitchedDevice, Switches};
 use backend::IoMode;
+use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Folder;
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,7 +47,6 @@ use std::io::ErrorKind as IoKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Weak};
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// The folder of all disks.
 pub(crate) const IMAGES: &str = "images";

@@ -10,12 +10,12 @@ use crate::migrate::{Node, Original, Replica};
 use crate::progress::{Progress, Watched};
 use crate::switch::Identity;
 use chain::{Chain, Condition};
+use error::{Error, ErrorKind, Result};
 use layer::image::Place;
 use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
-use store::{Error, ErrorKind, Result};
 
 /// Spans asked for at a time.
 const SPANS: usize = 1024;

@@ -12,9 +12,9 @@ use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use crate::info::DiskInfo;
 use crate::progress::Progress;
 use backend::Buffer;
+use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, Result};
 
 /// How long requests to a medium that may not answer are waited for.
 const REQUESTS_WAIT: Duration = Duration::from_secs(60);

@@ -5,8 +5,8 @@ use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, Snaps
 use crate::progress::Watched;
 use crate::progress::{NoProgress, Progress};
 use chain::{Chain, Condition, LevelKey};
+use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 use vmdk::NewSnapshot;
 
 /// Bytes whose changes are looked for at a time.

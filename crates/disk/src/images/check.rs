@@ -2,12 +2,12 @@
 
 use crate::convert::ImageOptions;
 use crate::progress::{Progress, tell};
+use error::{Error, ErrorKind, Result};
 use layer::Step;
 use layer::image::check::{Checked, check as check_image};
 use layer::image::{Image, Place, open_chain};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
-use store::{Error, ErrorKind, Result};
 
 /// What a check found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

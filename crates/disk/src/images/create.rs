@@ -3,12 +3,12 @@
 use super::show::{ImageLevel, show};
 use crate::convert::{ImageOptions, folder_of};
 use crate::progress::{Progress, tell};
+use error::{Error, ErrorKind, Result};
 use layer::Step;
 use layer::descriptor::{Adapter, storage};
 use layer::image::{self, Image, ImageKind, NewParent, system_entropy};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use store::{Error, ErrorKind, Result};
 
 /// A new image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,6 +2,7 @@
 
 use crate::convert::ImageOptions;
 use crate::progress::NoProgress;
+use error::Result;
 use layer::descriptor::Descriptor;
 use layer::image::{Image, ImageKind, Place, open_chain};
 use layer::stream::Stream;
@@ -9,7 +10,6 @@ use layer::{Layer, SECTOR};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
-use store::Result;
 
 /// An image and what lies below it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,6 +17,7 @@ use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::Native;
 use crate::progress::{NoProgress, Progress, Throttled};
+use error::{Error, ErrorKind, IoContext, Result};
 use layer::Layer;
 use layer::image::Place;
 use serde::{Deserialize, Serialize};
@@ -25,7 +26,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// How the hidden disks above images are called.
 pub(crate) const OVERLAY: &str = ".overlay-";

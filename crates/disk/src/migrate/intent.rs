@@ -18,11 +18,11 @@
 
 use crate::sealed::{self, Kind, TEMPORARY};
 use backend::Directory;
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// How the files begin.
 const PREFIX: &str = "migration-";

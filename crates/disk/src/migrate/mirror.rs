@@ -27,12 +27,12 @@ use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
 use chain::Ranges;
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, Result};
 
 /// Bytes that one step of the copier moves, at the most and where steps turn out slow.
 pub const STEP_MAX: u64 = 256 << 10;

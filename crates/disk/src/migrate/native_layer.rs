@@ -13,10 +13,10 @@
 
 use crate::device::{Allocation, Device};
 use backend::{BLOCK_SIZE, Buffer, File};
+use error::{Error, ErrorKind, Result};
 use layer::{Content, Extent, Layer, Usage};
 use std::ops::Range;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Extents looked at at a time where all have to be.

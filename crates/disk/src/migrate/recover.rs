@@ -7,10 +7,10 @@ use super::intent::{Copy, Intent, Intents, Stage, peek};
 use super::run::likeness_of;
 use crate::foreign::Foreign;
 use crate::native::Native;
+use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 /// Disks of migrations whose outcome is not known yet: kept, and not listed.
 #[derive(Debug, Default)]

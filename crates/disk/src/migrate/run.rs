@@ -25,11 +25,11 @@ use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
 use crate::progress::Progress;
 use crate::switch::{Before, Client, Identity, Switch};
+use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use store::engine::DiskIdentity;
-use store::{Error, ErrorKind, Result};
 
 /// What a disk is to become.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

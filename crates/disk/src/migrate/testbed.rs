@@ -2,11 +2,11 @@
 
 use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
-use store::{Error, ErrorKind, Result};
 
 /// A small generator (splitmix64).
 pub(super) struct Random(pub u64);

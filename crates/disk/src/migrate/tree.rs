@@ -14,10 +14,10 @@
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
 use crate::progress::Progress;
+use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 /// Where there is nothing yet.
 const ZEROS: &str = ".zeros";

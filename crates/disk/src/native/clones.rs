@@ -6,9 +6,9 @@ use crate::names;
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
 use backend::BLOCK_SIZE;
+use error::{Error, ErrorKind, Result};
 use store::catalog::{Object, Provisioning};
 use store::engine::{BulkWriter, Condition, NewDisk, NewSnapshot};
-use store::{Error, ErrorKind, Result};
 
 /// Most clones made by one call: they are one durable change.
 pub const CLONES_MAX: usize = 10_000;

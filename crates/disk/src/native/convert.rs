@@ -6,10 +6,11 @@ use crate::names;
 use crate::progress::Progress;
 use crate::switch::Client;
 use backend::BLOCK_SIZE;
+use error::Result;
 use std::sync::Arc;
+use store::Engine;
 use store::catalog::Provisioning;
 use store::engine::{BulkWriter, NewDisk};
-use store::{Engine, Result};
 
 impl Native {
     /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that goes with the source, and with a

@@ -3,10 +3,11 @@
 use super::{Capacity, Native};
 use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use store::Engine;
 use store::engine::{Condition, Head, Planned, Span};
-use store::{Engine, Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes brought into the page cache at a time by a prefetch.

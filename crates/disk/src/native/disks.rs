@@ -6,9 +6,9 @@ use crate::names;
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
+use error::{Error, ErrorKind, Result};
 use store::catalog::{Catalog, Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, NewDisk};
-use store::{Error, ErrorKind, Result};
 
 /// The smallest capacity: one sector.
 pub const CAPACITY_MIN: u64 = 512;

@@ -35,12 +35,13 @@ use crate::progress::{Progress, Watched};
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
-use store::{Engine, Error, ErrorKind, Result};
 
 /// The capacity of a disk that is open: its devices and a resize share one.
 pub(crate) struct Capacity(AtomicU64);

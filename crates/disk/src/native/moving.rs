@@ -12,11 +12,11 @@ use crate::names;
 use crate::progress::Progress;
 use crate::switch::Identity;
 use backend::BLOCK_SIZE;
+use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::Arc;
 use store::catalog::{Object, ObjectState};
 use store::engine::{DiskIdentity, NewDisk, NewSnapshot};
-use store::{Error, ErrorKind, Result};
 
 /// A native disk that moves away.
 pub(crate) struct NativeOriginal {

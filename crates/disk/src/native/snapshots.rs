@@ -5,9 +5,9 @@ use super::disks::list;
 use crate::info::{ChangedExtent, DiskInfo, Point, SnapshotInfo};
 use crate::names;
 use backend::BLOCK_SIZE;
+use error::{Error, ErrorKind, Result};
 use store::catalog::{Catalog, Object};
 use store::engine::NewSnapshot;
-use store::{Error, ErrorKind, Result};
 
 /// The taking of snapshots itself, to be called once.
 pub(crate) type Taking<'a> = &'a mut dyn FnMut() -> Result<()>;

@@ -25,7 +25,7 @@ pub use record::recode;
 pub(crate) use incoming::recover;
 
 /// A new identity, of a disk that is to be made elsewhere.
-pub fn new_identity() -> store::Result<String> {
+pub fn new_identity() -> error::Result<String> {
     crate::names::new_uuid().map(|uuid| crate::names::uuid_text(&uuid))
 }
 

@@ -7,9 +7,9 @@ use crate::info::Provisioning;
 use crate::names;
 use crate::native::Native;
 use backend::{BLOCK_SIZE, Buffer};
+use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 /// Extents asked for at a time.
 const ASK_EXTENTS: usize = 1024;

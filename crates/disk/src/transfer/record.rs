@@ -12,9 +12,9 @@ use crate::info::Provisioning;
 use crate::names;
 use crate::sealed::{self, Kind, TEMPORARY};
 use backend::Directory;
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// How the files begin.
 const PREFIX: &str = "reception-";

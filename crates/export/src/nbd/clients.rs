@@ -23,6 +23,7 @@ mod waiting;
 
 use super::limits::{CLIENT_GRACE_DEFAULT, CLIENT_GRACE_MAX, RECORD_GATHER, RECORD_RETRY, RETIRED_LOOK};
 use backend::{Directory, clock};
+use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use record::{Gone, Record};
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, IoContext, Result};
 use waiting::{Waiting, grace_left};
 
 /// The other end of a connection.

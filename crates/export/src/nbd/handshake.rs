@@ -18,10 +18,10 @@ use super::tls::{Tls, TlsIdentity};
 use super::transport::{Transport, Wait, wait_for};
 use super::{Exports, ResizePolicy, Terms};
 use disk::device::Device;
+use error::{Error, ErrorKind, IoContext, Result};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;
 use std::time::Instant;
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// What was agreed.
 pub struct Agreement {

@@ -16,6 +16,7 @@ use super::limits::{ACCEPT_RETRY, CONNECTIONS_DEFAULT, HANDSHAKE_TIMEOUT_DEFAULT
 use super::tls::{TlsConfig, TlsIdentity};
 use super::transport::Socket;
 use super::{Exports, ResizePolicy, Terms, serve};
+use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -28,7 +29,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// A place to listen.
 #[derive(Clone, Debug, PartialEq, Eq)]

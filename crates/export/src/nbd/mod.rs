@@ -59,7 +59,7 @@ pub trait Exports: Send + Sync {
     fn names(&self) -> Vec<ExportName>;
 
     /// Opens one by name, for as long as the device is held.
-    fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>>;
+    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>>;
 
     /// A queue for the thread of one connection.
     fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
@@ -125,7 +125,7 @@ impl Exports for Admission<'_> {
         self.exports.names()
     }
 
-    fn open(&self, name: &str, read_only: bool) -> store::Result<Arc<dyn Device>> {
+    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>> {
         self.visit.chooses(name, limits::RETIRED_PATIENCE)?;
         let device = self.exports.open(name, read_only)?;
         self.visit.opened(name)?;
@@ -152,7 +152,7 @@ pub fn serve(
     exports: &dyn Exports,
     terms: &Terms,
     visit: &mut clients::Visit,
-) -> store::Result<()> {
+) -> error::Result<()> {
     let stop = visit.stop();
     let exports = &Admission { exports, visit: &*visit };
     let agreement = handshake::negotiate(transport, exports, terms)

@@ -19,11 +19,11 @@ use super::replies::{covers, recycle};
 use super::requests::Refusal;
 use backend::{Completion, Queue};
 use disk::device::{Device, ReadPlan, Segment, Verdict};
+use error::Error;
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use store::Error;
 
 /// Token of the socket's readiness among those of reads.
 const SOCKET_TOKEN: u64 = u64::MAX;

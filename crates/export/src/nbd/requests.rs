@@ -8,8 +8,8 @@ use super::limits::{BLOCK_BYTES_PREFERRED, PAYLOAD_BYTES_MAX};
 use super::protocol::{Fields, RequestHead, command, command_flag as flag, errno};
 use super::replies::Style;
 use super::status::Context;
+use error::ErrorKind;
 use std::borrow::Cow;
-use store::ErrorKind;
 
 /// What decides about requests.
 #[derive(Clone, Copy, Debug)]
@@ -105,8 +105,8 @@ impl Refusal {
     }
 }
 
-impl From<store::Error> for Refusal {
-    fn from(error: store::Error) -> Self {
+impl From<error::Error> for Refusal {
+    fn from(error: error::Error) -> Self {
         let errno = match error.kind() {
             ErrorKind::NoSpace => errno::ENOSPC,
             // What a system call refused says nothing of the request: a file system that a failing medium has made

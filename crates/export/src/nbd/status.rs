@@ -96,7 +96,7 @@ pub fn extents(
     offset: u64,
     length: u64,
     only_one: bool,
-) -> store::Result<Vec<Extent>> {
+) -> error::Result<Vec<Extent>> {
     let limit = if only_one { 1 } else { STATUS_EXTENTS_MAX };
     Ok(match topic {
         Topic::Allocation => {

@@ -5,6 +5,7 @@
 //! ring's; no process-wide provider is installed, so an embedding program keeps its own choice.
 
 use super::transport::{Transport, Wait};
+use error::{Error, ErrorKind, Result};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
@@ -13,7 +14,6 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use store::{Error, ErrorKind, Result};
 
 /// Plaintext and ciphertext that rustls may hold for us on their way out.
 const BUFFER_BYTES_MAX: usize = 512 << 10;

@@ -31,12 +31,12 @@ use super::{Exports, Terms};
 use backend::{BLOCK_SIZE, Buffer};
 use disk::device::Device;
 use disk::pace::{Foreground, Waiting};
+use error::{Error, ErrorKind, IoContext, Result};
 use std::io::{self, IoSliceMut};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use store::{Error, ErrorKind, IoContext, Result};
 
 /// What a session did, for the log.
 #[derive(Clone, Copy, Debug, Default)]
@@ -403,7 +403,7 @@ impl Session<'_> {
         self.conclude(head, done);
     }
 
-    fn conclude(&mut self, head: &RequestHead, done: store::Result<()>) {
+    fn conclude(&mut self, head: &RequestHead, done: error::Result<()>) {
         match done {
             Ok(()) => self.outbox.success(head),
             Err(error) => self.refuse(head, &error.into()),
@@ -433,7 +433,7 @@ impl Session<'_> {
         let extended = self.style == Style::Extended;
         let mut chunks = Vec::with_capacity(chosen.len());
         for context in chosen.iter().filter_map(|index| self.contexts.get(*index)) {
-            let found: store::Result<Vec<Extent>> =
+            let found: error::Result<Vec<Extent>> =
                 status::extents(&*self.device, &context.topic, head.offset, length, only_one);
             match found {
                 Ok(extents) => chunks.push(status::payload(context.id, &extents, extended)),

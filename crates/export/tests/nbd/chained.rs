@@ -29,7 +29,7 @@ impl Exports for One {
     fn names(&self) -> Vec<ExportName> {
         vec![ExportName { name: "vm".to_owned(), description: "a chain".to_owned() }]
     }
-    fn open(&self, _name: &str, _read_only: bool) -> store::Result<Arc<dyn Device>> {
+    fn open(&self, _name: &str, _read_only: bool) -> error::Result<Arc<dyn Device>> {
         Ok(Arc::clone(&self.device) as Arc<dyn Device>)
     }
     fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {

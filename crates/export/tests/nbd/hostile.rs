@@ -3,13 +3,13 @@
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
+use error::ErrorKind;
 use export::nbd::{Listen, Server, ServerConfig, TlsConfig};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use store::ErrorKind;
 
 const CAPACITY: u64 = 64 << 20;
 

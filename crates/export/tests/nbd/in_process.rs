@@ -129,7 +129,7 @@ pub struct Outcome {
     /// Most memory that the server had ready to receive into at once.
     pub offered: usize,
     /// Whether the server says that the client broke the protocol.
-    pub fault: Option<store::Error>,
+    pub fault: Option<error::Error>,
 }
 
 /// Runs a session to its end.

@@ -5,6 +5,7 @@
 
 use backend::{BLOCK_SIZE, Buffer, File, Queue, SharedSlice, portable};
 use disk::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use error::{Error, ErrorKind, Result};
 use export::nbd::{ExportName, Exports};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,7 +15,6 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use store::{Error, ErrorKind, Result};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 

@@ -228,7 +228,7 @@ fn open_tcp_needs_tls_and_client_certificates() {
         let config = ServerConfig { listen: listen.clone(), tls, ..ServerConfig::default() };
         Server::start(config, Shelf::of(&[&MemoryDisk::new("vm", 4096, 1)]))
     };
-    let message = |result: store::Result<Server>| result.err().unwrap().to_string();
+    let message = |result: error::Result<Server>| result.err().unwrap().to_string();
     assert!(message(try_with(true, false)).contains("TLS is not required"));
     assert!(message(try_with(false, true)).contains("no client certificates are asked for"));
     assert!(try_with(true, true).is_ok());

@@ -4,10 +4,10 @@ use crate::Running;
 use crate::client::*;
 use crate::in_process::encode;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
+use error::ErrorKind;
 use export::nbd::{ResizePolicy, ServerConfig};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use store::ErrorKind;
 
 const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];
 const CAPACITY: u64 = (40 << 20) + 1536;

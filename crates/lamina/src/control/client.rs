@@ -3,7 +3,7 @@
 use super::dispatch::Watch;
 use super::lines::{Line, LineReader};
 use super::message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode};
-use disk::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;

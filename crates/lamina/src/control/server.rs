@@ -17,7 +17,8 @@ use super::lines::{Line, LineReader};
 use super::message::{
     FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
 };
-use disk::{ChangedExtent, Error, ErrorKind, Progress, Result};
+use disk::{ChangedExtent, Progress};
+use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::HashMap;

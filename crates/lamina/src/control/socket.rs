@@ -6,7 +6,7 @@
 //! 3. A datastore whose path is longer than a socket address holds works as any other: the socket is then reached
 //!    through the descriptor of the folder.
 
-use disk::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;

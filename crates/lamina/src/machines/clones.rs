@@ -5,7 +5,7 @@ use super::{failure, say, told};
 use crate::cli::{IdentityArgument, VmClone};
 use crate::output::{Form, human};
 use crate::{End, exit, follow};
-use disk::ErrorKind;
+use error::ErrorKind;
 use serde_json::{Value, json};
 use std::io::Write;
 use vm::clone::{self, Inside, Made, Options, Outcome, Source};

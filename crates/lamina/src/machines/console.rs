@@ -2,7 +2,7 @@
 
 use super::Form;
 use crate::{End, exit, follow, output};
-use disk::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
 use serde_json::json;

@@ -2,10 +2,8 @@
 
 use crate::control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
 use crate::session;
-use disk::{
-    ChangedExtent, DiskInfo, Error, ErrorKind, NewDisk, NoProgress, Point, Progress, Provisioning, Result,
-    SnapshotOptions,
-};
+use disk::{ChangedExtent, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

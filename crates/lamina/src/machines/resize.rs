@@ -3,7 +3,7 @@
 use crate::control::{DiskRequest, Reconnect, Reply, Request};
 use crate::output::{self, Form};
 use crate::{End, exit, follow, session};
-use disk::{Error, Result};
+use error::{Error, Result};
 use serde_json::json;
 use std::io::{self, Write};
 use std::path::Path;
@@ -51,7 +51,7 @@ pub fn run(datastore: &Path, affected: Affected, request: Request, form: Form) -
     let reply = session::ask(datastore, request.clone(), &watch);
     watch.finish();
     let Reply::Resized(mut resized) = reply? else {
-        return Err(Error::new(disk::ErrorKind::Invalid, "the datastore did not say how large the disk is").into());
+        return Err(Error::new(error::ErrorKind::Invalid, "the datastore did not say how large the disk is").into());
     };
     let seen = resized.served;
     if seen {

@@ -4,7 +4,7 @@ use crate::cli::VmClone;
 use crate::control::{self, Reply, Request, SendPoint, SendRequest, SentDisk};
 use crate::output::{self, Form};
 use crate::{End, exit, follow, session};
-use disk::{Error, ErrorKind};
+use error::{Error, ErrorKind};
 use replication::Remote;
 use std::io::{self, Write};
 use std::path::Path;

@@ -2,7 +2,7 @@
 
 use crate::End;
 use crate::output::{self, Align, Form, Table, human, print_facts};
-use disk::Result;
+use error::Result;
 use serde_json::{Value, json};
 use std::io;
 use vm::definition::{Definition, Link, Origin};
@@ -93,7 +93,7 @@ fn print(form: Form, value: &Value, text: impl FnOnce(&mut dyn io::Write) -> io:
     };
     match written.and_then(|()| io::Write::flush(&mut out)) {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(End::Unread),
-        Err(e) => Err(disk::Error::io("writing the output", e)),
+        Err(e) => Err(error::Error::io("writing the output", e)),
         Ok(()) => Ok(End::Code(0)),
     }
 }

@@ -2,7 +2,8 @@
 
 use backend::Queue;
 use disk::pace::Foreground;
-use disk::{Datastore, Device, Result};
+use disk::{Datastore, Device};
+use error::Result;
 use export::nbd::{ExportName, Exports};
 use std::io;
 use std::sync::Arc;

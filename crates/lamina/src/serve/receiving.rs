@@ -2,7 +2,8 @@
 
 use crate::cli::ServeArguments;
 use crate::machines::Bound;
-use disk::{Datastore, Error, ErrorKind, Result};
+use disk::Datastore;
+use error::{Error, ErrorKind, Result};
 use export::nbd::TlsConfig;
 use replication::{Attachments, Making, Receiver, ReceiverConfig};
 use std::path::Path;

@@ -55,7 +55,7 @@ impl Spare {
                 Err(error) => {
                     // What was found before the room ran out is not kept.
                     let _ = file.set_len(room);
-                    if !backend::lacks_space(&error) {
+                    if !error::lacks_space(&error) {
                         return Err(error);
                     }
                     more /= 2;

@@ -103,7 +103,7 @@ impl Space {
         self.grown = match reserve(far) {
             Ok(()) => far,
             // Near the end of the room there is, what is needed may still fit.
-            Err(error) if backend::lacks_space(&error) => {
+            Err(error) if error::lacks_space(&error) => {
                 reserve(end).during(context)?;
                 end
             }

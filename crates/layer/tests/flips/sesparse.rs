@@ -187,7 +187,7 @@ fn use_after_crash(world: &World, random: &mut Random, figures: &mut Figures) {
     write_and_compare(world, disk, layer, 300, &context);
 }
 
-fn is_refusal(error: &layer::Error) -> bool {
+fn is_refusal(error: &error::Error) -> bool {
     [ErrorKind::Corrupt, ErrorKind::Unsupported].contains(&error.kind())
 }
 

@@ -11,19 +11,20 @@ mod taking;
 
 use crate::limits::{ACCEPT_RETRY, CONNECTIONS_MAX, STOP_GRACE};
 use crate::tls::{self, TlsStream};
-use disk::{Datastore, Error, ErrorKind, Result};
+use disk::Datastore;
+use error::{Error, ErrorKind, Result};
 use export::nbd::TlsConfig;
 use parking_lot::{Condvar, Mutex};
 use rustls::ServerConfig;
 use rustls::pki_types::ServerName;
 
+use error::IoContext;
 use std::collections::HashMap;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use store::IoContext;
 
 pub use session::{Sessions, converse};
 pub use taking::take;

@@ -11,8 +11,9 @@ use crate::limits::{
 };
 use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::stream::{ByteStream, Conversation};
+use disk::Datastore;
 use disk::transfer::{Incoming, NewReception, Opened, Reception};
-use disk::{Datastore, Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpStream};

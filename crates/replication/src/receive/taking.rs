@@ -8,7 +8,7 @@ use crate::message::Message;
 use crate::stream::{ByteStream, Conversation};
 use backend::{BLOCK_SIZE, Buffer};
 use disk::transfer::{Reception, SEGMENT};
-use disk::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The segment that is being received, and how much of it has arrived.

@@ -21,8 +21,9 @@ use crate::limits::{ATTEMPTS_MAX, BACKOFF_MAX, BACKOFF_MIN, STREAMS_MAX};
 use crate::remote::Remote;
 use crate::tls::ClientTls;
 use attempt::{Attempt, Failed};
+use disk::Progress;
 use disk::transfer::Outgoing;
-use disk::{Error, ErrorKind, Progress, Result};
+use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 

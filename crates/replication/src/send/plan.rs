@@ -2,7 +2,7 @@
 
 use crate::message::Known;
 use disk::transfer::{Outgoing, SEGMENT};
-use disk::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 
 /// What has to be sent of one disk.
 pub struct DiskPlan {

@@ -3,7 +3,8 @@
 use crate::site::{Keys, Line, Random, Site, furnished, options, remote, remote_at, same, scribble};
 use backend::BLOCK_SIZE;
 use disk::transfer::{NewArrival, NewReception, Opened, SEGMENT, SnapshotIdentity};
-use disk::{ErrorKind, NoProgress, Progress, Provisioning};
+use disk::{NoProgress, Progress, Provisioning};
+use error::ErrorKind;
 use replication::send;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 

@@ -2,7 +2,8 @@
 
 use crate::site::{Keys, Random, Site, furnished, options, remote, same, scribble, write};
 use disk::transfer::SEGMENT;
-use disk::{ErrorKind, NoProgress, Point, Provisioning};
+use disk::{NoProgress, Point, Provisioning};
+use error::ErrorKind;
 use replication::send;
 
 /// Bytes of data that a disk or snapshot maps.

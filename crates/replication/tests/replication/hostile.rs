@@ -2,7 +2,8 @@
 
 use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
-use disk::{ErrorKind, NoProgress, Provisioning};
+use disk::{NoProgress, Provisioning};
+use error::ErrorKind;
 use replication::frame::{Head, Kind};
 use replication::message::{Known, Message, Offer};
 use replication::stream::{ByteStream, Conversation};

@@ -1,8 +1,9 @@
 //! Who may send, and to whom.
 
 use crate::site::{Keys, Site, options, remote};
+use disk::NoProgress;
 use disk::transfer::SEGMENT;
-use disk::{ErrorKind, NoProgress};
+use error::ErrorKind;
 use replication::{NoAttachments, Receiver, ReceiverConfig, send};
 use std::sync::Arc;
 

@@ -4,7 +4,7 @@ use crate::model::{SECTOR, SECTORS, fill};
 use crate::random::Random;
 use crate::store::{Checked, End, Store, content, count};
 use backend::BLOCK_SIZE;
-use scheduled_store::ErrorKind;
+use error::ErrorKind;
 use scheduled_store::engine::Head;
 use std::ops::Range;
 use std::sync::Arc;
@@ -181,7 +181,7 @@ impl Client {
     }
 
     /// A client that had a deleted or reverted disk open gets `NotFound`; anything else is a failure.
-    fn gone(&self, disk: &str, generation: u64, error: scheduled_store::Error, what: &str) -> Checked {
+    fn gone(&self, disk: &str, generation: u64, error: error::Error, what: &str) -> Checked {
         let model = self.store.model();
         let ends = match model.objects.get(disk) {
             Some(object) => object.image.generation != generation || !matches!(object.fate, crate::model::Fate::Stays),

@@ -4,8 +4,9 @@ use crate::client::{Client, Habit, Share};
 use crate::model::{Fate, Image, Object, SECTORS};
 use crate::random::Random;
 use crate::store::{Checked, DISKS, End, Store, count, new_disk};
+use error::Result;
+use scheduled_store::Engine;
 use scheduled_store::engine::NewSnapshot;
-use scheduled_store::{Engine, Result};
 use std::sync::Arc;
 
 /// A thread that changes the catalog.

@@ -112,7 +112,7 @@ fn settle(object: &mut Object, found: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-fn read_disk(engine: &Engine, head: &Head, name: &str, image: &Image) -> scheduled_store::Result<backend::Buffer> {
+fn read_disk(engine: &Engine, head: &Head, name: &str, image: &Image) -> error::Result<backend::Buffer> {
     let blocks = (image.sectors.len() / crate::model::SECTORS) as u64;
     engine.read_blocks(name, 0..blocks, &|range| engine.plan_head(head, range))
 }

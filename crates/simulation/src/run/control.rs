@@ -5,7 +5,8 @@ use crate::image::Image;
 use crate::model::{Disk, Model};
 use crate::operation::{DISKS_MAX, SNAPSHOTS_MAX};
 use backend::BLOCK_SIZE;
-use disk::{Datastore, Error, ErrorKind, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
+use disk::{Datastore, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
+use error::{Error, ErrorKind};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,7 +31,7 @@ impl SimulationRun {
         &mut self,
         what: &str,
         after: Model,
-        act: impl FnOnce(&Datastore) -> disk::Result<T>,
+        act: impl FnOnce(&Datastore) -> error::Result<T>,
     ) -> Checked<bool> {
         self.note(format!("  {what}"));
         let datastore = self.datastore()?;
@@ -56,7 +57,7 @@ impl SimulationRun {
     }
 
     /// An attempt that must be refused because of users or clones.
-    fn must_be_busy<T>(&mut self, what: &str, act: impl FnOnce(&Datastore) -> disk::Result<T>) -> Checked {
+    fn must_be_busy<T>(&mut self, what: &str, act: impl FnOnce(&Datastore) -> error::Result<T>) -> Checked {
         match act(&*self.datastore()?) {
             Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
             Err(error) => Err(format!("{what} must be refused as busy and failed with: {error}")),

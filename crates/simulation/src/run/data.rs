@@ -5,7 +5,8 @@ use crate::image::{Block, compare, touched};
 use crate::operation::Span;
 use crate::random::{Random, pattern};
 use backend::{BLOCK_SIZE, Buffer};
-use disk::{Allocation, Device, ErrorKind, Provisioning, ReadPlan, Segment, Verdict};
+use disk::{Allocation, Device, Provisioning, ReadPlan, Segment, Verdict};
+use error::ErrorKind;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -127,7 +128,7 @@ impl SimulationRun {
         length: u64,
         fua: bool,
         before: Vec<u8>,
-        result: disk::Result<()>,
+        result: error::Result<()>,
     ) -> Checked {
         match self.judge(result, None)? {
             Outcome::Restarted => Ok(()),
@@ -153,7 +154,7 @@ impl SimulationRun {
     }
 
     /// A write may be refused only when the file system really has nothing.
-    fn refuse_without_need(&self, length: u64, error: &disk::Error) -> Checked {
+    fn refuse_without_need(&self, length: u64, error: &error::Error) -> Checked {
         let room = self.disk.directory().room().map_err(|error| error.to_string())?;
         let enough = 2 * length + (2 << 20);
         if room.available >= enough {
@@ -335,11 +336,11 @@ fn padded(offset: u64, length: u64) -> u64 {
 }
 
 impl Held {
-    fn finish(&mut self) -> disk::Result<Verdict> {
+    fn finish(&mut self) -> error::Result<Verdict> {
         for segment in &mut self.plan.segments {
             if let Segment::Media(media) = segment {
                 let mut buffer = Buffer::with_bytes(media.length);
-                media.file.read_at(&mut buffer, media.offset).map_err(|error| disk::Error::io("fetching", error))?;
+                media.file.read_at(&mut buffer, media.offset).map_err(|error| error::Error::io("fetching", error))?;
                 media.buffer = Some(buffer);
             }
         }

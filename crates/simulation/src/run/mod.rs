@@ -16,7 +16,8 @@ use crate::regime::World;
 use backend::IoMode;
 use backend::simulated::{Fault, SimulatedDisk, SimulatedOptions};
 use data::Held;
-use disk::{Datastore, Device, ErrorKind, InitOptions};
+use disk::{Datastore, Device, InitOptions};
+use error::ErrorKind;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,7 +35,7 @@ pub type Checked<T = ()> = Result<T, String>;
 enum Outcome<T> {
     Done(T),
     /// An error that is no fault of the medium; the caller knows whether the model foretells it.
-    Refused(disk::Error),
+    Refused(error::Error),
     /// The machine went down under it and is up again.
     Restarted,
 }
@@ -282,7 +283,7 @@ impl SimulationRun {
     }
 
     /// Something the engine does by itself: it changes no answer.
-    fn background(&mut self, act: impl FnOnce(&store::Engine) -> disk::Result<()>) -> Checked {
+    fn background(&mut self, act: impl FnOnce(&store::Engine) -> error::Result<()>) -> Checked {
         let datastore = self.datastore()?;
         let result = act(datastore.engine());
         drop(datastore);
@@ -295,7 +296,7 @@ impl SimulationRun {
 
     /// Sorts a result: done, refused, or the end of this life of the machine. `after` is the model if the operation
     /// took effect.
-    fn judge<T>(&mut self, result: disk::Result<T>, after: Option<Model>) -> Checked<Outcome<T>> {
+    fn judge<T>(&mut self, result: error::Result<T>, after: Option<Model>) -> Checked<Outcome<T>> {
         let error = match result {
             Ok(value) => return Ok(Outcome::Done(value)),
             Err(error) => error,
@@ -314,7 +315,7 @@ impl SimulationRun {
     }
 
     /// Errors that the model foretells without a closer look.
-    fn foretold(&mut self, error: &disk::Error) -> bool {
+    fn foretold(&mut self, error: &error::Error) -> bool {
         let full = error.kind() == ErrorKind::NoSpace && self.full;
         self.statistics.refused += u64::from(full);
         full

@@ -5,7 +5,8 @@ use super::{Checked, Outcome, SimulationRun};
 use crate::image::{Block, compare, is_zero};
 use crate::model::Model;
 use backend::{BLOCK_SIZE, Buffer};
-use disk::{Allocation, CheckOptions, Datastore, ErrorKind, NoProgress};
+use disk::{Allocation, CheckOptions, Datastore, NoProgress};
+use error::ErrorKind;
 use std::sync::atomic::Ordering;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -242,7 +243,7 @@ impl SimulationRun {
     }
 
     /// A power cut or fault that was asked for may come while everything is compared, and ends the comparison.
-    fn compare_outcome<T>(&mut self, result: disk::Result<T>, what: &str) -> Checked<Outcome<T>> {
+    fn compare_outcome<T>(&mut self, result: error::Result<T>, what: &str) -> Checked<Outcome<T>> {
         match self.judge(result, None)? {
             Outcome::Refused(error) => Err(format!("{what}: {error}")),
             outcome => Ok(outcome),

@@ -6,7 +6,7 @@ use crate::definition::{CloneKind, Definition};
 use crate::fleet::{self, Watch};
 use crate::host::Host;
 use crate::machines::{Making, Snapshot};
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 

@@ -12,7 +12,7 @@ use crate::instant::{child, freeze, running};
 use crate::machine::{Hold, Machine, MachineState};
 use crate::machines::{Making, Snapshot};
 use crate::personality::{self, Given};
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde_json::json;
 use std::collections::BTreeMap;

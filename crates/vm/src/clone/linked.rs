@@ -4,7 +4,7 @@ use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, mak
 use crate::definition::CloneKind;
 use crate::fleet::Watch;
 use crate::host::Host;
-use backend::Result;
+use error::Result;
 
 pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
     let point = source.point(host)?;

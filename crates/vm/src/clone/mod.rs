@@ -27,7 +27,7 @@ use crate::host::Host;
 use crate::lifecycle;
 use crate::machines::{Making, OwnDisk, Snapshot};
 use crate::quiet::Quiet;
-use backend::{Error, ErrorKind, Result};
+use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::time::Duration;
 

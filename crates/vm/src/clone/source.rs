@@ -6,7 +6,7 @@ use crate::identity::Uuid;
 use crate::machines::Snapshot;
 use crate::quiet::{self, Quiet};
 use crate::snapshots;
-use backend::Result;
+use error::Result;
 use std::time::Duration;
 
 /// How the names of snapshots begin that are taken for clones: they go with the last of them.

@@ -7,7 +7,7 @@ use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::machines::Machines;
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
-use backend::Result;
+use error::Result;
 use serde_json::json;
 
 /// The definition of a child: the parent's devices at their places, and an identity of its own.

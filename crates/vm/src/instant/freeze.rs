@@ -7,7 +7,7 @@ use crate::durable;
 use crate::machine::{Change, Machine, MachineState, MemoryRecord, remove_if_there};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::json;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

@@ -4,7 +4,7 @@
 //! ([`PageMap`]); reading a copy goes through `/proc/PID/mem`, which brings it back from swap.
 
 use backend::pagemap::PageMap;
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;

@@ -25,7 +25,7 @@ use crate::machine::{Change, MemoryRecord, Start, Successor};
 use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use backend::Result;
+use error::Result;
 use serde_json::json;
 use std::time::{Duration, Instant};
 

@@ -16,7 +16,7 @@
 
 use crate::qemu::features::Features;
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

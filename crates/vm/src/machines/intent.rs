@@ -2,7 +2,8 @@
 //! made in, or deleted in.
 
 use crate::durable;
-use backend::{Error, ErrorKind, IoContext, Result, clock};
+use backend::clock;
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::Path;

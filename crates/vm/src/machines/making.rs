@@ -7,7 +7,7 @@ use crate::definition::Definition;
 use crate::disks::{Disks, Facts};
 use crate::durable;
 use crate::machine::{DEFINITION, Machine};
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};

@@ -1,7 +1,7 @@
 //! What a QEMU offers, found by asking it: distributions patch, and versions say little.
 
 use crate::qmp::Client;
-use backend::{Error, ErrorKind, IoContext, Result};
+use error::{Error, ErrorKind, IoContext, Result};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};

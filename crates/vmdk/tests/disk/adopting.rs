@@ -1,13 +1,14 @@
 //! Folders of other makers: their chains, their snapshot trees, and what is done to them.
 
 use crate::world::{DELTAS, Random, leaked, local, options, read, scratch};
+use error::ErrorKind;
 use layer::descriptor::Adapter;
 use layer::image::{Image, ImageKind, NewImage, OpenOptions, Place, create};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
-use vmdk::{Adopt, DeltaFormat, Disk, ErrorKind, NewDisk, NewSnapshot, Options};
+use vmdk::{Adopt, DeltaFormat, Disk, NewDisk, NewSnapshot, Options};
 
 /// A folder as it comes from a host: a tree with two branches, its list of snapshots, and no record. Gives what the
 /// snapshots and the head hold, and the name of the head.
@@ -53,7 +54,7 @@ fn bytes_of(folder: &Path) -> BTreeMap<String, Vec<u8>> {
     entries.map(|entry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap())).collect()
 }
 
-fn adopt(home: &Path, folder: &Path, head: &str, how: Adopt) -> Result<Arc<Disk>, vmdk::Error> {
+fn adopt(home: &Path, folder: &Path, head: &str, how: Adopt) -> Result<Arc<Disk>, error::Error> {
     let place = Place::local(&folder.join(head), &[]).unwrap();
     Disk::adopt(local(home), "adopted", &place, how, &options(3))
 }

@@ -8,12 +8,13 @@
 use crate::world::{DELTAS, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use chain::{Chain, Watch};
+use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use vmdk::{DeltaFormat, Direction, Disk, Error, ErrorKind, NewDisk, NewSnapshot, Options};
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Options};
 
 const SECTOR: usize = 512;
 /// Cuts of one history.

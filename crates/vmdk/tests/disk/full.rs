@@ -5,10 +5,11 @@ use crate::world::{DELTAS, Sub, leaked, options, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use chain::Watch;
+use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::sync::{Arc, OnceLock};
-use vmdk::{DeltaFormat, Direction, Disk, Error, ErrorKind, NewDisk, NewSnapshot, Options};
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Options};
 
 const PAGE: u64 = 4096;
 const CAPACITY: u64 = 256 << 10;

@@ -4,13 +4,14 @@
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, qemu_read, read, scratch};
 use chain::Watch;
+use error::ErrorKind;
 use layer::descriptor::Adapter;
 use layer::image::ImageKind;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use vmdk::{DeltaFormat, Direction, Disk, ErrorKind, NewDisk, NewSnapshot};
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot};
 
 struct History {
     seed: u64,

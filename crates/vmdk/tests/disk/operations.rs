@@ -2,13 +2,14 @@
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, read, scratch};
 use backend::simulated::SimulatedDisk;
+use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use parking_lot::Mutex;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use vmdk::{DeltaFormat, Direction, Disk, Error, ErrorKind, NewDisk, NewSnapshot, Tuning, snapshot_group};
+use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Tuning, snapshot_group};
 
 const MIB: u64 = 1 << 20;
 

@@ -4,10 +4,10 @@ use super::super::testbed::{MemoryDevice, Random, aligned};
 use super::super::{Base, MirrorDevice};
 use crate::{Device, NoProgress, Progress, Throttled};
 use backend::Buffer;
+use error::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use store::ErrorKind;
 
 const CAPACITY: usize = (6 << 20) + 512;
 
@@ -192,12 +192,12 @@ fn a_record_that_cannot_be_turned_leaves_the_source() {
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
     mirror.settle().unwrap();
-    let refused = mirror.commit(|| Err::<(), _>(store::Error::new(ErrorKind::Io, "no")));
+    let refused = mirror.commit(|| Err::<(), _>(error::Error::new(ErrorKind::Io, "no")));
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Io);
     target.failing.store(true, Ordering::SeqCst);
     mirror.write(0, Buffer::zeroed(1), 4096, true).unwrap();
     // Now it is known, and the record must not turn.
-    assert!(mirror.commit(|| -> store::Result<()> { panic!("the target is no copy any more") }).is_err());
+    assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is no copy any more") }).is_err());
     assert!(source.durable()[..4096] == [0; 4096]);
 }
 

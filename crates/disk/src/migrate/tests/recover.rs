@@ -15,7 +15,7 @@ const CAPACITY: usize = (384 << 10) + 1024;
 /// Cuts of each run, at points that follow from its seed.
 const CUTS: u64 = 12;
 
-fn open(medium: &SimulatedDisk) -> store::Result<Arc<Datastore>> {
+fn open(medium: &SimulatedDisk) -> error::Result<Arc<Datastore>> {
     Datastore::open_in(
         medium.directory(),
         EngineOptions {

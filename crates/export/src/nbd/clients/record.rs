@@ -6,8 +6,8 @@
 use super::Peer;
 use backend::Directory;
 use disk::sealed::{self, Kind};
+use error::{IoContext, Result};
 use serde::{Deserialize, Serialize};
-use store::{IoContext, Result};
 
 /// The file, in the folder of the datastore.
 pub const FILE: &str = "clients";

@@ -8,8 +8,8 @@
 //!    on which client asks: a proxy or another address can hide that it is the same one.
 
 use super::{Clients, Session, State, Visit};
+use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
-use store::{Error, ErrorKind, Result};
 
 /// What an export is called after a rename of the disk `from`; `None` when it is one of another disk.
 fn renamed(export: &str, from: &str, to: &str) -> Option<String> {

@@ -294,8 +294,8 @@ fn the_payload_of_block_status_is_a_length_and_distinct_contexts() {
 
 #[test]
 fn what_a_system_call_refuses_is_an_error_of_input_and_output() {
+    use error::Error;
     use std::io;
-    use store::Error;
     let refused = |kind: io::ErrorKind| Refusal::from(Error::io("writing", kind.into())).errno;
     assert_eq!(refused(io::ErrorKind::StorageFull), errno::ENOSPC);
     // A file system that was mounted read-only because its medium fails, a file that is gone, a call that is not there.

@@ -5,7 +5,8 @@
 //! connected. What is said here can be overruled with `--force`.
 
 use super::Service;
-use disk::{DiskInfo, DiskUser, Error, ErrorKind, Result};
+use disk::{DiskInfo, DiskUser};
+use error::{Error, ErrorKind, Result};
 use export::nbd::{Client, Clients};
 use std::path::Path;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! Clones.
 
 use crate::control::message::Reply;
-use disk::{Datastore, Point, Progress, Result};
+use disk::{Datastore, Point, Progress};
+use error::Result;
 
 /// The progress of one of several equal pieces of work.
 struct Share<'a> {

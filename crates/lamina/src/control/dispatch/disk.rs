@@ -3,7 +3,8 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::control::message::{DiskRequest, Reconnect, Reply, Resized};
-use disk::{Progress, Result, Throttled};
+use disk::{Progress, Throttled};
+use error::Result;
 use export::nbd::Whose;
 
 /// Carries out one.

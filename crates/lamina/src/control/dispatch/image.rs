@@ -3,7 +3,8 @@
 use super::Watch;
 use crate::control::message::{ImageRequest, Reply, Request};
 use disk::salvage::SalvageRequest;
-use disk::{Datastore, Error, ErrorKind, Progress, Result, images};
+use disk::{Datastore, Progress, images};
+use error::{Error, ErrorKind, Result};
 
 /// Carries out a request that needs no datastore.
 pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {

@@ -13,7 +13,8 @@ pub use send::point_name;
 use crate::control::message::{ExportInfo, Reply, Request, Serving};
 use crate::serve::uri;
 use ::disk::pace::Background;
-use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress, Result};
+use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress};
+use error::Result;
 use export::nbd;
 use std::path::Path;
 

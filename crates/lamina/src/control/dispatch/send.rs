@@ -7,7 +7,8 @@
 use super::Watch;
 use crate::control::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
 use disk::transfer::new_identity;
-use disk::{Datastore, Error, ErrorKind, NoProgress, Progress, Result, SnapshotOptions};
+use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
+use error::{Error, ErrorKind, Result};
 use replication::{ClientTls, Remote, SendOptions, Sent, Shipment, ShippedDisk};
 
 /// Characters of an identity that make a name unlike others.

@@ -3,7 +3,8 @@
 use super::claims::{self, Deed};
 use super::{Service, Watch};
 use crate::control::message::{Reply, SnapshotRequest};
-use disk::{Datastore, Error, ErrorKind, Point, Result, SnapshotInfo, Throttled};
+use disk::{Datastore, Point, SnapshotInfo, Throttled};
+use error::{Error, ErrorKind, Result};
 
 /// Extents handed on at once: one line of the control protocol holds them easily.
 const EXTENTS_PER_BATCH: usize = 4096;

@@ -4,7 +4,8 @@
 //! else of a line, so that peers of different age tell each other so instead of guessing.
 
 use super::{Reply, Request};
-use disk::{ChangedExtent, Error, ErrorKind};
+use disk::ChangedExtent;
+use error::{Error, ErrorKind};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -83,7 +84,7 @@ struct Line<M> {
 }
 
 /// One line, its end included; `Invalid` when it is longer than `limit`.
-pub fn encode<M: Serialize>(message: &M, limit: usize) -> disk::Result<Vec<u8>> {
+pub fn encode<M: Serialize>(message: &M, limit: usize) -> error::Result<Vec<u8>> {
     let mut line = serde_json::to_vec(&Line { version: VERSION, message })
         .map_err(|e| Error::new(ErrorKind::Invalid, format!("a control message cannot be encoded: {e}")))?;
     if line.len() >= limit {
@@ -95,7 +96,7 @@ pub fn encode<M: Serialize>(message: &M, limit: usize) -> disk::Result<Vec<u8>> 
 }
 
 /// Reads one line without its end. Of another version: `Unsupported`; not a message of this one: `Invalid`.
-pub fn decode<M: DeserializeOwned>(line: &[u8]) -> disk::Result<M> {
+pub fn decode<M: DeserializeOwned>(line: &[u8]) -> error::Result<M> {
     let malformed = |e: serde_json::Error| Error::new(ErrorKind::Invalid, format!("malformed control message: {e}"));
     let Versioned { version } = serde_json::from_slice(line).map_err(malformed)?;
     if version != VERSION {

@@ -1,5 +1,7 @@
 //! One error type for the datastore and everything above it: a kind to act on, a sentence to read, the cause behind it.
 
+#![forbid(unsafe_code)]
+
 use std::fmt;
 use std::io;
 
