@@ -22,6 +22,7 @@ pub mod overlay;
 pub mod pagemap;
 pub mod portable;
 mod queue;
+pub mod random;
 mod readiness;
 pub mod simulated;
 #[cfg(target_os = "linux")]

@@ -1,6 +1,8 @@
 //! Names and identities.
 
 use error::{Error, ErrorKind, Result};
+use uuid::fmt::Hyphenated;
+use uuid::{Builder, Uuid};
 
 /// The longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
@@ -27,31 +29,17 @@ pub fn check(what: &str, name: &str) -> Result<()> {
 
 /// A new random identity (RFC 9562, version 4).
 pub fn new_uuid() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    let mut filled = 0;
-    while filled < bytes.len() {
-        let count = rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-            .map_err(|e| Error::io("asking the kernel for random bytes", e.into()))?;
-        filled += count;
-    }
-    bytes[6] = bytes[6] & 0x0f | 0x40;
-    bytes[8] = bytes[8] & 0x3f | 0x80;
-    Ok(bytes)
+    Ok(Builder::from_random_bytes(backend::random::bytes()?).into_uuid().into_bytes())
 }
 
 /// The usual text form of an identity.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    Uuid::from_bytes(*uuid).to_string()
 }
 
-/// Reads the usual text form of an identity.
+/// Reads the usual text form of an identity, and no other.
 pub fn parse_uuid(text: &str) -> Option<[u8; 16]> {
-    let hex: String = text.split('-').collect();
-    if hex.len() != 32 || !hex.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return None;
-    }
-    Some(u128::from_str_radix(&hex, 16).ok()?.to_be_bytes())
+    Some(text.parse::<Hyphenated>().ok()?.into_uuid().into_bytes())
 }
 
 /// Splits `disk@snapshot`.
@@ -84,6 +72,11 @@ mod tests {
         assert_eq!(text.len(), 36);
         assert_eq!(&text[14..15], "4");
         assert_eq!(parse_uuid(&text), Some(a));
-        assert_eq!(parse_uuid("4"), None);
+        for other in ["4", &text.replace('-', ""), &format!("{{{text}}}"), &text.replacen('-', "", 1), &text[1..]] {
+            assert_eq!(parse_uuid(other), None, "{other}");
+        }
+        let bytes = std::array::from_fn(|index| 0x11 * index as u8);
+        assert_eq!(uuid_text(&bytes), "00112233-4455-6677-8899-aabbccddeeff");
+        assert_eq!(parse_uuid("00112233-4455-6677-8899-AABBCCDDEEFF"), Some(bytes));
     }
 }

@@ -27,11 +27,12 @@
 //!    devices lie where they lay, so nothing is placed by counting.
 //! 3. A definition is replaced whole or not at all.
 
-use crate::identity::{Mac, Uuid};
+use crate::identity::{Mac, new_uuid};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use uuid::Uuid;
 
 /// Longest text read as a definition, in bytes.
 pub const TEXT_MAX: usize = 1 << 20;
@@ -55,6 +56,7 @@ pub struct Definition {
     /// Its name, which is also its folder's and what its guest is told to be called.
     pub name: String,
     /// Its identity, as the guest's firmware tables show it.
+    #[serde(with = "uuid::serde::hyphenated")]
     pub uuid: Uuid,
     /// Virtual CPUs.
     pub cpus: u32,
@@ -164,7 +166,7 @@ impl Definition {
     pub fn new(name: &str, cpus: u32, memory: u64) -> Result<Self> {
         let definition = Self {
             name: name.to_owned(),
-            uuid: Uuid::new()?,
+            uuid: new_uuid()?,
             cpus,
             memory,
             boot: None,
@@ -185,7 +187,7 @@ impl Definition {
         }
         let clone = Self {
             name: name.to_owned(),
-            uuid: Uuid::new()?,
+            uuid: new_uuid()?,
             origin: Some(origin),
             disks: disks.map(|(index, disk)| Disk { name: disk_name(name, index), slot: disk.slot }).collect(),
             networks,

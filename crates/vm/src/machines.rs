@@ -23,7 +23,7 @@ use crate::clone;
 use crate::definition::check_name;
 use crate::disks::Disks;
 use crate::durable;
-use crate::identity::Uuid;
+use crate::identity::new_uuid;
 use crate::instant::freeze;
 use crate::machine::{DEFINITION, Machine, MachineState};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -111,7 +111,7 @@ impl Machines {
     /// A folder for something that may not come to its end, with what goes then.
     fn begin(&self, prefix: &str, intent: &Intent) -> Result<(PathBuf, File)> {
         // Short: sockets lie in it, and their paths may have only so many bytes.
-        let id: String = Uuid::new()?.to_string().chars().take(8).collect();
+        let id: String = new_uuid()?.to_string().chars().take(8).collect();
         let folder = self.folder.join(format!("{prefix}{id}"));
         let made = || format!("making '{}'", folder.display());
         let lock = {

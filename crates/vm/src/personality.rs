@@ -17,7 +17,7 @@
 
 use crate::agent::Agent;
 use crate::definition::{Definition, check_name};
-use crate::identity::{Uuid, random};
+use crate::identity::new_uuid;
 use error::{Error, ErrorKind, Result};
 use std::fmt::Write;
 use std::time::Duration;
@@ -40,12 +40,12 @@ pub struct Given {
 fn script(definition: &Definition) -> Result<String> {
     // A name is letters, digits and hyphens, addresses are hexadecimal: nothing of it means anything to a shell.
     check_name(&definition.name)?;
-    let entropy: [u8; ENTROPY] = random()?;
+    let entropy: [u8; ENTROPY] = backend::random::bytes()?;
     let octal = entropy.iter().fold(String::new(), |mut text, byte| {
         let _ = write!(text, "\\0{byte:03o}");
         text
     });
-    let machine_id = Uuid::new()?.to_string().replace('-', "");
+    let machine_id = new_uuid()?.simple();
     let name = &definition.name;
     // 0x5207 is RNDRESEEDCRNG.
     let mut text = format!(
@@ -111,7 +111,7 @@ mod tests {
     fn a_shell_understands_it_and_no_two_are_alike() {
         let mut definition = Definition {
             name: "web-1".into(),
-            uuid: Uuid::new().unwrap(),
+            uuid: new_uuid().unwrap(),
             cpus: 1,
             memory: 64 << 20,
             boot: None,

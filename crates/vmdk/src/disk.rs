@@ -604,9 +604,7 @@ pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: 
 /// A random identity (RFC 9562, version 4).
 fn new_uuid(random: &Entropy) -> String {
     let number = u128::from(random()) << 64 | u128::from(random());
-    let number = number & !(0xf << 76 | 0xc << 60) | 4 << 76 | 8 << 60;
-    let hex = format!("{number:032x}");
-    format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
+    uuid::Builder::from_random_bytes(number.to_be_bytes()).into_uuid().to_string()
 }
 
 /// Tells a watcher of long work of a step, waits until its rate allows for what was moved, and asks whether to go on.

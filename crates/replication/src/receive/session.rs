@@ -225,12 +225,7 @@ fn work<S: ByteStream, T: Send>(line: &mut Conversation<S>, work: impl FnOnce() 
 }
 
 fn token() -> Result<String> {
-    let mut bytes = [0u8; 16];
-    let mut filled = 0;
-    while filled < bytes.len() {
-        filled += rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty())
-            .map_err(|error| Error::io("asking the kernel for random bytes", error.into()))?;
-    }
+    let bytes: [u8; 16] = backend::random::bytes()?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -2,7 +2,7 @@
 
 use crate::definition::Definition;
 use crate::host::Host;
-use crate::identity::Uuid;
+use crate::identity::new_uuid;
 use crate::machines::Snapshot;
 use crate::quiet::{self, Quiet};
 use crate::snapshots;
@@ -49,7 +49,7 @@ impl Source {
             return Ok(Point { definition: record.machine, disks: record.disks, new: false });
         }
         let definition = machine.definition()?;
-        let name = format!("{PREFIX}{}", Uuid::new()?);
+        let name = format!("{PREFIX}{}", new_uuid()?);
         let disks = definition.disks.iter().map(|disk| Snapshot { disk: disk.name.clone(), name: name.clone() });
         Ok(Point { disks: disks.collect(), definition, new: true })
     }

@@ -16,7 +16,7 @@
 use crate::definition::{Definition, TEXT_MAX};
 use crate::disks::Disks;
 use crate::durable;
-use crate::identity::Uuid;
+use crate::identity::new_uuid;
 use crate::machine::{MemoryRecord, remove_if_there};
 use crate::machines::Machines;
 use crate::qemu::features::Features;
@@ -28,6 +28,7 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::PathBuf;
+use uuid::fmt::Hyphenated;
 
 /// The record's file.
 const RECORD: &str = "image.toml";
@@ -144,7 +145,7 @@ impl Images {
     /// A name for the memory of a machine that starts.
     pub fn new_memory(&self) -> Result<PathBuf> {
         self.make_memory_folder()?;
-        Ok(self.memory.join(Uuid::new()?.to_string()))
+        Ok(self.memory.join(new_uuid()?.to_string()))
     }
 
     /// An image by its name.
@@ -165,9 +166,8 @@ impl Images {
     fn read(&self, id: &str, name: &str) -> Result<Image> {
         let folder = self.folder.join(id);
         let path = folder.join(name);
-        let plain: std::result::Result<Uuid, _> = id.parse();
         let missing = || Error::new(ErrorKind::NotFound, format!("there is no memory image '{}'", id.escape_debug()));
-        plain.map_err(|_| missing())?;
+        id.parse::<Hyphenated>().map_err(|_| missing())?;
         let text = match fs::metadata(&path).and_then(|found| match found.len() > TEXT_MAX as u64 {
             true => Err(io::ErrorKind::FileTooLarge.into()),
             false => fs::read_to_string(&path),
@@ -183,7 +183,7 @@ impl Images {
     /// Begins an image of a machine: says what it will be, before any of it is there.
     pub fn begin(&self, machine: Definition, agent: Option<bool>) -> Result<Image> {
         self.make_memory_folder()?;
-        let id = Uuid::new()?.to_string();
+        let id = new_uuid()?.to_string();
         let folder = self.folder.join(&id);
         let snapshots = machine.disks.iter();
         let snapshots = snapshots

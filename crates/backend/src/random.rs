@@ -1,0 +1,15 @@
+//! Random bytes of the kernel, for identities and tokens: no metadata depends on them.
+
+use error::{Error, Result};
+use rustix::rand::{GetRandomFlags, getrandom};
+
+/// As many bytes from the kernel's generator (getrandom(2)).
+pub fn bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        filled += getrandom(&mut bytes[filled..], GetRandomFlags::empty())
+            .map_err(|e| Error::io("asking the kernel for random bytes", e.into()))?;
+    }
+    Ok(bytes)
+}
