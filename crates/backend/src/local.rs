@@ -1,7 +1,7 @@
 //! Files in a folder of a local file system.
 //!
 //! 1. Names are plain: one path component, so that nothing handed in from above can reach outside the folder. What
-//!    others may have put there is opened without following a symbolic link ([`Directory::open_foreign`]), and so is
+//!    others may have put there is opened without following a symbolic link ([`LocalFolder::open_foreign`]), and so is
 //!    a folder that an image names ([`LocalDirectory::open_resolved`]).
 //! 2. A created, renamed or removed name is durable after [`Directory::sync`], which is an fsync of the folder; a file
 //!    created for direct I/O on a file system that refuses it is not left behind.
@@ -14,7 +14,7 @@ mod file;
 mod file_system;
 mod scheduling;
 
-pub use file::LocalFile;
+pub use file::OpenFile;
 #[cfg(target_os = "linux")]
 pub(crate) use file::VECTORS_MAX;
 pub use file_system::{FileSystem, copied_on_write};
@@ -23,7 +23,7 @@ pub use scheduling::wake_promptly;
 
 use crate::portable::{PortableQueue, Workers};
 use crate::validate::check_name;
-use crate::{Access, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use crate::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use std::io;
 use std::os::fd::OwnedFd;
@@ -206,33 +206,11 @@ fn leads_to(folder: &OwnedFd, name: &str, identity: Identity) -> io::Result<bool
 impl Directory for LocalDirectory {
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         let file = self.open_with(name, mode, OFlags::empty())?;
-        Ok(Arc::new(LocalFile::new(file, mode)))
-    }
-
-    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
-        let rights = match access {
-            Access::Read => OFlags::RDONLY,
-            Access::ReadWrite => OFlags::RDWR,
-        };
-        // Without NONBLOCK a FIFO would be waited on; a regular file knows nothing of it.
-        let file = self.open_flags(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
-        Ok(Arc::new(LocalFile::new(file, mode)))
-    }
-
-    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
-        check_name(from)?;
-        check_name(to)?;
-        let like = rustix::fs::statat(&self.folder, from, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)?;
-        let file = self.open_flags(to, IoMode::Buffered, OFlags::RDWR | OFlags::NOFOLLOW)?;
-        // Only root may give files away; others keep what they make.
-        let owner = rustix::fs::Uid::from_raw(like.st_uid);
-        let group = rustix::fs::Gid::from_raw(like.st_gid);
-        let _ = rustix::fs::fchown(&file, Some(owner), Some(group));
-        Ok(rustix::fs::fchmod(&file, Mode::from_raw_mode(like.st_mode & 0o777))?)
+        Ok(Arc::new(OpenFile::new(file, mode)))
     }
 
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
-        Ok(Arc::new(LocalFile::new(self.create_file(name, mode)?, mode)))
+        Ok(Arc::new(OpenFile::new(self.create_file(name, mode)?, mode)))
     }
 
     fn create_locked(&self, name: &str, mode: IoMode) -> io::Result<(Arc<dyn File>, Box<dyn Lock>)> {
@@ -246,7 +224,7 @@ impl Directory for LocalDirectory {
             }
         });
         match lock {
-            Ok((lock, identity)) => Ok((Arc::new(LocalFile::new(file, mode)), self.locked(name, lock, identity))),
+            Ok((lock, identity)) => Ok((Arc::new(OpenFile::new(file, mode)), self.locked(name, lock, identity))),
             Err(error) => {
                 // Another process has locked it first: whether to remove it is that process's decision.
                 if error.kind() != io::ErrorKind::WouldBlock {
@@ -303,20 +281,6 @@ impl Directory for LocalDirectory {
         self.lock_with(name, OFlags::empty())
     }
 
-    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let folder = retry(|| rustix::fs::openat(&self.folder, ".", flags, Mode::empty()))?;
-        match retry(|| rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive)) {
-            Ok(()) => Ok(Some(Box::new(LocalLock { file: folder.into(), place: None }))),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                let text = format!("{} is locked by another owner", self.path.display());
-                Err(io::Error::new(io::ErrorKind::WouldBlock, text))
-            }
-            // NFS, for one, locks only what is open for writing.
-            Err(_) => Ok(None),
-        }
-    }
-
     fn room(&self) -> io::Result<Room> {
         let stat = rustix::fs::fstatvfs(&self.folder)?;
         Ok(Room {
@@ -342,6 +306,48 @@ impl Directory for LocalDirectory {
         match self.uring.load(Ordering::Relaxed) {
             true => QueueKind::Uring,
             false => QueueKind::Threads,
+        }
+    }
+
+    fn local(&self) -> Option<&dyn LocalFolder> {
+        Some(self)
+    }
+}
+
+impl LocalFolder for LocalDirectory {
+    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        let rights = match access {
+            Access::Read => OFlags::RDONLY,
+            Access::ReadWrite => OFlags::RDWR,
+        };
+        // Without NONBLOCK a FIFO would be waited on; a regular file knows nothing of it.
+        let file = self.open_flags(name, mode, rights | OFlags::NOFOLLOW | OFlags::NONBLOCK)?;
+        Ok(Arc::new(OpenFile::new(file, mode)))
+    }
+
+    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        let like = rustix::fs::statat(&self.folder, from, rustix::fs::AtFlags::SYMLINK_NOFOLLOW)?;
+        let file = self.open_flags(to, IoMode::Buffered, OFlags::RDWR | OFlags::NOFOLLOW)?;
+        // Only root may give files away; others keep what they make.
+        let owner = rustix::fs::Uid::from_raw(like.st_uid);
+        let group = rustix::fs::Gid::from_raw(like.st_gid);
+        let _ = rustix::fs::fchown(&file, Some(owner), Some(group));
+        Ok(rustix::fs::fchmod(&file, Mode::from_raw_mode(like.st_mode & 0o777))?)
+    }
+
+    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let folder = retry(|| rustix::fs::openat(&self.folder, ".", flags, Mode::empty()))?;
+        match retry(|| rustix::fs::flock(&folder, FlockOperation::NonBlockingLockExclusive)) {
+            Ok(()) => Ok(Some(Box::new(LocalLock { file: folder.into(), place: None }))),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                let text = format!("{} is locked by another owner", self.path.display());
+                Err(io::Error::new(io::ErrorKind::WouldBlock, text))
+            }
+            // NFS, for one, locks only what is open for writing.
+            Err(_) => Ok(None),
         }
     }
 }

@@ -7,8 +7,6 @@ use crate::{Access, BLOCK_SIZE, Directory, File, IoMode, Lock, Queue, QueueKind,
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
@@ -185,10 +183,6 @@ impl File for OverlayFile {
         self.read(&self.state.lock(), buffer, offset)
     }
 
-    fn read_cached_at(&self, _: &mut [u8], _: u64) -> io::Result<bool> {
-        Ok(false)
-    }
-
     fn write_at(&self, slices: &[&[u8]], offset: u64, _: bool) -> io::Result<()> {
         let mut state = self.state.lock();
         let mut at = offset;
@@ -215,12 +209,6 @@ impl File for OverlayFile {
         Ok(())
     }
 
-    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
-        let mut state = self.state.lock();
-        state.length = state.length.max(offset + length);
-        Ok(())
-    }
-
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
         if !offset.is_multiple_of(BLOCK) || !length.is_multiple_of(BLOCK) {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -228,19 +216,6 @@ impl File for OverlayFile {
         let mut state = self.state.lock();
         state.blocks.extend((offset / BLOCK..(offset + length) / BLOCK).map(|number| (number, None)));
         Ok(())
-    }
-
-    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        let length = self.len()?;
-        Ok((offset < length).then_some(offset..length))
-    }
-
-    fn allocated(&self) -> io::Result<u64> {
-        self.len()
-    }
-
-    fn descriptor(&self) -> Option<RawFd> {
-        None
     }
 }
 

@@ -272,7 +272,7 @@ impl Queue for PortableQueue {
 
     fn write(&mut self, file: &Arc<dyn File>, offset: u64, slices: Vec<SharedSlice>, durable: bool, token: u64) {
         let length = slices.iter().map(|slice| slice.len() as u64).fold(0, u64::saturating_add);
-        if write_at_once(file.as_ref(), length, durable) {
+        if write_at_once(file.mode(), length, durable) {
             let bytes: Vec<&[u8]> = slices.iter().map(|slice| &**slice).collect();
             let result = file.write_at(&bytes, offset, false);
             return self.finish(Completion { token, result, buffer: None });
@@ -335,8 +335,6 @@ mod tests {
     #![allow(clippy::unwrap_used)]
 
     use super::*;
-    use crate::IoMode;
-    use std::ops::Range;
     use std::os::fd::AsRawFd;
 
     /// Flushes slowly, and panics on everything else.
@@ -347,9 +345,6 @@ mod tests {
             std::thread::sleep(Duration::from_millis(3));
             Ok(())
         }
-        fn mode(&self) -> IoMode {
-            IoMode::Direct
-        }
         fn len(&self) -> io::Result<u64> {
             unreachable!()
         }
@@ -359,26 +354,11 @@ mod tests {
         fn read_at(&self, _: &mut [u8], _: u64) -> io::Result<()> {
             panic!("a panic of the file, as this test wants it")
         }
-        fn read_cached_at(&self, _: &mut [u8], _: u64) -> io::Result<bool> {
-            Ok(false)
-        }
         fn write_at(&self, _: &[&[u8]], _: u64, _: bool) -> io::Result<()> {
-            unreachable!()
-        }
-        fn reserve(&self, _: u64, _: u64) -> io::Result<()> {
             unreachable!()
         }
         fn punch(&self, _: u64, _: u64) -> io::Result<()> {
             unreachable!()
-        }
-        fn next_allocated(&self, _: u64) -> io::Result<Option<Range<u64>>> {
-            unreachable!()
-        }
-        fn allocated(&self) -> io::Result<u64> {
-            unreachable!()
-        }
-        fn descriptor(&self) -> Option<RawFd> {
-            None
         }
     }
 

@@ -69,8 +69,8 @@ pub const QUEUE_POLLS_MAX: usize = 1024;
 const WRITE_AT_ONCE_MAX: u64 = 256 << 10;
 
 /// Whether a write is better made at once than handed on.
-pub(crate) fn write_at_once(file: &dyn File, length: u64, durable: bool) -> bool {
-    file.mode() == IoMode::Buffered && !durable && length <= WRITE_AT_ONCE_MAX
+pub(crate) fn write_at_once(mode: IoMode, length: u64, durable: bool) -> bool {
+    mode == IoMode::Buffered && !durable && length <= WRITE_AT_ONCE_MAX
 }
 
 /// Where a read at `offset` that brought only `done` bytes goes on: `None` when the rest lies past the end of the file.

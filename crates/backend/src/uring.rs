@@ -15,7 +15,7 @@
 use crate::local::VECTORS_MAX;
 use crate::queue::{QUEUE_DEPTH_MAX, QUEUE_POLLS_MAX, resume_short_read, too_many_polls, write_at_once};
 use crate::validate::{check_alignment, check_range};
-use crate::{Buffer, Completion, File, Queue, SharedSlice};
+use crate::{Buffer, Completion, File, IoMode, Queue, SharedSlice};
 use io_uring::types::{Fd, FsyncFlags, SubmitArgs, Timespec};
 use io_uring::{IoUring, Probe, opcode, squeue};
 use rustix::io::Errno;
@@ -340,18 +340,25 @@ impl Operation {
     }
 }
 
+/// What the kernel needs to know of a file, from one call of it; `None` for a file without a descriptor.
+fn in_kernel(file: &Arc<dyn File>) -> Option<(RawFd, IoMode)> {
+    let local = file.local()?;
+    Some((local.descriptor?, local.mode))
+}
+
 impl Queue for UringQueue {
     fn in_flight(&self) -> usize {
         self.running + self.finished.len()
     }
 
     fn read(&mut self, file: &Arc<dyn File>, offset: u64, mut buffer: Buffer, token: u64) {
-        let checked = check_range(offset, buffer.len() as u64).and_then(|()| {
-            check_alignment(file.mode(), offset, &buffer)?;
-            Ok(file.descriptor())
+        let checked = in_kernel(file).map(|(descriptor, mode)| {
+            check_range(offset, buffer.len() as u64)?;
+            check_alignment(mode, offset, &buffer)?;
+            Ok(descriptor)
         });
         match checked {
-            Ok(Some(descriptor)) if !buffer.is_empty() => self.push(Operation {
+            Some(Ok(descriptor)) if !buffer.is_empty() => self.push(Operation {
                 token,
                 file: Some(Arc::clone(file)),
                 descriptor,
@@ -361,7 +368,7 @@ impl Queue for UringQueue {
             }),
             // A file without a descriptor is no business of the kernel's: done here.
             other => {
-                let result = other.and_then(|_| file.read_at(&mut buffer, offset));
+                let result = other.transpose().and_then(|_| file.read_at(&mut buffer, offset));
                 self.finished.push(Completion { token, result, buffer: Some(buffer) });
             }
         }
@@ -369,35 +376,36 @@ impl Queue for UringQueue {
 
     fn write(&mut self, file: &Arc<dyn File>, offset: u64, slices: Vec<SharedSlice>, durable: bool, token: u64) {
         let mut total = 0u64;
-        let mut checked = Ok(());
         let mut vectors = Vec::with_capacity(slices.len());
-        for slice in slices.iter().filter(|slice| !slice.is_empty()) {
-            checked = checked.and_then(|()| check_alignment(file.mode(), offset.wrapping_add(total), slice));
-            total = total.saturating_add(slice.len() as u64);
-            vectors.push(IoVector { base: slice.as_ptr(), length: slice.len() });
-        }
-        match checked.and_then(|()| check_range(offset, total)).map(|()| file.descriptor()) {
-            Ok(Some(descriptor)) if total > 0 && !write_at_once(file.as_ref(), total, durable) => {
-                self.push(Operation {
-                    token,
-                    file: Some(Arc::clone(file)),
-                    descriptor,
-                    offset,
-                    restarts: 0,
-                    work: Work::Write { _slices: slices, vectors, next: 0, durable },
-                })
+        let checked = in_kernel(file).map(|(descriptor, mode)| {
+            for slice in slices.iter().filter(|slice| !slice.is_empty()) {
+                check_alignment(mode, offset.wrapping_add(total), slice)?;
+                total = total.saturating_add(slice.len() as u64);
+                vectors.push(IoVector { base: slice.as_ptr(), length: slice.len() });
             }
+            check_range(offset, total)?;
+            Ok((descriptor, write_at_once(mode, total, durable)))
+        });
+        match checked {
+            Some(Ok((descriptor, false))) if total > 0 => self.push(Operation {
+                token,
+                file: Some(Arc::clone(file)),
+                descriptor,
+                offset,
+                restarts: 0,
+                work: Work::Write { _slices: slices, vectors, next: 0, durable },
+            }),
             other => {
                 let bytes: Vec<&[u8]> = slices.iter().map(|slice| &**slice).collect();
-                let result = other.and_then(|_| file.write_at(&bytes, offset, durable));
+                let result = other.transpose().and_then(|_| file.write_at(&bytes, offset, durable));
                 self.finished.push(Completion { token, result, buffer: None });
             }
         }
     }
 
     fn sync(&mut self, file: &Arc<dyn File>, token: u64) {
-        match file.descriptor() {
-            Some(descriptor) => self.push(Operation {
+        match in_kernel(file) {
+            Some((descriptor, _)) => self.push(Operation {
                 token,
                 file: Some(Arc::clone(file)),
                 descriptor,

@@ -12,7 +12,7 @@ use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
 use crate::progress::Progress;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Buffer, Directory, IoMode, Lock};
+use backend::{BLOCK_SIZE, Buffer, IoMode, LocalFolder, Lock};
 use error::IoContext;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};

@@ -6,7 +6,7 @@
 mod scratch;
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{Access, Directory, IoMode};
+use backend::{Access, IoMode, LocalFolder};
 use layer::Layer;
 use layer::flat::{self, Counters, FILE_BLOCK, Flat, FlatOptions, Provisioning};
 use scratch::{Random, folder, go_on, read, run};

@@ -13,10 +13,8 @@
 #![allow(clippy::unwrap_used, clippy::print_stdout, clippy::print_stderr)]
 
 use backend::local::{LocalDirectory, LocalQueues};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, Lock, Queue, QueueKind, Room, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, Lock, Queue, QueueKind, Room, SharedSlice};
 use std::io;
-use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -106,20 +104,11 @@ impl File for SlowFile {
     fn sync(&self) -> io::Result<()> {
         self.inner.sync()
     }
-    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.inner.reserve(offset, length)
-    }
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
         self.inner.punch(offset, length)
     }
-    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        self.inner.next_allocated(offset)
-    }
-    fn allocated(&self) -> io::Result<u64> {
-        self.inner.allocated()
-    }
-    fn descriptor(&self) -> Option<RawFd> {
-        self.inner.descriptor()
+    fn local(&self) -> Option<LocalPart<'_>> {
+        self.inner.local()
     }
 }
 

@@ -3,10 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, Lock, Queue, QueueKind, Room, SharedSlice};
+use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode, LocalPart, Lock, Queue, QueueKind, Room, SharedSlice};
 use std::io;
-use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 use store::catalog::Provisioning;
@@ -123,20 +121,11 @@ impl File for StallingFile {
     fn sync(&self) -> io::Result<()> {
         self.0.sync()
     }
-    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.0.reserve(offset, length)
-    }
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
         self.0.punch(offset, length)
     }
-    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        self.0.next_allocated(offset)
-    }
-    fn allocated(&self) -> io::Result<u64> {
-        self.0.allocated()
-    }
-    fn descriptor(&self) -> Option<RawFd> {
-        self.0.descriptor()
+    fn local(&self) -> Option<LocalPart<'_>> {
+        self.0.local()
     }
 }
 

@@ -6,10 +6,10 @@
 use super::{extents, retry};
 use crate::queue::resume_short_read;
 use crate::validate::{check_alignment, check_range};
-use crate::{BLOCK_SIZE, File, IoMode, Placement};
+use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
 use std::io::{self, IoSlice};
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 
 /// Slices in one system call (`IOV_MAX` of Linux and the BSDs).
 pub(crate) const VECTORS_MAX: usize = 1024;
@@ -24,7 +24,7 @@ const CACHED_WRITE_MAX: u64 = 64 << 10;
 const ZEROS_LENGTH: usize = 256 << 10;
 
 /// A file of a [`super::LocalDirectory`].
-pub struct LocalFile {
+pub struct OpenFile {
     file: std::fs::File,
     mode: IoMode,
 }
@@ -32,7 +32,7 @@ pub struct LocalFile {
 /// Space in bytes from which a removed file is closed by a thread of its own.
 const CLOSED_ELSEWHERE: u64 = 16 << 20;
 
-impl Drop for LocalFile {
+impl Drop for OpenFile {
     /// Closing a removed file for the last time is what frees its space, and takes as long as that takes: two thirds of
     /// a second for 2 GiB on a file system mounted with `discard`. The thread of a request may drop it last, and all
     /// requests of its connection would wait.
@@ -46,7 +46,7 @@ impl Drop for LocalFile {
     }
 }
 
-impl LocalFile {
+impl OpenFile {
     pub(super) fn new(file: std::fs::File, mode: IoMode) -> Self {
         Self { file, mode }
     }
@@ -150,11 +150,7 @@ impl LocalFile {
     }
 }
 
-impl File for LocalFile {
-    fn mode(&self) -> IoMode {
-        self.mode
-    }
-
+impl File for OpenFile {
     fn len(&self) -> io::Result<u64> {
         let stat = rustix::fs::fstat(&self.file)?;
         Ok(u64::try_from(stat.st_size).unwrap_or(0))
@@ -236,6 +232,28 @@ impl File for LocalFile {
         }
     }
 
+    fn sync(&self) -> io::Result<()> {
+        // Never retried after a failure: the kernel reports a lost write once and then forgets it.
+        self.file.sync_data()
+    }
+
+    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
+        if length == 0 {
+            return Ok(());
+        }
+        check_range(offset, length)?;
+        match punch_call(&self.file, offset, length) {
+            Err(error) if error.kind() == io::ErrorKind::Unsupported => self.write_zeros(offset, length),
+            other => other,
+        }
+    }
+
+    fn local(&self) -> Option<LocalPart<'_>> {
+        Some(LocalPart { file: self, descriptor: Some(self.file.as_raw_fd()), mode: self.mode })
+    }
+}
+
+impl LocalFile for OpenFile {
     fn write_out(&self, offset: u64, length: u64, wait: bool) {
         if self.mode == IoMode::Buffered {
             write_out_call(&self.file, offset, length, wait);
@@ -252,28 +270,12 @@ impl File for LocalFile {
         forget_cached_call(&self.file)
     }
 
-    fn sync(&self) -> io::Result<()> {
-        // Never retried after a failure: the kernel reports a lost write once and then forgets it.
-        self.file.sync_data()
-    }
-
     fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
         if length == 0 {
             return Ok(());
         }
         check_range(offset, length)?;
         reserve_call(&self.file, offset, length)
-    }
-
-    fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
-        if length == 0 {
-            return Ok(());
-        }
-        check_range(offset, length)?;
-        match punch_call(&self.file, offset, length) {
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => self.write_zeros(offset, length),
-            other => other,
-        }
     }
 
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -314,10 +316,6 @@ impl File for LocalFile {
     fn allocated(&self) -> io::Result<u64> {
         let stat = rustix::fs::fstat(&self.file)?;
         Ok(u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512))
-    }
-
-    fn descriptor(&self) -> Option<RawFd> {
-        Some(self.file.as_raw_fd())
     }
 }
 
@@ -437,7 +435,7 @@ mod tests {
         let folder = std::env::temp_dir().join(format!("lamina-pieces-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         let open = std::fs::OpenOptions::new().read(true).write(true).create_new(true).open(folder.join("file"));
-        let file = LocalFile::new(open.unwrap(), IoMode::Buffered);
+        let file = OpenFile::new(open.unwrap(), IoMode::Buffered);
         let max = CACHED_WRITE_MAX as usize;
         let bytes: Vec<u8> = (0..4 * max as u64).map(|at| (at * 31 % 251) as u8).collect();
         let mut model = vec![0; 6 * max];
@@ -460,7 +458,7 @@ mod tests {
         let path = folder.join("large");
         let file = std::fs::File::create_new(&path).unwrap();
         rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), 0, 2 * CLOSED_ELSEWHERE).unwrap();
-        let file = LocalFile::new(file, IoMode::Buffered);
+        let file = OpenFile::new(file, IoMode::Buffered);
         std::fs::remove_file(&path).unwrap();
         assert_eq!(removed(&folder), 1);
         drop(file);

@@ -4,12 +4,11 @@ use super::content::PAGE;
 use super::world::{FileId, World};
 use super::{Fault, Request, take_time};
 use crate::validate::{check_alignment, check_range};
-use crate::{File, IoMode, Placement};
+use crate::{File, IoMode, LocalFile, LocalPart, Placement};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// Placements told at a time: few, so that callers have to go on asking.
@@ -48,10 +47,6 @@ impl Drop for SimulatedFile {
 }
 
 impl File for SimulatedFile {
-    fn mode(&self) -> IoMode {
-        self.mode
-    }
-
     fn len(&self) -> io::Result<u64> {
         Ok(self.world.lock().file(self.id)?.live.length())
     }
@@ -95,22 +90,9 @@ impl File for SimulatedFile {
         self.world.lock().write(self.id, offset, bytes, durable)
     }
 
-    fn forget_cached(&self) -> io::Result<()> {
-        self.world.lock().forget_cached(self.id)
-    }
-
     fn sync(&self) -> io::Result<()> {
         take_time(&self.world, Request::Sync);
         self.world.lock().sync(self.id)
-    }
-
-    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
-        check_range(offset, length)?;
-        if length == 0 {
-            return Ok(());
-        }
-        take_time(&self.world, Request::Space);
-        self.world.lock().reserve(self.id, offset, length)
     }
 
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -120,6 +102,25 @@ impl File for SimulatedFile {
         }
         take_time(&self.world, Request::Space);
         self.world.lock().punch(self.id, offset, length)
+    }
+
+    fn local(&self) -> Option<LocalPart<'_>> {
+        Some(LocalPart { file: self, descriptor: None, mode: self.mode })
+    }
+}
+
+impl LocalFile for SimulatedFile {
+    fn forget_cached(&self) -> io::Result<()> {
+        self.world.lock().forget_cached(self.id)
+    }
+
+    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
+        check_range(offset, length)?;
+        if length == 0 {
+            return Ok(());
+        }
+        take_time(&self.world, Request::Space);
+        self.world.lock().reserve(self.id, offset, length)
     }
 
     fn zero_range(&self, offset: u64, length: u64) -> io::Result<()> {
@@ -165,9 +166,5 @@ impl File for SimulatedFile {
 
     fn allocated(&self) -> io::Result<u64> {
         Ok(self.world.lock().file(self.id)?.live.space().total() * PAGE)
-    }
-
-    fn descriptor(&self) -> Option<RawFd> {
-        None
     }
 }

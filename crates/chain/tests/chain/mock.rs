@@ -10,7 +10,6 @@ use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -58,20 +57,8 @@ impl File for MemoryFile {
     fn sync(&self) -> io::Result<()> {
         Ok(())
     }
-    fn reserve(&self, _offset: u64, _length: u64) -> io::Result<()> {
-        Ok(())
-    }
     fn punch(&self, _offset: u64, _length: u64) -> io::Result<()> {
         Ok(())
-    }
-    fn next_allocated(&self, _offset: u64) -> io::Result<Option<Range<u64>>> {
-        Ok(None)
-    }
-    fn allocated(&self) -> io::Result<u64> {
-        self.len()
-    }
-    fn descriptor(&self) -> Option<RawFd> {
-        None
     }
 }
 
@@ -443,28 +430,13 @@ impl File for DirectFile {
         assert!((buffer.as_ptr() as usize).is_multiple_of(4096));
         self.0.read_at(buffer, offset)
     }
-    fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> io::Result<bool> {
-        Ok(false)
-    }
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
         self.0.write_at(slices, offset, durable)
     }
     fn sync(&self) -> io::Result<()> {
         self.0.sync()
     }
-    fn reserve(&self, offset: u64, length: u64) -> io::Result<()> {
-        self.0.reserve(offset, length)
-    }
     fn punch(&self, offset: u64, length: u64) -> io::Result<()> {
         self.0.punch(offset, length)
-    }
-    fn next_allocated(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        self.0.next_allocated(offset)
-    }
-    fn allocated(&self) -> io::Result<u64> {
-        self.0.allocated()
-    }
-    fn descriptor(&self) -> Option<RawFd> {
-        None
     }
 }

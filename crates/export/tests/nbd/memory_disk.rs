@@ -3,7 +3,7 @@
 //! Blocks live in an in-memory file at their own offset. A seeded choice per write decides whether a block is handed
 //! out as memory or as media, and per access whether the "page cache" has it, so that reads take every path.
 
-use backend::{BLOCK_SIZE, Buffer, File, Queue, SharedSlice, portable};
+use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, SharedSlice, portable};
 use disk::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use error::{Error, ErrorKind, Result};
 use export::nbd::{ExportName, Exports};
@@ -11,7 +11,6 @@ use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -86,10 +85,16 @@ impl File for MemoryFile {
     fn sync(&self) -> io::Result<()> {
         Ok(())
     }
-    fn reserve(&self, _offset: u64, _length: u64) -> io::Result<()> {
+    fn punch(&self, _offset: u64, _length: u64) -> io::Result<()> {
         Ok(())
     }
-    fn punch(&self, _offset: u64, _length: u64) -> io::Result<()> {
+    fn local(&self) -> Option<LocalPart<'_>> {
+        Some(LocalPart { file: self, descriptor: None, mode: IoMode::Buffered })
+    }
+}
+
+impl LocalFile for MemoryFile {
+    fn reserve(&self, _offset: u64, _length: u64) -> io::Result<()> {
         Ok(())
     }
     fn next_allocated(&self, _offset: u64) -> io::Result<Option<Range<u64>>> {
@@ -97,9 +102,6 @@ impl File for MemoryFile {
     }
     fn allocated(&self) -> io::Result<u64> {
         self.len()
-    }
-    fn descriptor(&self) -> Option<RawFd> {
-        None
     }
 }
 

@@ -1,9 +1,8 @@
 //! A part of a file, read as a file of its own.
 
-use backend::File;
+use backend::{File, IoMode, LocalFile, LocalPart};
 use std::io;
 use std::ops::Range;
-use std::os::fd::RawFd;
 use std::sync::Arc;
 
 /// `length` bytes of a file from `start` on. It is never changed: what would do so fails.
@@ -66,11 +65,18 @@ impl File for Section {
         Ok(())
     }
 
-    fn reserve(&self, _: u64, _: u64) -> io::Result<()> {
+    fn punch(&self, _: u64, _: u64) -> io::Result<()> {
         Err(refused())
     }
 
-    fn punch(&self, _: u64, _: u64) -> io::Result<()> {
+    fn local(&self) -> Option<LocalPart<'_>> {
+        // Offsets here are not those of the file behind it.
+        self.file.local().map(|_| LocalPart { file: self, descriptor: None, mode: IoMode::Buffered })
+    }
+}
+
+impl LocalFile for Section {
+    fn reserve(&self, _: u64, _: u64) -> io::Result<()> {
         Err(refused())
     }
 
@@ -86,10 +92,5 @@ impl File for Section {
     fn allocated(&self) -> io::Result<u64> {
         // The file system counts whole files; this part takes its length at the most.
         Ok(self.length.min(self.file.allocated()?))
-    }
-
-    fn descriptor(&self) -> Option<RawFd> {
-        // Offsets here are not those of the file behind it.
-        None
     }
 }

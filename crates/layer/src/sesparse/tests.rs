@@ -266,10 +266,6 @@ impl File for MemoryFile {
         Ok(())
     }
 
-    fn read_cached_at(&self, _buffer: &mut [u8], _offset: u64) -> std::io::Result<bool> {
-        Ok(false)
-    }
-
     fn write_at(&self, slices: &[&[u8]], offset: u64, _durable: bool) -> std::io::Result<()> {
         let mut changed = self.changed.lock();
         let bytes = slices.concat();
@@ -291,25 +287,8 @@ impl File for MemoryFile {
         Ok(())
     }
 
-    fn reserve(&self, _offset: u64, _length: u64) -> std::io::Result<()> {
-        Ok(())
-    }
-
     fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
         let zeros = vec![0; length as usize];
         self.write_at(&[&zeros], offset, false)
-    }
-
-    fn next_allocated(&self, offset: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
-        let length = self.len()?;
-        Ok((offset < length).then_some(offset..length))
-    }
-
-    fn allocated(&self) -> std::io::Result<u64> {
-        self.len()
-    }
-
-    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
-        None
     }
 }

@@ -1,7 +1,7 @@
 //! What the tests share: seeded randomness, a disk's content as a plain array, guests that write during merges, folders
 //! on a simulated disk, QEMU.
 
-use backend::{Access, Directory, File, IoMode, Lock, Queue, QueueKind, Room};
+use backend::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
 use chain::{Chain, Watch};
 use layer::image::Folder;
 use parking_lot::Mutex;
@@ -151,12 +151,6 @@ impl Directory for Sub {
     fn open(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.open(&self.inside(name), mode)
     }
-    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
-        if access == Access::ReadWrite && self.read_only.iter().any(|read_only| read_only == name) {
-            return Err(io::ErrorKind::PermissionDenied.into());
-        }
-        self.inner.open_foreign(&self.inside(name), mode, access)
-    }
     fn create(&self, name: &str, mode: IoMode) -> io::Result<Arc<dyn File>> {
         self.inner.create(&self.inside(name), mode)
     }
@@ -184,5 +178,23 @@ impl Directory for Sub {
     }
     fn queue_kind(&self) -> QueueKind {
         self.inner.queue_kind()
+    }
+    fn local(&self) -> Option<&dyn LocalFolder> {
+        Some(self)
+    }
+}
+
+impl LocalFolder for Sub {
+    fn open_foreign(&self, name: &str, mode: IoMode, access: Access) -> io::Result<Arc<dyn File>> {
+        if access == Access::ReadWrite && self.read_only.iter().any(|read_only| read_only == name) {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        self.inner.open_foreign(&self.inside(name), mode, access)
+    }
+    fn copy_permissions(&self, from: &str, to: &str) -> io::Result<()> {
+        self.inner.copy_permissions(&self.inside(from), &self.inside(to))
+    }
+    fn lock_folder(&self) -> io::Result<Option<Box<dyn Lock>>> {
+        Ok(None)
     }
 }

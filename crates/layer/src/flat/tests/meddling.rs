@@ -51,24 +51,12 @@ impl File for Meddled {
     fn sync(&self) -> std::io::Result<()> {
         self.inner.sync()
     }
-    fn reserve(&self, offset: u64, length: u64) -> std::io::Result<()> {
-        self.inner.reserve(offset, length)
-    }
     fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
         meddle(&self.before_punch);
         self.inner.punch(offset, length)
     }
-    fn next_allocated(&self, offset: u64) -> std::io::Result<Option<Range<u64>>> {
-        self.inner.next_allocated(offset)
-    }
-    fn placements(&self, offset: u64) -> std::io::Result<Vec<backend::Placement>> {
-        self.inner.placements(offset)
-    }
-    fn allocated(&self) -> std::io::Result<u64> {
-        self.inner.allocated()
-    }
-    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
-        None
+    fn local(&self) -> Option<backend::LocalPart<'_>> {
+        self.inner.local()
     }
 }
 

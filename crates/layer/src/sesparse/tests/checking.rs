@@ -3,6 +3,7 @@
 use super::super::entry::{Entry, Grain, GrainRun, Owner, Table, encode_slot};
 use super::super::state::{bitmap_page, page_index, table_page};
 use super::*;
+use backend::{LocalFile, LocalPart};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -50,10 +51,6 @@ impl File for Watched {
         self.file.set_len(length)
     }
 
-    fn read_cached_at(&self, buffer: &mut [u8], offset: u64) -> std::io::Result<bool> {
-        self.file.read_cached_at(buffer, offset)
-    }
-
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> std::io::Result<()> {
         self.file.write_at(slices, offset, durable)
     }
@@ -62,12 +59,18 @@ impl File for Watched {
         self.file.sync()
     }
 
-    fn reserve(&self, _offset: u64, _length: u64) -> std::io::Result<()> {
-        Err(std::io::ErrorKind::Unsupported.into())
-    }
-
     fn punch(&self, offset: u64, length: u64) -> std::io::Result<()> {
         self.file.punch(offset, length)
+    }
+
+    fn local(&self) -> Option<LocalPart<'_>> {
+        Some(LocalPart { file: self, descriptor: None, mode: IoMode::Buffered })
+    }
+}
+
+impl LocalFile for Watched {
+    fn reserve(&self, _offset: u64, _length: u64) -> std::io::Result<()> {
+        Err(std::io::ErrorKind::Unsupported.into())
     }
 
     fn next_allocated(&self, offset: u64) -> std::io::Result<Option<std::ops::Range<u64>>> {
@@ -76,10 +79,6 @@ impl File for Watched {
 
     fn allocated(&self) -> std::io::Result<u64> {
         self.file.allocated()
-    }
-
-    fn descriptor(&self) -> Option<std::os::fd::RawFd> {
-        None
     }
 }
 
