@@ -21,7 +21,7 @@
 //!    answers an error.
 
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
-use backend::Buffer;
+use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
 use std::any::Any;
@@ -327,8 +327,8 @@ impl Device for SwitchedDevice {
         }
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        self.durable_writer(fua)?.device.write(offset, data, length, fua)
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.durable_writer(fua)?.device.write(offset, data, fua)
     }
 
     fn pressure(&self) -> u32 {
@@ -369,7 +369,7 @@ impl Device for SwitchedDevice {
         self.switch.enter().device.changed_since(base, offset, length, limit)
     }
 
-    fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
-        self.switch.enter().device.read(offset, length)
+    fn read_plan(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.switch.enter().device.read_plan(offset, length)
     }
 }

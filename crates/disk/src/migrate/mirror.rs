@@ -25,7 +25,7 @@ use super::work::Work;
 use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, SharedSlice};
 use chain::Ranges;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -298,7 +298,7 @@ impl MirrorDevice {
                 Difference::Zeroed => self.target.write_zeroes(offset, (at - begin) as u64, false, false)?,
                 Difference::Data => {
                     // Runs begin at blocks: marks are whole ones, and so are steps but for the last.
-                    self.target.write(offset, Buffer::copy_of(&wanted[begin..at]), at - begin, false)?;
+                    self.target.write(offset, SharedSlice::copy_of(&wanted[begin..at]), false)?;
                     written += (at - begin) as u64;
                 }
             }
@@ -475,16 +475,16 @@ impl Device for MirrorDevice {
         self.source.finish_read(plan)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        self.check_writable(offset, length as u64)?;
-        if length > 0 {
-            let range = offset..offset + length as u64;
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.check_writable(offset, data.len() as u64)?;
+        if !data.is_empty() {
+            let range = offset..offset + data.len() as u64;
             let _held = self.ranges.lock(range.clone());
             let part = self.mirrored(&range);
-            let copy = (part > 0).then(|| data.clone());
-            self.source.write(offset, data, length, false).map_err(|error| self.source_failed(error))?;
-            if let Some(copy) = copy
-                && let Err(error) = self.target.write(offset, copy, part as usize, false)
+            let mirrored = (part > 0).then(|| data.slice(0..part as usize));
+            self.source.write(offset, data, false).map_err(|error| self.source_failed(error))?;
+            if let Some(mirrored) = mirrored
+                && let Err(error) = self.target.write(offset, mirrored, false)
             {
                 self.target_failed(error)?;
             }

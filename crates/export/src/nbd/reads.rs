@@ -15,7 +15,7 @@ use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
 use super::pool::Pool;
 use super::protocol::{RequestHead, errno};
-use super::replies::{covers, recycle};
+use super::replies::recycle;
 use super::requests::Refusal;
 use backend::{Completion, Queue};
 use disk::device::{Device, ReadPlan, Segment, Verdict};
@@ -337,7 +337,7 @@ impl<'a> Reads<'a> {
         let verdict = self.device.finish_read(&mut plan);
         plan.guard = None;
         let outcome = match verdict {
-            Ok(Verdict::Good) if covers(&plan, ask.length) => Ok(plan),
+            Ok(Verdict::Good) if plan.length == ask.length && plan.is_whole() => Ok(plan),
             Ok(Verdict::Good) => {
                 tracing::error!(disk = self.device.name(), offset = ask.head.offset, "a read plan misses bytes");
                 Err(Refusal::new(errno::EIO, "the read could not be completed"))

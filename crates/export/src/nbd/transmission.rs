@@ -28,7 +28,7 @@ use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
 use super::transport::{Transport, Wait, wait_for};
 use super::{Exports, Terms};
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use disk::device::Device;
 use disk::pace::{Foreground, Waiting};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -268,7 +268,7 @@ impl Session<'_> {
                     self.incoming = Incoming::Payload { head, fua, buffer, filled, end };
                     return false;
                 }
-                self.write(&head, buffer, fua);
+                self.write(&head, SharedSlice::new(Arc::new(buffer), end - head.length as usize..end), fua);
                 true
             }
             Incoming::Skip { head, left, refusal } => {
@@ -329,10 +329,7 @@ impl Session<'_> {
         match action {
             Ok(Action::Write { length, fua }) => {
                 let start = (head.offset % BLOCK_SIZE as u64) as usize;
-                let mut buffer = self.pool.take(start + length);
-                // Bytes outside the request are zeroed, so that no fault can store old memory on the disk.
-                buffer[..start].fill(0);
-                buffer[start + length..].fill(0);
+                let buffer = self.pool.take(start + length);
                 self.incoming = Incoming::Payload { head, fua, buffer, filled: start, end: start + length };
             }
             Ok(Action::StatusPayload { payload, only_one }) if payload < DIRECT_PAYLOAD_BYTES_MIN => {
@@ -396,10 +393,10 @@ impl Session<'_> {
         self.conclude(head, done);
     }
 
-    fn write(&mut self, head: &RequestHead, buffer: Buffer, fua: bool) {
+    fn write(&mut self, head: &RequestHead, data: SharedSlice, fua: bool) {
         // The request was judged before its payload arrived; the device judges the range again.
         self.tally.written += head.length;
-        let done = self.device.write(head.offset, buffer, head.length as usize, fua);
+        let done = self.device.write(head.offset, data, fua);
         self.conclude(head, done);
     }
 
