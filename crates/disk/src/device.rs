@@ -176,6 +176,15 @@ impl ReadPlan {
     }
 }
 
+/// A flush that was asked for. It completes in [`Device::finish_flush`], on whichever thread that is called.
+#[derive(Default)]
+pub struct FlushTicket {
+    /// Which acknowledged writes it covers, as the device numbers them.
+    pub number: u64,
+    /// What the device keeps until it has completed.
+    pub guard: Option<Box<dyn Any + Send>>,
+}
+
 /// What a range is, for block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
@@ -240,8 +249,19 @@ pub trait Device: Send + Sync {
     /// Makes a range read as zeros. With `allocate` it keeps or takes space so that later writes there cannot run out.
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()>;
 
-    /// Makes everything acknowledged before, by whatever connection, durable.
-    fn flush(&self) -> Result<()>;
+    /// Asks for everything acknowledged before, by whatever connection, to be made durable. Never waits.
+    fn begin_flush(&self) -> Result<FlushTicket> {
+        // A device without numbers of its own counts from when the flush is carried out: that covers no less.
+        Ok(FlushTicket::default())
+    }
+
+    /// Waits until what the ticket covers is durable, and makes it so unless another flush does.
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()>;
+
+    /// Both at once, on this thread.
+    fn flush(&self) -> Result<()> {
+        self.finish_flush(self.begin_flush()?)
+    }
 
     /// Brings a range towards the caches; a hint.
     fn prefetch(&self, offset: u64, length: u64) -> Result<()>;

@@ -10,7 +10,8 @@
 //! One [`Switch`] stands behind all clients of a disk (or of a snapshot), so that an exchange is seen by all at once.
 //!
 //! 1. A request goes to one device from its beginning to its end: the one that was current when it began. A read that
-//!    was planned by a device is finished by that device, however long the client takes to fetch the data.
+//!    was planned by a device is finished by that device, however long the client takes to fetch the data; so is a
+//!    flush.
 //! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange: a request that begins
 //!    after it goes to the new device. [`Before::wait_unused`] waits until no request is inside the old one.
 //! 3. What is acknowledged must be in both devices while requests may be inside both: the caller of the exchange
@@ -20,7 +21,7 @@
 //!    After [`Switch::note_loss`], called before the exchange, the first flush of each client that was connected
 //!    answers an error.
 
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
@@ -232,7 +233,7 @@ struct Told {
     by_fua: AtomicU64,
 }
 
-/// What the plan of a read keeps: the device that made it, and what that device keeps.
+/// What the plan of a read or the ticket of a flush keeps: the device that made it, and what that device keeps.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
@@ -343,10 +344,22 @@ impl Device for SwitchedDevice {
         self.durable_writer(fua)?.device.write_zeroes(offset, length, allocate, fua)
     }
 
-    fn flush(&self) -> Result<()> {
+    fn begin_flush(&self) -> Result<FlushTicket> {
         let held = self.switch.enter();
         self.tell_loss(&self.told.by_flush)?;
-        held.device.flush()
+        let mut ticket = held.device.begin_flush()?;
+        let guard = ticket.guard.take();
+        ticket.guard = Some(Box::new(Origin { held, guard }));
+        Ok(ticket)
+    }
+
+    fn finish_flush(&self, mut ticket: FlushTicket) -> Result<()> {
+        let origin = ticket.guard.take().and_then(|guard| guard.downcast::<Origin>().ok());
+        let Origin { held, guard } = *origin.ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{}: a flush was finished that was not asked for here", self.name))
+        })?;
+        ticket.guard = guard;
+        held.device.finish_flush(ticket)
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

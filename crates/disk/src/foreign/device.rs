@@ -5,7 +5,7 @@
 //! 2. The chain's plan is the guard of the read, and is let go when the read is finished.
 //! 3. Layers have no checksums, so every read is good; what changed under it was old or new, as on any disk.
 
-use crate::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
@@ -106,7 +106,7 @@ impl Device for ChainedDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         if self.chain.read_only() { Ok(()) } else { self.chain.flush() }
     }
 

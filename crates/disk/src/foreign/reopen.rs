@@ -8,7 +8,7 @@
 //! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
 
 use super::{Foreign, ForeignDisk};
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::info::DiskInfo;
 use crate::progress::Progress;
 use backend::SharedSlice;
@@ -104,7 +104,7 @@ impl Device for StoppedDevice {
         self.refuse()
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.refuse()
     }
 

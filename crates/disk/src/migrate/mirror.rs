@@ -22,7 +22,7 @@
 //! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
 
 use super::work::Work;
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, SharedSlice};
@@ -510,8 +510,12 @@ impl Device for MirrorDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
-        self.source.flush().map_err(|error| self.source_failed(error))?;
+    fn begin_flush(&self) -> Result<FlushTicket> {
+        self.source.begin_flush().map_err(|error| self.source_failed(error))
+    }
+
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        self.source.finish_flush(ticket).map_err(|error| self.source_failed(error))?;
         // Read afterwards: a flush acknowledged before `settle` began to flush the target is covered by that flush.
         if self.settled.load(Ordering::SeqCst)
             && !self.failed.load(Ordering::SeqCst)

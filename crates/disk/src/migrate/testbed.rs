@@ -1,6 +1,6 @@
 //! What the tests of migration share: seeded numbers, and a device in memory that can be slow and can fail.
 
-use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -169,7 +169,7 @@ impl Device for MemoryDevice {
         if fua { self.flush() } else { Ok(()) }
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         if self.failing.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Io, "memory cannot be flushed"));
         }

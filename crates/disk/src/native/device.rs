@@ -1,7 +1,7 @@
 //! A native disk or snapshot as a device: bytes at any alignment over the store's blocks.
 
 use super::{Capacity, Native};
-use crate::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
@@ -109,15 +109,8 @@ impl NativeDevice {
         Ok(())
     }
 
-    fn flush_target(&self) -> Result<()> {
-        match &self.target {
-            Target::Head(head) => self.engine.flush_head(head).map_err(|error| error.context(&self.name)),
-            Target::Snapshot(_) => self.engine.flush(),
-        }
-    }
-
     fn finish(&self, fua: bool) -> Result<()> {
-        if fua { self.flush_target() } else { Ok(()) }
+        if fua { self.flush() } else { Ok(()) }
     }
 
     fn spans(&self, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
@@ -243,8 +236,17 @@ impl Device for NativeDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
-        self.flush_target()
+    fn begin_flush(&self) -> Result<FlushTicket> {
+        Ok(FlushTicket { number: self.engine.acknowledged(), guard: None })
+    }
+
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        match &self.target {
+            Target::Head(head) => {
+                self.engine.flush_head(head, ticket.number).map_err(|error| error.context(&self.name))
+            }
+            Target::Snapshot(_) => self.engine.flush_to(ticket.number),
+        }
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -74,7 +74,7 @@ impl Device for Memory {
         self.bytes.lock()[offset as usize..][..length as usize].fill(0);
         Ok(())
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.come_in();
         self.flushed.fetch_add(1, Ordering::SeqCst);
         Ok(())
@@ -126,7 +126,7 @@ impl Device for Mirror {
         self.0.write_zeroes(offset, length, allocate, fua)?;
         self.1.write_zeroes(offset, length, allocate, fua)
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.0.flush()?;
         self.1.flush()
     }

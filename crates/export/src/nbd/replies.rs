@@ -7,10 +7,9 @@
 //!    reply except by the end of the connection.
 //! 2. A read is put in only when every byte of it is in memory and verified, so no chunk announced can fail.
 //! 3. `held` is the payload and header bytes not sent yet; the session takes up no more requests beyond its limit.
-//! 4. The memory of a read goes back to the pool when its last piece is sent.
+//! 4. The memory of a read goes back to the session when its last piece is sent.
 
 use super::limits::{MESSAGE_BYTES_MAX, SEND_SLICES_MAX};
-use super::pool::Pool;
 use super::protocol::{
     EXTENDED_REPLY_MAGIC, Put, RequestHead, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, clip_message, reply_flag,
     reply_type,
@@ -204,7 +203,7 @@ impl Outbox {
     }
 
     /// Forgets `bytes` that were sent.
-    pub fn advance(&mut self, mut bytes: usize, pool: &mut Pool) {
+    pub fn advance(&mut self, mut bytes: usize, recycle: &mut dyn FnMut(ReadPlan)) {
         self.held -= bytes;
         while let Some(front) = self.pieces.front() {
             let left = front.len() - self.sent;
@@ -215,7 +214,7 @@ impl Outbox {
             bytes -= left;
             self.sent = 0;
             if let Some(piece) = self.pieces.pop_front() {
-                self.retire(piece, pool);
+                self.retire(piece, recycle);
             }
         }
         self.replies = 0;
@@ -223,19 +222,19 @@ impl Outbox {
 
     /// Copies what lies in memory shared with the device, so that a client that does not read its replies holds only
     /// its own memory.
-    pub fn unshare(&mut self, pool: &mut Pool) {
+    pub fn unshare(&mut self, recycle: &mut dyn FnMut(ReadPlan)) {
         for index in 0..self.pieces.len() {
             let piece = &mut self.pieces[index];
             let Piece::Segment { plan, index, range } = piece else { continue };
             if plan.segments.iter().any(|segment| matches!(segment, Segment::Memory(_))) {
                 let copy = plan.segments[*index].delivered()[range.clone()].to_vec();
                 let old = std::mem::replace(piece, Piece::Bytes(copy));
-                self.retire(old, pool);
+                self.retire(old, recycle);
             }
         }
     }
 
-    fn retire(&mut self, piece: Piece, pool: &mut Pool) {
+    fn retire(&mut self, piece: Piece, recycle: &mut dyn FnMut(ReadPlan)) {
         match piece {
             Piece::Bytes(mut bytes) => {
                 if bytes.capacity() <= 2 * HEADERS_BYTES && self.spare.len() < 8 {
@@ -246,7 +245,7 @@ impl Outbox {
             Piece::Zeros(_) => {}
             Piece::Segment { plan, .. } => {
                 if let Some(plan) = Rc::into_inner(plan) {
-                    recycle(plan, pool);
+                    recycle(plan);
                 }
             }
         }
@@ -295,17 +294,6 @@ impl Outbox {
             let before = bytes.len();
             put(bytes);
             self.held += bytes.len() - before;
-        }
-    }
-}
-
-/// Gives the memory of a read back.
-pub fn recycle(plan: ReadPlan, pool: &mut Pool) {
-    for segment in plan.segments {
-        if let Segment::Media(media) = segment
-            && let Some(buffer) = media.buffer
-        {
-            pool.put(buffer);
         }
     }
 }

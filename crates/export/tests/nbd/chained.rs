@@ -9,7 +9,7 @@ use backend::{File, Queue, portable};
 use chain::{Chain, Options};
 use disk::device::Device;
 use disk::{Allocation, ChainedDevice};
-use export::nbd::{ExportName, Exports};
+use export::exports::{ExportName, Exports};
 use layer::Layer;
 use std::io;
 use std::sync::Arc;

@@ -4,9 +4,9 @@
 //! out as memory or as media, and per access whether the "page cache" has it, so that reads take every path.
 
 use backend::{BLOCK_SIZE, Buffer, File, Queue, SharedSlice, portable};
-use disk::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use error::{Error, ErrorKind, Result};
-use export::nbd::{ExportName, Exports};
+use export::exports::{ExportName, Exports};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -375,7 +375,7 @@ impl Device for MemoryDisk {
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
         self.zero(offset, length, fua, allocate.then_some(Place::Zero))
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
@@ -496,8 +496,8 @@ impl Device for ReadOnly {
     fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
         panic!("the server let a write-zeroes through to a read-only device")
     }
-    fn flush(&self) -> Result<()> {
-        self.0.flush()
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        self.0.finish_flush(ticket)
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
         self.0.prefetch(offset, length)
