@@ -6,7 +6,8 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::device::Device;
 use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use export::nbd::transport::{Transport, Wait};
-use export::nbd::{Clients, ExportName, Exports, Peer, Terms, serve};
+use export::exports::{ExportName, Exports};
+use export::nbd::{Clients, Peer, Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -41,9 +42,9 @@ fn disks() -> &'static Disks {
             .create_disk("a", &NewDisk::native((1 << 20) + 512, Provisioning::Thin), &NoProgress)
             .expect("a new disk");
         let device = datastore.device("a", false).expect("a new disk");
-        device.write(8192, backend::Buffer::copy_of(&[7; 8192]), 8192, true).expect("room for a write");
+        device.write(8192, backend::SharedSlice::copy_of(&[7; 8192]), true).expect("room for a write");
         datastore.create_snapshots(&[("a".into(), "s".into())], &SnapshotOptions::default()).expect("a new snapshot");
-        device.write(0, backend::Buffer::copy_of(&[8; 4096]), 4096, true).expect("room for a write");
+        device.write(0, backend::SharedSlice::copy_of(&[8; 4096]), true).expect("room for a write");
         Disks(datastore)
     })
 }

@@ -88,8 +88,9 @@ impl Buffer {
 
     /// A copy of `bytes`, padded with zeros to whole blocks.
     pub fn copy_of(bytes: &[u8]) -> Self {
-        let mut buffer = Self::with_bytes(bytes.len());
+        let mut buffer = Self::recycled(bytes.len().div_ceil(BLOCK_SIZE));
         buffer[..bytes.len()].copy_from_slice(bytes);
+        buffer[bytes.len()..].fill(0);
         buffer
     }
 
@@ -118,7 +119,7 @@ impl std::fmt::Debug for Buffer {
     }
 }
 
-/// A part of a buffer that several owners read.
+/// Bytes that several owners read: a part of a buffer.
 #[derive(Clone, Debug)]
 pub struct SharedSlice {
     buffer: Arc<Buffer>,
@@ -136,10 +137,27 @@ impl SharedSlice {
         Self { buffer, start: range.start, end: range.end }
     }
 
+    /// A copy of `bytes`, at the beginning of a block of memory.
+    pub fn copy_of(bytes: &[u8]) -> Self {
+        Self { buffer: Arc::new(Buffer::copy_of(bytes)), start: 0, end: bytes.len() }
+    }
+
+    /// How many bytes of memory lie between the beginning of a block and the first byte.
+    pub fn lead(&self) -> usize {
+        self.start % BLOCK_SIZE
+    }
+
     /// A part of this slice.
     pub fn slice(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len());
         Self { buffer: Arc::clone(&self.buffer), start: self.start + range.start, end: self.start + range.end }
+    }
+}
+
+impl From<Buffer> for SharedSlice {
+    fn from(buffer: Buffer) -> Self {
+        let end = buffer.len();
+        Self { buffer: Arc::new(buffer), start: 0, end }
     }
 }
 

@@ -21,7 +21,7 @@ pub mod switch;
 pub mod transfer;
 
 pub use datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
-pub use device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+pub use device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 pub(crate) use error::{Error, ErrorKind, Result};
 pub use file_system::FileSystemInfo;
 pub use foreign::ChainedDevice;

@@ -10,7 +10,8 @@
 //! One [`Switch`] stands behind all clients of a disk (or of a snapshot), so that an exchange is seen by all at once.
 //!
 //! 1. A request goes to one device from its beginning to its end: the one that was current when it began. A read that
-//!    was planned by a device is finished by that device, however long the client takes to fetch the data.
+//!    was planned by a device is finished by that device, however long the client takes to fetch the data; so is a
+//!    flush.
 //! 2. [`Switch::exchange`] never waits for a request, and no request waits for an exchange: a request that begins
 //!    after it goes to the new device. [`Before::wait_unused`] waits until no request is inside the old one.
 //! 3. What is acknowledged must be in both devices while requests may be inside both: the caller of the exchange
@@ -20,8 +21,8 @@
 //!    After [`Switch::note_loss`], called before the exchange, the first flush of each client that was connected
 //!    answers an error.
 
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
-use backend::Buffer;
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
+use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
 use std::any::Any;
@@ -232,7 +233,7 @@ struct Told {
     by_fua: AtomicU64,
 }
 
-/// What the plan of a read keeps: the device that made it, and what that device keeps.
+/// What the plan of a read or the ticket of a flush keeps: the device that made it, and what that device keeps.
 struct Origin {
     held: Arc<Held>,
     guard: Option<Box<dyn Any + Send>>,
@@ -327,8 +328,8 @@ impl Device for SwitchedDevice {
         }
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        self.durable_writer(fua)?.device.write(offset, data, length, fua)
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.durable_writer(fua)?.device.write(offset, data, fua)
     }
 
     fn pressure(&self) -> u32 {
@@ -343,10 +344,22 @@ impl Device for SwitchedDevice {
         self.durable_writer(fua)?.device.write_zeroes(offset, length, allocate, fua)
     }
 
-    fn flush(&self) -> Result<()> {
+    fn begin_flush(&self) -> Result<FlushTicket> {
         let held = self.switch.enter();
         self.tell_loss(&self.told.by_flush)?;
-        held.device.flush()
+        let mut ticket = held.device.begin_flush()?;
+        let guard = ticket.guard.take();
+        ticket.guard = Some(Box::new(Origin { held, guard }));
+        Ok(ticket)
+    }
+
+    fn finish_flush(&self, mut ticket: FlushTicket) -> Result<()> {
+        let origin = ticket.guard.take().and_then(|guard| guard.downcast::<Origin>().ok());
+        let Origin { held, guard } = *origin.ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{}: a flush was finished that was not asked for here", self.name))
+        })?;
+        ticket.guard = guard;
+        held.device.finish_flush(ticket)
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
@@ -369,7 +382,7 @@ impl Device for SwitchedDevice {
         self.switch.enter().device.changed_since(base, offset, length, limit)
     }
 
-    fn read(&self, offset: u64, length: usize) -> Result<Vec<u8>> {
-        self.switch.enter().device.read(offset, length)
+    fn read_plan(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        self.switch.enter().device.read_plan(offset, length)
     }
 }

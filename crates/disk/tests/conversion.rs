@@ -468,7 +468,7 @@ fn a_disk_is_read_as_it_was_when_the_conversion_began() {
         store.create_disk("vm", &new, &NoProgress).unwrap();
         let device = store.device("vm", false).unwrap();
         let write = |byte: u8, at: u64| {
-            device.write(at, backend::Buffer::copy_of(&[byte; 4096]), 4096, false).unwrap();
+            device.write(at, backend::SharedSlice::copy_of(&[byte; 4096]), false).unwrap();
         };
         (0..64).for_each(|number| write(1, number * MIB));
         let to = path.join("out.raw");

@@ -1,7 +1,7 @@
 //! The shortest way through everything.
 #![allow(clippy::unwrap_used)]
 
-use backend::Buffer;
+use backend::{Buffer, SharedSlice};
 use disk::*;
 use error::ErrorKind;
 
@@ -53,7 +53,7 @@ fn a_full_clone_of_a_thin_disk_takes_no_space_for_blocks_never_written() {
     let (_dir, ds) = made();
     ds.create_disk("thick", &NewDisk::native(8 << 20, Provisioning::ZeroedThick), &NoProgress).unwrap();
     let dev = ds.device("thick", false).unwrap();
-    dev.write(1 << 20, Buffer::with_bytes(1 << 20), 1 << 20, true).unwrap();
+    dev.write(1 << 20, Buffer::with_bytes(1 << 20).into(), true).unwrap();
     drop(dev);
     ds.create_snapshots(&[("thick".into(), "s".into())], &SnapshotOptions::default()).unwrap();
     ds.clone_linked("thick", &Point::Snapshot("s".into()), &["linked".to_owned()], &NoProgress).unwrap();
@@ -74,17 +74,13 @@ fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     let ds = open();
     ds.create_disk("a", &NewDisk::native((64 << 20) + 512, Provisioning::Thin), &NoProgress).unwrap();
     let dev = ds.device("a", false).unwrap();
-    let fill = |byte: u8, len: usize, skip: usize| {
-        let mut b = Buffer::with_bytes(len + skip);
-        b[skip..skip + len].fill(byte);
-        b
-    };
-    dev.write(0, fill(1, 1 << 20, 0), 1 << 20, false).unwrap();
-    dev.write((64 << 20) - 100, fill(2, 600, 4096 - 100), 600, false).unwrap();
-    dev.write(4096 + 512, fill(3, 512, 512), 512, false).unwrap();
+    let fill = |byte: u8, len: usize| SharedSlice::copy_of(&vec![byte; len]);
+    dev.write(0, fill(1, 1 << 20), false).unwrap();
+    dev.write((64 << 20) - 100, fill(2, 600), false).unwrap();
+    dev.write(4096 + 512, fill(3, 512), false).unwrap();
     dev.flush().unwrap();
     ds.create_snapshots(&[("a".into(), "s1".into())], &SnapshotOptions::default()).unwrap();
-    dev.write(8192, fill(4, 4096, 0), 4096, true).unwrap();
+    dev.write(8192, fill(4, 4096), true).unwrap();
     let check = |ds: &Datastore| {
         let dev = ds.device("a", true).unwrap();
         assert_eq!(dev.read(0, 4096).unwrap(), vec![1; 4096]);
@@ -106,7 +102,7 @@ fn a_disk_keeps_what_is_written_over_snapshots_clones_and_reopening() {
     ds.clone_linked("a", &Point::Snapshot("s1".into()), &names, &NoProgress).unwrap();
     ds.clone_full("a", &Point::Head, "full", &NoProgress).unwrap();
     let c = ds.device("c7", false).unwrap();
-    c.write(8192, fill(9, 4096, 0), 4096, true).unwrap();
+    c.write(8192, fill(9, 4096), true).unwrap();
     assert_eq!(ds.device("c8", false).unwrap().read(8192, 4096).unwrap(), vec![1; 4096]);
     drop(c);
     check(&ds);

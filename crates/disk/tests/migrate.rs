@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-use backend::Buffer;
+use backend::SharedSlice;
 use disk::migrate::MigrateOptions;
 use disk::*;
 use error::{Error, ErrorKind};
@@ -61,10 +61,7 @@ fn options(format: (&str, Provisioning)) -> MigrateOptions {
 }
 
 fn write(device: &dyn Device, model: &mut [u8], offset: u64, bytes: &[u8]) {
-    let skip = (offset % 4096) as usize;
-    let mut buffer = Buffer::with_bytes(skip + bytes.len());
-    buffer[skip..skip + bytes.len()].copy_from_slice(bytes);
-    device.write(offset, buffer, bytes.len(), false).unwrap();
+    device.write(offset, SharedSlice::copy_of(bytes), false).unwrap();
     model[offset as usize..offset as usize + bytes.len()].copy_from_slice(bytes);
 }
 

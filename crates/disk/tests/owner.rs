@@ -1,6 +1,6 @@
 //! One owner at a time, whatever happens to the files that name it.
 #![allow(clippy::unwrap_used)]
-use backend::Buffer;
+use backend::SharedSlice;
 use disk::*;
 use error::ErrorKind;
 use std::fs;
@@ -30,9 +30,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
     let owner = open(&path).unwrap();
     owner.create_disk("a", &NewDisk::native(1 << 20, Provisioning::Thin), &NoProgress).unwrap();
     let device = owner.device("a", false).unwrap();
-    let mut block = Buffer::with_bytes(4096);
-    block.fill(1);
-    device.write(0, block, 4096, true).unwrap();
+    device.write(0, SharedSlice::copy_of(&[1; 4096]), true).unwrap();
     for name in ["lock", "superblock"] {
         assert_eq!(open(&path).err().unwrap().kind(), ErrorKind::Busy);
         let moved = path.join("moved");
@@ -42,9 +40,7 @@ fn a_lock_that_is_removed_lets_no_second_owner_in_and_stops_the_first() {
     }
     // Appends within two milliseconds share one look at the names.
     std::thread::sleep(std::time::Duration::from_millis(2));
-    let mut block = Buffer::with_bytes(4096);
-    block.fill(2);
-    let error = device.write(4096, block, 4096, true).unwrap_err();
+    let error = device.write(4096, SharedSlice::copy_of(&[2; 4096]), true).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Stopped, "{error}");
     assert!(owner.close().is_err());
     drop((device, owner));

@@ -107,6 +107,15 @@ impl Error {
         Self { kind, message: message.into(), source: Some(source) }
     }
 
+    /// The same error for another who asked for the same.
+    pub fn repeated(&self) -> Self {
+        let source = self.source.as_ref().map(|source| match source.raw_os_error() {
+            Some(code) => io::Error::from_raw_os_error(code),
+            None => io::Error::new(source.kind(), source.to_string()),
+        });
+        Self { kind: self.kind, message: self.message.clone(), source }
+    }
+
     /// What kind of failure this is.
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use backend::{Buffer, Directory};
+use backend::{Directory, SharedSlice};
 use disk::{CheckOptions, Datastore, Device, InitOptions, NewDisk, NoProgress, Provisioning};
 use error::ErrorKind;
 use simulation::random::{Random, pattern};
@@ -13,7 +13,7 @@ const BLOCK: usize = backend::BLOCK_SIZE;
 const DISK: u64 = 32 << 20;
 
 fn write(device: &dyn Device, block: u64, seed: u64) -> error::Result<()> {
-    device.write(block * BLOCK as u64, Buffer::copy_of(&pattern(seed, BLOCK)), BLOCK, false)
+    device.write(block * BLOCK as u64, SharedSlice::copy_of(&pattern(seed, BLOCK)), false)
 }
 
 fn read(device: &dyn Device, block: u64) -> Vec<u8> {

@@ -6,7 +6,7 @@
 #![allow(clippy::unwrap_used)]
 
 use backend::simulated::{Request, SimulatedDisk, SimulatedOptions};
-use backend::{BLOCK_SIZE, Buffer, IoMode};
+use backend::{BLOCK_SIZE, IoMode, SharedSlice};
 use disk::{CheckOptions, Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use simulation::image::Image;
 use simulation::random::{Random, pattern};
@@ -75,7 +75,7 @@ fn write_and_flush(datastore: &Datastore, disk: &SimulatedDisk, number: u64) -> 
             _ => {
                 let data = pattern(number << 32 | mine.requests, length as usize);
                 mine.image.write(offset, &data);
-                device.write(offset, Buffer::copy_of(&data), data.len(), false)
+                device.write(offset, SharedSlice::copy_of(&data), false)
             }
         };
         if let Err(error) = done {

@@ -2,7 +2,7 @@
 //! again and compared.
 #![allow(clippy::unwrap_used)]
 
-use backend::{BLOCK_SIZE, Buffer, IoMode};
+use backend::{IoMode, SharedSlice};
 use disk::{
     CheckOptions, Datastore, Device, InitOptions, NewDisk, NoProgress, OpenOptions, Point, Provisioning, QueueChoice,
     SnapshotOptions,
@@ -60,10 +60,7 @@ fn write_and_verify(datastore: &Datastore, number: u64, until: Instant) -> Mine 
         match random.below(100) {
             0..60 => {
                 let data = pattern(number << 32 | counter, length as usize);
-                let skip = (offset % BLOCK_SIZE as u64) as usize;
-                let mut buffer = Buffer::with_bytes(skip + data.len());
-                buffer[skip..skip + data.len()].copy_from_slice(&data);
-                device.write(offset, buffer, data.len(), random.percent(2)).unwrap();
+                device.write(offset, SharedSlice::copy_of(&data), random.percent(2)).unwrap();
                 mine.image.write(offset, &data);
             }
             60..88 => compare(&*device, &mine.image, offset, length),
@@ -111,7 +108,7 @@ fn stir(datastore: &Datastore, stop: &AtomicBool) {
         let clone = datastore.device(&made[0].name, false).unwrap();
         for block in 0..50 {
             let offset = random.below(CAPACITY / 4096) * 4096;
-            clone.write(offset, Buffer::copy_of(&pattern(block, 4096)), 4096, false).unwrap();
+            clone.write(offset, SharedSlice::copy_of(&pattern(block, 4096)), false).unwrap();
             assert_eq!(clone.read(offset, 4096).unwrap(), pattern(block, 4096));
         }
         drop(clone);

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use store::catalog::Provisioning;
-use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Report, Segment};
+use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Part, Report};
 use store::pages::{HEADER_SIZE, PageFile, PageKey, sealed, verify};
 use store::space::TABLE_ENTRIES;
 use store::{Engine, EngineOptions};
@@ -179,8 +179,8 @@ fn checks_beside_load_find_nothing_and_stop_nothing() {
 /// Where the block of a disk lies in the data file.
 fn place(engine: &Engine, disk: u64, block: u64) -> (u64, u64) {
     let planned = engine.plan_head(&engine.head(disk), block..block + 1).unwrap();
-    match planned.segments.first() {
-        Some(Segment::Media(media)) => (media.block, media.offset),
+    match planned.parts.first() {
+        Some(Part::Stored(stored)) => (stored.block, stored.offset),
         _ => panic!("the block is not at home"),
     }
 }

@@ -1,10 +1,10 @@
 //! Disks of a datastore, in whatever format, as sources and sinks.
 
 use super::copy::{Pieces, Sink, Source, SourceRun};
-use crate::device::{Allocation, Device, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, StatusExtent};
 use crate::progress::Progress;
-use backend::{BLOCK_SIZE, Buffer};
-use error::{Error, Result};
+use backend::{BLOCK_SIZE, SharedSlice};
+use error::Result;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -49,29 +49,14 @@ impl Source for DeviceSource {
     }
 
     fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
-        loop {
-            let mut plan = self.device.plan_read(start, out.len())?;
-            for segment in &mut plan.segments {
-                if let Segment::Media(media) = segment {
-                    let mut buffer = Buffer::recycled(media.length.div_ceil(BLOCK_SIZE));
-                    let read = media.file.read_at(&mut buffer[..media.length], media.offset);
-                    read.map_err(|error| {
-                        let text = format!("reading {} bytes at {start} of {}", media.length, self.device.name());
-                        Error::io(text, error)
-                    })?;
-                    media.buffer = Some(buffer);
-                }
-            }
-            if self.device.finish_read(&mut plan)? == Verdict::Good {
-                let mut rest = &mut *out;
-                for slice in plan.slices() {
-                    let (part, behind) = rest.split_at_mut(slice.len());
-                    part.copy_from_slice(slice);
-                    rest = behind;
-                }
-                return Ok(());
-            }
+        let plan = self.device.read_plan(start, out.len())?;
+        let mut rest = out;
+        for slice in plan.slices() {
+            let (part, behind) = rest.split_at_mut(slice.len());
+            part.copy_from_slice(slice);
+            rest = behind;
         }
+        Ok(())
     }
 }
 
@@ -100,8 +85,7 @@ impl Sink for DeviceSink {
         let device = &self.device;
         let take = |piece: &super::CopyPiece| {
             piece.runs.iter().try_for_each(|run| {
-                let bytes = piece.bytes(run);
-                device.write(piece.start + run.start as u64, Buffer::copy_of(bytes), bytes.len(), false)
+                device.write(piece.start + run.start as u64, SharedSlice::copy_of(piece.bytes(run)), false)
             })
         };
         while pieces.next(take)? {}

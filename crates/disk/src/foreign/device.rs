@@ -1,12 +1,11 @@
 //! A chain of layers as a device: what an export serves of a disk in one of VMware's formats, or above an image of one.
 //!
 //! 1. The segments of a read plan are the parts of the chain's plan, one for one. What lies in a file is the caller's
-//!    to fetch; what has to be decoded, or lies in a file that takes whole blocks only and is not at one, is fetched
-//!    here.
+//!    to fetch, in whole blocks where the file takes no others; what has to be decoded is fetched here.
 //! 2. The chain's plan is the guard of the read, and is let go when the read is finished.
 //! 3. Layers have no checksums, so every read is good; what changed under it was old or new, as on any disk.
 
-use crate::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use chain::{Chain, Condition, LevelKey, Part, Place, Plan};
 use error::{Error, ErrorKind, Result};
@@ -45,17 +44,12 @@ impl ChainedDevice {
         Ok(match &part.place {
             Place::Zero => Segment::Zero { length: part.length },
             Place::Memory(slice) => Segment::Memory(slice.clone()),
-            Place::Media { file, offset } if file.mode() == IoMode::Buffered || offset.is_multiple_of(BLOCK) => {
-                Segment::Media(Media {
-                    file: Arc::clone(file),
-                    offset: *offset,
-                    length: part.length,
-                    buffer: None,
-                    checksums: Vec::new(),
-                    block: 0,
-                })
+            Place::Media { file, offset } => {
+                let skip = if file.mode() == IoMode::Direct { (offset % BLOCK) as usize } else { 0 };
+                let media = Media::new(Arc::clone(file), offset - skip as u64, skip + part.length);
+                Segment::Media(Media { delivered: skip..skip + part.length, ..media })
             }
-            Place::Media { .. } | Place::Encoded { .. } => {
+            Place::Encoded { .. } => {
                 let mut buffer = Buffer::recycled(part.length.div_ceil(BLOCK_SIZE));
                 part.read(0, &mut buffer[..part.length]).map_err(|error| error.context(&self.name))?;
                 Segment::Memory(SharedSlice::new(Arc::new(buffer), 0..part.length))
@@ -65,15 +59,6 @@ impl ChainedDevice {
 
     fn finish(&self, fua: bool) -> Result<()> {
         if fua { self.chain.flush() } else { Ok(()) }
-    }
-}
-
-/// The bytes of a segment that was fetched.
-fn contents(segment: &Segment) -> &[u8] {
-    match segment {
-        Segment::Zero { .. } => &[],
-        Segment::Memory(slice) => slice,
-        Segment::Media(media) => media.contents(),
     }
 }
 
@@ -101,18 +86,13 @@ impl Device for ChainedDevice {
         if let Some(guard) = plan.guard.take()
             && let Ok(planned) = guard.downcast::<Plan>()
         {
-            self.chain.keep(&planned, |index| plan.segments.get(index).map_or(&[], contents));
+            self.chain.keep(&planned, |index| plan.segments.get(index).map_or(&[], Segment::delivered));
         }
         Ok(Verdict::Good)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        let skip = (offset % BLOCK) as usize;
-        let bytes = data.get(skip..skip.saturating_add(length)).ok_or_else(|| {
-            let text = format!("{}: a write of {length} bytes came with {} bytes of data", self.name, data.len());
-            Error::new(ErrorKind::Invalid, text)
-        })?;
-        self.chain.write(offset, bytes)?;
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.chain.write(offset, &data)?;
         self.finish(fua)
     }
 
@@ -126,7 +106,7 @@ impl Device for ChainedDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         if self.chain.read_only() { Ok(()) } else { self.chain.flush() }
     }
 

@@ -8,10 +8,10 @@
 //! 4. What fails leaves the disk stopped and its clients with that device, until it is opened again with success.
 
 use super::{Foreign, ForeignDisk};
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::info::DiskInfo;
 use crate::progress::Progress;
-use backend::Buffer;
+use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -92,7 +92,7 @@ impl Device for StoppedDevice {
         self.refuse()
     }
 
-    fn write(&self, _offset: u64, _data: Buffer, _length: usize, _fua: bool) -> Result<()> {
+    fn write(&self, _offset: u64, _data: SharedSlice, _fua: bool) -> Result<()> {
         self.refuse()
     }
 
@@ -104,7 +104,7 @@ impl Device for StoppedDevice {
         self.refuse()
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.refuse()
     }
 
@@ -170,7 +170,7 @@ mod tests {
     #[test]
     fn clients_that_were_left_behind_get_the_disk() {
         let (_dir, datastore, entry, client) = made();
-        let write = || client.write(0, Buffer::with_bytes(BLOCK), BLOCK, false).map_err(|error| error.kind());
+        let write = || client.write(0, SharedSlice::copy_of(&[0; BLOCK]), false).map_err(|error| error.kind());
         let switch = datastore.foreign.switches.get(&entry.identity(None)).unwrap();
         switch.suspend(Arc::new(StoppedDevice { name: "vm".into(), capacity: 8 << 20, why: "a test".into() }));
         assert_eq!(write(), Err(ErrorKind::Stopped));

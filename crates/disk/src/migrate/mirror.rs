@@ -22,10 +22,10 @@
 //! 5. One step moves at most [`STEP_MAX`] with its range held, less where that takes long: a request waits for no more.
 
 use super::work::Work;
-use crate::device::{Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
+use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::pace::Throttle;
 use crate::progress::{Progress, Watched};
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, SharedSlice};
 use chain::Ranges;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -298,7 +298,7 @@ impl MirrorDevice {
                 Difference::Zeroed => self.target.write_zeroes(offset, (at - begin) as u64, false, false)?,
                 Difference::Data => {
                     // Runs begin at blocks: marks are whole ones, and so are steps but for the last.
-                    self.target.write(offset, Buffer::copy_of(&wanted[begin..at]), at - begin, false)?;
+                    self.target.write(offset, SharedSlice::copy_of(&wanted[begin..at]), false)?;
                     written += (at - begin) as u64;
                 }
             }
@@ -475,16 +475,16 @@ impl Device for MirrorDevice {
         self.source.finish_read(plan)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        self.check_writable(offset, length as u64)?;
-        if length > 0 {
-            let range = offset..offset + length as u64;
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.check_writable(offset, data.len() as u64)?;
+        if !data.is_empty() {
+            let range = offset..offset + data.len() as u64;
             let _held = self.ranges.lock(range.clone());
             let part = self.mirrored(&range);
-            let copy = (part > 0).then(|| data.clone());
-            self.source.write(offset, data, length, false).map_err(|error| self.source_failed(error))?;
-            if let Some(copy) = copy
-                && let Err(error) = self.target.write(offset, copy, part as usize, false)
+            let mirrored = (part > 0).then(|| data.slice(0..part as usize));
+            self.source.write(offset, data, false).map_err(|error| self.source_failed(error))?;
+            if let Some(mirrored) = mirrored
+                && let Err(error) = self.target.write(offset, mirrored, false)
             {
                 self.target_failed(error)?;
             }
@@ -510,8 +510,12 @@ impl Device for MirrorDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
-        self.source.flush().map_err(|error| self.source_failed(error))?;
+    fn begin_flush(&self) -> Result<FlushTicket> {
+        self.source.begin_flush().map_err(|error| self.source_failed(error))
+    }
+
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        self.source.finish_flush(ticket).map_err(|error| self.source_failed(error))?;
         // Read afterwards: a flush acknowledged before `settle` began to flush the target is covered by that flush.
         if self.settled.load(Ordering::SeqCst)
             && !self.failed.load(Ordering::SeqCst)

@@ -12,7 +12,7 @@
 //! 3. Places are never named, so none needs to be kept: there is no epoch.
 
 use crate::device::{Allocation, Device};
-use backend::{BLOCK_SIZE, Buffer, File};
+use backend::{BLOCK_SIZE, Buffer, File, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use layer::{Content, Extent, Layer, Usage};
 use std::ops::Range;
@@ -85,14 +85,12 @@ impl Layer for NativeLayer {
         let length: usize = slices.iter().map(|slice| slice.len()).sum();
         let blocks = (skip + length).div_ceil(BLOCK_SIZE);
         let mut data = Buffer::recycled(blocks);
-        data[..skip].fill(0);
         let mut at = skip;
         for slice in slices {
             data[at..at + slice.len()].copy_from_slice(slice);
             at += slice.len();
         }
-        data[at..].fill(0);
-        self.disk.write(start, data, length, false)
+        self.disk.write(start, SharedSlice::new(Arc::new(data), skip..skip + length), false)
     }
 
     fn overwrite(&self, start: u64, slices: &[&[u8]]) -> Result<bool> {

@@ -1,6 +1,6 @@
 //! What the tests of migration share: seeded numbers, and a device in memory that can be slow and can fail.
 
-use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, Segment, StatusExtent, Verdict};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -38,14 +38,13 @@ impl Random {
     }
 }
 
-/// Bytes as a device takes them: the first belongs at the start of the block of `offset`.
-pub(super) fn aligned(offset: u64, bytes: &[u8]) -> Buffer {
-    let skip = (offset % BLOCK_SIZE as u64) as usize;
-    // What is not to be written is anything.
-    let mut buffer = Buffer::recycled((skip + bytes.len()).div_ceil(BLOCK_SIZE).max(1));
+/// Bytes to write, `lead` bytes behind the beginning of a block of memory, with other bytes around them.
+pub(super) fn placed(lead: u64, bytes: &[u8]) -> SharedSlice {
+    let at = lead as usize % BLOCK_SIZE;
+    let mut buffer = Buffer::recycled((at + bytes.len()).div_ceil(BLOCK_SIZE).max(1));
     buffer.fill(0xee);
-    buffer[skip..skip + bytes.len()].copy_from_slice(bytes);
-    buffer
+    buffer[at..at + bytes.len()].copy_from_slice(bytes);
+    SharedSlice::new(Arc::new(buffer), at..at + bytes.len())
 }
 
 struct Content {
@@ -151,9 +150,8 @@ impl Device for MemoryDevice {
         Ok(Verdict::Good)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        let skip = (offset % BLOCK_SIZE as u64) as usize;
-        self.change(offset, length as u64, Some(&data[skip..skip + length]))?;
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.change(offset, data.len() as u64, Some(&data))?;
         if fua { self.flush() } else { Ok(()) }
     }
 
@@ -171,7 +169,7 @@ impl Device for MemoryDevice {
         if fua { self.flush() } else { Ok(()) }
     }
 
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         if self.failing.load(Ordering::SeqCst) {
             return Err(Error::new(ErrorKind::Io, "memory cannot be flushed"));
         }

@@ -1,13 +1,13 @@
 //! A native disk or snapshot as a device: bytes at any alignment over the store's blocks.
 
 use super::{Capacity, Native};
-use crate::device::{Allocation, Device, DirtyExtent, ReadPlan, StatusExtent, Verdict};
-use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use crate::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use backend::{BLOCK_SIZE, SharedSlice};
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::{Arc, Weak};
 use store::Engine;
-use store::engine::{Condition, Head, Planned, Span};
+use store::engine::{Condition, Head, Part, Planned, Span};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Bytes brought into the page cache at a time by a prefetch.
@@ -109,15 +109,8 @@ impl NativeDevice {
         Ok(())
     }
 
-    fn flush_target(&self) -> Result<()> {
-        match &self.target {
-            Target::Head(head) => self.engine.flush_head(head).map_err(|error| error.context(&self.name)),
-            Target::Snapshot(_) => self.engine.flush(),
-        }
-    }
-
     fn finish(&self, fua: bool) -> Result<()> {
-        if fua { self.flush_target() } else { Ok(()) }
+        if fua { self.flush() } else { Ok(()) }
     }
 
     fn spans(&self, range: Range<u64>, limit: usize) -> Result<Vec<Span>> {
@@ -145,46 +138,60 @@ impl Device for NativeDevice {
         self.check_range(offset, length as u64)?;
         let blocks = offset / BLOCK..(offset + length as u64).div_ceil(BLOCK);
         let planned = self.plan_blocks(blocks)?;
+        let segment = |part: &Part| match part {
+            Part::Zero { length } => Segment::Zero { length: *length },
+            Part::Memory(slice) => Segment::Memory(slice.clone()),
+            Part::Stored(stored) => {
+                Segment::Media(Media::new(Arc::clone(&stored.file), stored.offset, stored.length()))
+            }
+        };
         Ok(ReadPlan {
-            segments: planned.segments,
+            segments: planned.parts.iter().map(segment).collect(),
             skip: (offset % BLOCK) as usize,
             length,
             offset,
-            guard: Some(Box::new(planned.guard)),
+            guard: Some(Box::new(planned)),
         })
     }
 
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
+        let planned = plan.guard.take().and_then(|guard| guard.downcast::<Planned>().ok());
+        let mut planned = planned.ok_or_else(|| {
+            Error::new(ErrorKind::Invalid, format!("{}: a read was finished that this disk did not plan", self.name))
+        })?;
         let replan = |block: u64| self.plan_blocks(block..block + 1);
-        let verdict = self.engine.verify(&self.name, plan.offset / BLOCK, &mut plan.segments, &replan)?;
-        plan.guard = None;
-        Ok(verdict)
+        let fetched = |index: usize| match plan.segments.get(index) {
+            Some(Segment::Media(media)) => media.fetched(),
+            _ => &[],
+        };
+        if !self.engine.verify(&self.name, plan.offset / BLOCK, &planned.parts, fetched, &replan)? {
+            return Ok(Verdict::Again);
+        }
+        for (segment, part) in plan.segments.iter_mut().zip(&mut planned.parts) {
+            if let (Segment::Media(media), Part::Stored(stored)) = (segment, part) {
+                media.verified = Some(std::mem::take(&mut stored.checksums));
+            }
+        }
+        Ok(Verdict::Good)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        let head = self.writable(offset, length as u64)?;
-        if length == 0 {
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        let head = self.writable(offset, data.len() as u64)?;
+        if data.is_empty() {
             return self.finish(fua);
         }
-        let skip = (offset % BLOCK) as usize;
-        if data.len() < skip + length {
-            return Err(Error::new(
-                ErrorKind::Invalid,
-                format!("{}: a write of {length} bytes came with {} bytes of data", self.name, data.len()),
-            ));
-        }
-        let data = Arc::new(data);
-        // Capacity 0: the end of the disk is no reason to take bytes from the buffer that were not written.
-        let parts = cut(offset, length as u64, 0);
-        let base = offset / BLOCK;
-        let bytes_of = |block: u64| (block - base) as usize * BLOCK_SIZE;
+        // Capacity 0: what lies behind the end of the disk in its last block was not written.
+        let parts = cut(offset, data.len() as u64, 0);
+        let bytes_of = |position: u64| (position - offset) as usize;
         if !parts.whole.is_empty() {
-            let range = bytes_of(parts.whole.start)..bytes_of(parts.whole.end);
-            self.engine.write_blocks(head, parts.whole.start, SharedSlice::new(Arc::clone(&data), range))?;
+            let whole = data.slice(bytes_of(parts.whole.start * BLOCK)..bytes_of(parts.whole.end * BLOCK));
+            // The store keeps whole blocks of memory, which go to the medium from where they are.
+            let whole = if whole.lead() == 0 { whole } else { SharedSlice::copy_of(&whole) };
+            self.engine.write_blocks(head, parts.whole.start, whole)?;
         }
         for (block, bytes) in parts.partial {
-            let from = bytes_of(block);
-            let source = &data[from + bytes.start..from + bytes.end];
+            let from = bytes_of(block * BLOCK + bytes.start as u64);
+            let source = &data[from..from + bytes.len()];
             self.engine
                 .modify_block(head, &self.name, block, &|content| content[bytes.clone()].copy_from_slice(source))?;
         }
@@ -229,8 +236,17 @@ impl Device for NativeDevice {
         self.finish(fua)
     }
 
-    fn flush(&self) -> Result<()> {
-        self.flush_target()
+    fn begin_flush(&self) -> Result<FlushTicket> {
+        Ok(FlushTicket { number: self.engine.acknowledged(), guard: None })
+    }
+
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        match &self.target {
+            Target::Head(head) => {
+                self.engine.flush_head(head, ticket.number).map_err(|error| error.context(&self.name))
+            }
+            Target::Snapshot(_) => self.engine.flush_to(ticket.number),
+        }
     }
 
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {

@@ -67,9 +67,7 @@ fn made() -> (tempfile::TempDir, Arc<Datastore>) {
 
 fn write(datastore: &Datastore, disk: &str, value: u8) {
     let device = datastore.device(disk, false).unwrap();
-    let mut buffer = backend::Buffer::zeroed(1);
-    buffer.fill(value);
-    device.write(0, buffer, 4096, true).unwrap();
+    device.write(0, backend::SharedSlice::copy_of(&[value; 4096]), true).unwrap();
 }
 
 fn value(datastore: &Datastore, name: &str) -> u8 {

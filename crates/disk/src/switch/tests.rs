@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::device::{Allocation, Segment};
-use backend::SharedSlice;
+use backend::{Buffer, SharedSlice};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -61,10 +61,9 @@ impl Device for Memory {
         self.finished.fetch_add(1, Ordering::SeqCst);
         Ok(Verdict::Good)
     }
-    fn write(&self, offset: u64, data: Buffer, length: usize, _fua: bool) -> Result<()> {
+    fn write(&self, offset: u64, data: SharedSlice, _fua: bool) -> Result<()> {
         self.come_in();
-        let skip = (offset % BLOCK) as usize;
-        self.bytes.lock()[offset as usize..][..length].copy_from_slice(&data[skip..skip + length]);
+        self.bytes.lock()[offset as usize..][..data.len()].copy_from_slice(&data);
         Ok(())
     }
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
@@ -75,7 +74,7 @@ impl Device for Memory {
         self.bytes.lock()[offset as usize..][..length as usize].fill(0);
         Ok(())
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.come_in();
         self.flushed.fetch_add(1, Ordering::SeqCst);
         Ok(())
@@ -116,11 +115,9 @@ impl Device for Mirror {
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         self.0.finish_read(plan)
     }
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        let mut copy = Buffer::with_bytes(data.len());
-        copy[..data.len()].copy_from_slice(&data);
-        self.0.write(offset, copy, length, fua)?;
-        self.1.write(offset, data, length, fua)
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.0.write(offset, data.clone(), fua)?;
+        self.1.write(offset, data, fua)
     }
     fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
         self.write_zeroes(offset, length, false, fua)
@@ -129,7 +126,7 @@ impl Device for Mirror {
         self.0.write_zeroes(offset, length, allocate, fua)?;
         self.1.write_zeroes(offset, length, allocate, fua)
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.0.flush()?;
         self.1.flush()
     }
@@ -150,10 +147,10 @@ impl Device for Mirror {
     }
 }
 
-fn sector_of(number: u64) -> Buffer {
-    let mut buffer = Buffer::with_bytes(BLOCK as usize);
-    buffer[..8].copy_from_slice(&number.to_le_bytes());
-    buffer
+fn sector_of(number: u64) -> SharedSlice {
+    let mut sector = [0; SECTOR];
+    sector[..8].copy_from_slice(&number.to_le_bytes());
+    SharedSlice::copy_of(&sector)
 }
 
 #[test]
@@ -172,7 +169,7 @@ fn exchanges_under_load_lose_nothing() {
                 let mut number = 0u64;
                 while !stop.load(Ordering::SeqCst) {
                     number += 1;
-                    device.write(writer * BLOCK, sector_of(number), SECTOR, false).unwrap();
+                    device.write(writer * BLOCK, sector_of(number), false).unwrap();
                     if number.is_multiple_of(16) {
                         device.flush().unwrap();
                     }
@@ -258,8 +255,8 @@ fn clients_are_counted_and_see_their_own_access() {
     let writer = SwitchedDevice::over("a", false, switches.attach(identity.clone(), open).unwrap());
     let reader = SwitchedDevice::over("a", true, switches.attach(identity.clone(), || panic!("is open")).unwrap());
     assert_eq!(switches.clients(&identity), 2);
-    assert_eq!(reader.write(0, sector_of(1), SECTOR, false).unwrap_err().kind(), ErrorKind::ReadOnly);
-    writer.write(0, sector_of(1), SECTOR, false).unwrap();
+    assert_eq!(reader.write(0, sector_of(1), false).unwrap_err().kind(), ErrorKind::ReadOnly);
+    writer.write(0, sector_of(1), false).unwrap();
     assert_eq!(reader.read(0, 1).unwrap(), [1]);
     assert_eq!(switches.refuse_in_use(&identity, "disk 'a'").unwrap_err().kind(), ErrorKind::Busy);
     let moved = Identity::Native(8);
@@ -276,7 +273,7 @@ fn a_loss_is_told_once_to_each_client_that_was_there() {
     let switch = Switch::new(Memory::new(vec![0; SECTOR]));
     let client = |read_only| SwitchedDevice::new("disk", read_only, Arc::clone(&switch));
     let (first, second, reader) = (client(false), client(false), client(true));
-    let put = |client: &SwitchedDevice, fua| client.write(0, sector_of(1), SECTOR, fua);
+    let put = |client: &SwitchedDevice, fua| client.write(0, sector_of(1), fua);
     let is_told = |result: Result<()>| {
         result.is_err_and(|error| error.kind() == ErrorKind::Io && error.to_string().contains("may be lost"))
     };

@@ -2,11 +2,11 @@
 
 use super::{BASES_MAX, SnapshotIdentity};
 use crate::datastore::Datastore;
-use crate::device::{Allocation, Device, ReadPlan, Segment, Verdict};
+use crate::device::{Allocation, Device, ReadPlan};
 use crate::info::Provisioning;
 use crate::names;
 use crate::native::Native;
-use backend::{BLOCK_SIZE, Buffer};
+use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -166,22 +166,6 @@ impl Outgoing {
 
     /// Reads a range: whole, and every block of it verified.
     pub fn read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
-        loop {
-            let mut plan = self.device.plan_read(offset, length)?;
-            for segment in &mut plan.segments {
-                if let Segment::Media(media) = segment {
-                    let mut buffer = Buffer::recycled(media.length.div_ceil(BLOCK_SIZE));
-                    let read = media.file.read_at(&mut buffer[..media.length], media.offset);
-                    read.map_err(|error| {
-                        let text = format!("reading {} bytes at {offset} of '{}'", media.length, self.name());
-                        Error::io(text, error)
-                    })?;
-                    media.buffer = Some(buffer);
-                }
-            }
-            if self.device.finish_read(&mut plan)? == Verdict::Good {
-                return Ok(plan);
-            }
-        }
+        self.device.read_plan(offset, length)
     }
 }

@@ -9,6 +9,7 @@
 //! 3. Where TLS is forced, no export name, size or error about one leaves before it.
 //! 4. A device is opened for a client only here, and given up here if the client chooses another or leaves.
 
+use super::Terms;
 use super::limits::*;
 use super::options::{self, Malformed};
 use super::protocol::{self, OptionHead, Put, client, feature, greeting, info, option, option_reply, put_option_reply};
@@ -16,7 +17,7 @@ use super::replies::Style;
 use super::status::{self, Context};
 use super::tls::{Tls, TlsIdentity};
 use super::transport::{Transport, Wait, wait_for};
-use super::{Exports, ResizePolicy, Terms};
+use crate::exports::{Exports, ResizePolicy};
 use disk::device::Device;
 use error::{Error, ErrorKind, IoContext, Result};
 use std::io::{self, IoSlice, IoSliceMut};

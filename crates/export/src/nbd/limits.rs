@@ -1,4 +1,5 @@
-//! Every bound of the server in one place: what one client can make it hold, and for how long.
+//! Every bound of the NBD server in one place: what one client can make it hold, and for how long. Those of requests
+//! under way are the session's ([`crate::session::limits`]).
 //!
 //! The protocol leaves sizes and counts to the server. A client that stays within what ordinary clients do never meets
 //! these; one that does not is answered with an error where the protocol has one, and disconnected where it has none.
@@ -16,13 +17,6 @@ pub const BLOCK_BYTES_MIN: u32 = 1;
 /// Unit of access that costs no read-modify-write.
 pub const BLOCK_BYTES_PREFERRED: u32 = backend::BLOCK_SIZE as u32;
 
-/// Requests of one connection that have been taken up and not been answered yet.
-pub const OUTSTANDING_REQUESTS_MAX: usize = 128;
-
-/// Bytes that one connection's reads and unsent replies hold before no further request of it is taken up. A single
-/// request is always taken up when nothing is held, so the true bound is this or one payload, whichever is more.
-pub const HELD_BYTES_MAX: usize = 48 << 20;
-
 /// Receive buffer of one connection: how much one system call can bring.
 pub const INBOX_BYTES: usize = 256 << 10;
 
@@ -33,9 +27,6 @@ pub const DIRECT_PAYLOAD_BYTES_MIN: usize = 64 << 10;
 /// payload lands where it has to be copied from.
 pub const INBOX_BYTES_STREAMING: usize = 4 << 10;
 
-/// Memory of finished reads that one connection keeps for its next ones.
-pub const POOL_BYTES_MAX: usize = 8 << 20;
-
 /// Parts of one message to the socket (the kernel takes at most 1,024).
 pub const SEND_SLICES_MAX: usize = 512;
 
@@ -45,12 +36,6 @@ pub const SEND_BATCH_REPLIES: usize = 8;
 
 /// As [`SEND_BATCH_REPLIES`], in bytes.
 pub const SEND_BATCH_BYTES: usize = 128 << 10;
-
-/// Operations a connection keeps in flight on its [`backend::Queue`].
-pub const QUEUE_DEPTH: u32 = 128;
-
-/// How often one read is planned again because its range kept changing, before it fails.
-pub const READ_PLANS_MAX: u32 = 256;
 
 /// Extents in one block status chunk; the client asks again for what is left.
 pub const STATUS_EXTENTS_MAX: usize = 32 << 10;

@@ -1,10 +1,10 @@
 //! The NBD server: disks for hypervisors, backup tools and block clients.
 //!
 //! A session goes through phases, one file each: [`listener`] accepts it, [`handshake`] agrees on an export and on
-//! extensions, [`transmission`] serves requests until one side leaves. Beside them: [`protocol`] (constants, headers),
-//! [`options`] and [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`reads`] (reads in
-//! flight), [`ahead`] (read-ahead of streams), [`status`] (metadata contexts), [`transport`] and [`tls`] (sockets and
-//! encryption), [`clients`] (which clients are connected or may reconnect), [`limits`] (every bound).
+//! extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and has the work done by
+//! the session core ([`crate::session`]). Beside them: [`protocol`] (constants, headers), [`options`] and [`requests`]
+//! (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts), [`transport`] and
+//! [`tls`] (sockets and encryption), [`clients`] (which clients are connected or may reconnect), [`limits`] (bounds).
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -15,17 +15,13 @@
 //!    the device.
 //! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
 
-mod ahead;
 pub mod clients;
 pub mod handshake;
 mod inbox;
 pub mod limits;
 pub mod listener;
 pub mod options;
-mod polling;
-mod pool;
 pub mod protocol;
-mod reads;
 pub mod replies;
 pub mod requests;
 pub mod status;
@@ -37,55 +33,13 @@ pub use clients::{Client, Clients, Peer, Whose};
 pub use listener::{Address, Listen, Server, ServerConfig};
 pub use tls::TlsConfig;
 
+use crate::exports::{ExportName, Exports, ResizePolicy};
 use disk::device::Device;
 use disk::pace::Foreground;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use transport::Transport;
-
-/// An export as a listing shows it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ExportName {
-    /// What clients ask for: `disk`, or `disk@snapshot`.
-    pub name: String,
-    /// A line for people; may be empty.
-    pub description: String,
-}
-
-/// Where exports come from.
-pub trait Exports: Send + Sync {
-    /// All of them.
-    fn names(&self) -> Vec<ExportName>;
-
-    /// Opens one by name, for as long as the device is held.
-    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>>;
-
-    /// A queue for the thread of one connection.
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>>;
-
-    /// Receives how long requests take, if background work goes by it.
-    fn foreground(&self) -> Option<Arc<Foreground>> {
-        None
-    }
-
-    /// The line for people about one export. Override where searching all names is slow.
-    fn description(&self, name: &str) -> Option<String> {
-        self.names().into_iter().find(|export| export.name == name).map(|export| export.description)
-    }
-}
-
-/// What clients may do to the capacity of a disk they can write.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ResizePolicy {
-    /// Nothing; the feature is not offered.
-    Never,
-    /// Make it larger.
-    #[default]
-    Grow,
-    /// Make it larger, or smaller with loss of what lies beyond.
-    Any,
-}
 
 /// What holds for a session.
 #[derive(Clone)]

@@ -7,10 +7,9 @@
 //!    reply except by the end of the connection.
 //! 2. A read is put in only when every byte of it is in memory and verified, so no chunk announced can fail.
 //! 3. `held` is the payload and header bytes not sent yet; the session takes up no more requests beyond its limit.
-//! 4. The memory of a read goes back to the pool when its last piece is sent.
+//! 4. The memory of a read goes back to the session when its last piece is sent.
 
 use super::limits::{MESSAGE_BYTES_MAX, SEND_SLICES_MAX};
-use super::pool::Pool;
 use super::protocol::{
     EXTENDED_REPLY_MAGIC, Put, RequestHead, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC, clip_message, reply_flag,
     reply_type,
@@ -57,12 +56,11 @@ impl Piece {
     }
 }
 
-fn contents(segment: &Segment) -> &[u8] {
-    match segment {
-        Segment::Zero { .. } => &[],
-        Segment::Memory(slice) => slice,
-        Segment::Media(media) => media.contents(),
-    }
+/// What a reply takes of one segment: its index, and which of its bytes.
+type Part = (usize, Range<usize>);
+
+fn is_zero(plan: &ReadPlan, index: usize) -> bool {
+    matches!(plan.segments[index], Segment::Zero { .. })
 }
 
 /// Replies waiting to be sent.
@@ -140,7 +138,7 @@ impl Outbox {
     /// least a block become hole chunks.
     pub fn read(&mut self, head: &RequestHead, plan: ReadPlan, fragments: bool) {
         self.replies += 1;
-        let parts = parts(&plan);
+        let parts: Vec<Part> = plan.parts().collect();
         let plan = Rc::new(plan);
         if self.style == Style::Simple {
             self.simple(head, 0);
@@ -149,14 +147,14 @@ impl Outbox {
             }
             return;
         }
-        let is_hole = |part: &Part| fragments && part.zero && part.range.len() >= BLOCK_SIZE;
+        let is_hole = |(index, range): &Part| fragments && is_zero(&plan, *index) && range.len() >= BLOCK_SIZE;
         let mut offset = plan.offset;
         let mut rest = &parts[..];
         while let Some(first) = rest.first() {
             let hole = is_hole(first);
             let run = rest.iter().position(|part| is_hole(part) != hole).unwrap_or(rest.len());
             let (chunk, after) = rest.split_at(run);
-            let length: usize = chunk.iter().map(|part| part.range.len()).sum();
+            let length: usize = chunk.iter().map(|(_, range)| range.len()).sum();
             let flags = if after.is_empty() { reply_flag::DONE } else { 0 };
             if hole {
                 self.chunk(head, flags, reply_type::OFFSET_HOLE, 12);
@@ -184,7 +182,7 @@ impl Outbox {
             match piece {
                 Piece::Bytes(bytes) => slices.push(IoSlice::new(&bytes[skip..])),
                 Piece::Segment { plan, index, range } => {
-                    let bytes = contents(&plan.segments[*index]);
+                    let bytes = plan.segments[*index].delivered();
                     slices.push(IoSlice::new(&bytes[range.start + skip..range.end]));
                 }
                 Piece::Zeros(length) => {
@@ -205,7 +203,7 @@ impl Outbox {
     }
 
     /// Forgets `bytes` that were sent.
-    pub fn advance(&mut self, mut bytes: usize, pool: &mut Pool) {
+    pub fn advance(&mut self, mut bytes: usize, recycle: &mut dyn FnMut(ReadPlan)) {
         self.held -= bytes;
         while let Some(front) = self.pieces.front() {
             let left = front.len() - self.sent;
@@ -216,7 +214,7 @@ impl Outbox {
             bytes -= left;
             self.sent = 0;
             if let Some(piece) = self.pieces.pop_front() {
-                self.retire(piece, pool);
+                self.retire(piece, recycle);
             }
         }
         self.replies = 0;
@@ -224,19 +222,19 @@ impl Outbox {
 
     /// Copies what lies in memory shared with the device, so that a client that does not read its replies holds only
     /// its own memory.
-    pub fn unshare(&mut self, pool: &mut Pool) {
+    pub fn unshare(&mut self, recycle: &mut dyn FnMut(ReadPlan)) {
         for index in 0..self.pieces.len() {
             let piece = &mut self.pieces[index];
             let Piece::Segment { plan, index, range } = piece else { continue };
             if plan.segments.iter().any(|segment| matches!(segment, Segment::Memory(_))) {
-                let copy = contents(&plan.segments[*index])[range.clone()].to_vec();
+                let copy = plan.segments[*index].delivered()[range.clone()].to_vec();
                 let old = std::mem::replace(piece, Piece::Bytes(copy));
-                self.retire(old, pool);
+                self.retire(old, recycle);
             }
         }
     }
 
-    fn retire(&mut self, piece: Piece, pool: &mut Pool) {
+    fn retire(&mut self, piece: Piece, recycle: &mut dyn FnMut(ReadPlan)) {
         match piece {
             Piece::Bytes(mut bytes) => {
                 if bytes.capacity() <= 2 * HEADERS_BYTES && self.spare.len() < 8 {
@@ -247,18 +245,18 @@ impl Outbox {
             Piece::Zeros(_) => {}
             Piece::Segment { plan, .. } => {
                 if let Some(plan) = Rc::into_inner(plan) {
-                    recycle(plan, pool);
+                    recycle(plan);
                 }
             }
         }
     }
 
-    fn payload(&mut self, plan: &Rc<ReadPlan>, part: &Part) {
-        self.held += part.range.len();
-        self.pieces.push_back(if part.zero {
-            Piece::Zeros(part.range.len())
+    fn payload(&mut self, plan: &Rc<ReadPlan>, (index, range): &Part) {
+        self.held += range.len();
+        self.pieces.push_back(if is_zero(plan, *index) {
+            Piece::Zeros(range.len())
         } else {
-            Piece::Segment { plan: Rc::clone(plan), index: part.index, range: part.range.clone() }
+            Piece::Segment { plan: Rc::clone(plan), index: *index, range: range.clone() }
         });
     }
 
@@ -296,49 +294,6 @@ impl Outbox {
             let before = bytes.len();
             put(bytes);
             self.held += bytes.len() - before;
-        }
-    }
-}
-
-/// What a request takes of one segment.
-struct Part {
-    index: usize,
-    zero: bool,
-    range: Range<usize>,
-}
-
-/// The segments of a plan, cut to the request.
-fn parts(plan: &ReadPlan) -> Vec<Part> {
-    let mut parts = Vec::with_capacity(plan.segments.len());
-    let (mut skip, mut left) = (plan.skip, plan.length);
-    for (index, segment) in plan.segments.iter().enumerate() {
-        let (zero, length) = match segment {
-            Segment::Zero { length } => (true, *length),
-            other => (false, contents(other).len()),
-        };
-        let from = skip.min(length);
-        skip -= from;
-        let part = left.min(length - from);
-        left -= part;
-        if part > 0 {
-            parts.push(Part { index, zero, range: from..from + part });
-        }
-    }
-    parts
-}
-
-/// True when the segments hold every byte of the request.
-pub fn covers(plan: &ReadPlan, length: usize) -> bool {
-    plan.length == length && parts(plan).iter().map(|part| part.range.len()).sum::<usize>() == length
-}
-
-/// Gives the memory of a read back.
-pub fn recycle(plan: ReadPlan, pool: &mut Pool) {
-    for segment in plan.segments {
-        if let Segment::Media(media) = segment
-            && let Some(buffer) = media.buffer
-        {
-            pool.put(buffer);
         }
     }
 }

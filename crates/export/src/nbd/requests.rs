@@ -3,11 +3,11 @@
 //! Pure: a function of the head, what was negotiated and the state of the device. Nothing passes that reaches beyond
 //! the capacity, carries an unknown flag, or asks for more payload than we advertise.
 
-use super::ResizePolicy;
 use super::limits::{BLOCK_BYTES_PREFERRED, PAYLOAD_BYTES_MAX};
 use super::protocol::{Fields, RequestHead, command, command_flag as flag, errno};
 use super::replies::Style;
 use super::status::Context;
+use crate::exports::ResizePolicy;
 use error::ErrorKind;
 use std::borrow::Cow;
 

@@ -1,15 +1,16 @@
 //! The second phase of a session: requests in, replies out, until one side leaves.
 //!
 //! One thread serves one connection and is its own reactor. It receives as much as the socket has, works through all
-//! requests that arrived, and sends their replies together. Writes go to the device at once; reads that miss the page
-//! cache overlap on the queue and are answered as they finish. When nothing is under way it waits in the receive call
-//! itself, so that a client with one request at a time costs no system call beyond receiving, reading and sending.
-//! Invariants:
+//! requests that arrived, and sends their replies together. Here is the stream of the protocol: heads, payloads,
+//! replies; what a request asks for is done by the [`Session`] under it, whose completions come back tagged with the
+//! head of the request. When nothing is under way the thread waits in the receive call itself, so that a client with one
+//! request at a time costs no system call beyond receiving, reading and sending. Invariants:
 //!
-//! 1. Memory is bounded: no request is taken up while [`OUTSTANDING_REQUESTS_MAX`] are unanswered, and no read while
-//!    [`HELD_BYTES_MAX`] are held. A client that does not read its replies is not read from either.
+//! 1. Memory is bounded: no request is taken up while the session has no room for it, replies that are not sent
+//!    included. A client that does not read its replies is not read from either.
 //! 2. A `FLUSH` is answered after a device flush that began after every write that was answered before it arrived. All
-//!    flushes that arrived together share one.
+//!    flushes that arrived together share one. Other requests are served meanwhile, if the client keeps several under
+//!    way.
 //! 3. Every request is answered exactly once, except by the end of the connection. A request whose payload did not
 //!    arrive whole has no effect.
 //! 4. When the client leaves or the server stops, what was taken up is finished and answered before we close.
@@ -17,26 +18,22 @@
 //!    The session ends where the end of a request is not known (no magic number), or a payload is longer than
 //!    [`PAYLOAD_BYTES_MAX`].
 
+use super::Terms;
 use super::inbox::Inbox;
 use super::limits::*;
-use super::polling::Polling;
-use super::pool::Pool;
 use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead};
-use super::reads::{Ask, Finished, Reads};
 use super::replies::{Outbox, Style};
 use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
 use super::transport::{Transport, Wait, wait_for};
-use super::{Exports, Terms};
-use backend::{BLOCK_SIZE, Buffer};
+use crate::exports::Exports;
+use crate::session::{Completion, Operation, Payload, Reply, Session};
 use disk::device::Device;
-use disk::pace::{Foreground, Waiting};
 use error::{Error, ErrorKind, IoContext, Result};
 use std::io::{self, IoSliceMut};
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What a session did, for the log.
 #[derive(Clone, Copy, Debug, Default)]
@@ -62,10 +59,9 @@ pub fn transmit(
     terms: &Terms,
     stop: &AtomicBool,
 ) -> (Tally, Result<()>) {
-    let mut session = Session {
+    let mut transmission = Transmission {
         transport,
-        reads: Reads::new(Arc::clone(&device), exports),
-        device,
+        session: Session::new(device, exports),
         style,
         contexts,
         terms,
@@ -74,63 +70,35 @@ pub fn transmit(
         incoming: Incoming::Head,
         streaming: false,
         outbox: Outbox::new(style),
-        pool: Pool::default(),
-        flushes: Vec::new(),
-        finished: Vec::new(),
         stalled: false,
         ended: false,
         fault: None,
-        depth: Depth::default(),
-        polling: Polling::default(),
-        foreground: exports.foreground(),
-        arrived: None,
-        waiting: None,
         tally: Tally::default(),
     };
-    let result = session.run();
-    (session.tally, result)
+    let result = transmission.run();
+    (transmission.tally, result)
 }
 
 /// Where in the stream of requests we are.
 enum Incoming {
     /// At the head of a request.
     Head,
-    /// In the payload of a write that goes straight into its memory: `filled` of the bytes before `end` are there.
-    Payload { head: RequestHead, fua: bool, buffer: Buffer, filled: usize, end: usize },
+    /// In the payload of a write that goes straight into its memory: `filled` of its bytes are there.
+    Payload { head: RequestHead, fua: bool, payload: Payload, filled: usize },
     /// In the payload of a refused request, which is dropped; the refusal is sent after it.
     Skip { head: RequestHead, left: usize, refusal: Refusal },
 }
 
-/// Whether the client keeps more than one request under way. If it does, the socket is watched while reads are in
-/// flight; if it does not, watching costs system calls and gains nothing. Guessing wrong costs one read's latency, and
-/// now and then the guess is put to the test.
-#[derive(Default)]
-struct Depth {
-    deep_for: u32,
-    shallow_waits: u32,
+/// What a request is known by while it is under way.
+struct Tag {
+    head: RequestHead,
+    /// A read may be answered in more than one content chunk.
+    fragments: bool,
 }
 
-impl Depth {
-    const MEMORY: u32 = 256;
-    const TEST_EVERY: u32 = 16;
-
-    fn saw_overlap(&mut self) {
-        self.deep_for = Self::MEMORY;
-    }
-    fn watch_now(&mut self) -> bool {
-        if self.deep_for > 0 {
-            self.deep_for -= 1;
-            return true;
-        }
-        self.shallow_waits = (self.shallow_waits + 1) % Self::TEST_EVERY;
-        self.shallow_waits == 0
-    }
-}
-
-struct Session<'a> {
+struct Transmission<'a> {
     transport: &'a mut dyn Transport,
-    reads: Reads<'a>,
-    device: Arc<dyn Device>,
+    session: Session<'a, Tag>,
     style: Style,
     contexts: Vec<Context>,
     terms: &'a Terms,
@@ -140,51 +108,39 @@ struct Session<'a> {
     /// The last request was a large write; the next one probably is too.
     streaming: bool,
     outbox: Outbox,
-    pool: Pool,
-    flushes: Vec<RequestHead>,
-    finished: Vec<Finished>,
     /// A request has arrived that there is no room for.
     stalled: bool,
     /// No further request is taken up.
     ended: bool,
     /// What the client did wrong, if that is why.
     fault: Option<Error>,
-    depth: Depth,
-    polling: Polling,
-    /// Told how long requests take.
-    foreground: Option<Arc<Foreground>>,
-    /// When the last bytes arrived, where that matters.
-    arrived: Option<Instant>,
-    /// While requests are not answered, where that matters.
-    waiting: Option<Waiting>,
     tally: Tally,
 }
 
-impl Session<'_> {
+impl Transmission<'_> {
     fn run(&mut self) -> Result<()> {
         loop {
-            let (requests, pending) = (self.tally.requests, self.reads.pending());
             self.take_up()?;
-            self.flush_device();
+            // A flush completed here kept other requests waiting, if there were any.
+            if self.session.end_batch() && self.is_wanting() && self.receive(Wait::No)? {
+                self.session.saw_overlap();
+            }
+            self.answer();
             if self.stop.load(Ordering::Relaxed) {
                 self.ended = true;
             }
             let drained = self.send()?;
-            let left = self.reads.pending().saturating_sub(pending) as u64;
-            self.note_served((self.tally.requests - requests).saturating_sub(left));
-            let reading = self.reads.pending() > 0;
-            if drained && !reading {
-                self.waiting = None;
-            }
-            if self.ended && drained && !reading {
+            let busy = self.session.under_way() > 0;
+            self.session.note_answered(drained && !busy);
+            if self.ended && drained && !busy {
                 return self.fault.take().map_or(Ok(()), Err);
             }
-            let wanting = !self.ended && !self.stalled && self.has_room();
-            match (reading, drained) {
+            let wanting = self.is_wanting();
+            match (busy, drained) {
                 // Room was all that was missing, and now there is.
                 (false, true) if self.stalled => {}
-                (false, true) if self.reads.armed() && !self.transport.has_input() => {
-                    if self.reap(None)? {
+                (false, true) if self.session.watches() && !self.transport.has_input() => {
+                    if self.wait(true)? {
                         self.receive(Wait::No)?;
                     }
                 }
@@ -193,49 +149,43 @@ impl Session<'_> {
                 }
                 (false, false) => {
                     if !self.await_socket(wanting, UNREAD_PATIENCE)? {
-                        self.outbox.unshare(&mut self.pool);
+                        let Self { outbox, session, .. } = self;
+                        outbox.unshare(&mut |plan| session.recycle(plan));
                     }
                     self.receive_if(wanting)?;
                 }
                 (true, true) => {
-                    if !self.poll(wanting)? && self.await_reads(wanting)? {
-                        self.depth.saw_overlap();
+                    if !self.poll(wanting)? && self.await_completions(wanting)? {
+                        self.session.saw_overlap();
                         self.receive_if(wanting)?;
                     }
                 }
                 (true, false) => {
-                    // Nothing more can be sent, so reads that finish meanwhile only have to wait for the socket.
+                    // Nothing more can be sent, so requests that complete meanwhile only have to wait for the socket.
                     self.await_socket(wanting, UNREAD_PATIENCE)?;
-                    self.reap(Some(Duration::ZERO))?;
+                    self.session.look()?;
                     self.receive_if(wanting)?;
                 }
             }
         }
     }
 
-    /// So many requests that had arrived are answered.
-    fn note_served(&mut self, count: u64) {
-        if let (Some(foreground), Some(arrived)) = (&self.foreground, self.arrived.take())
-            && count > 0
-        {
-            foreground.served(arrived, count);
-        }
+    /// True while there is something to receive for.
+    fn is_wanting(&self) -> bool {
+        !self.ended && !self.stalled && self.has_room()
     }
 
     /// True while another request may be taken up.
     fn has_room(&self) -> bool {
-        let outstanding = self.reads.pending() + self.flushes.len() + self.outbox.replies();
-        outstanding < OUTSTANDING_REQUESTS_MAX && self.held() < HELD_BYTES_MAX
-    }
-
-    fn held(&self) -> usize {
-        self.reads.held() + self.outbox.held()
+        self.session.has_room(self.outbox.replies(), self.outbox.held())
     }
 
     /// How to wait when there is nothing to do but receive: the rest of a large payload in one call.
     fn patience(&self) -> Wait {
         match &self.incoming {
-            Incoming::Payload { filled, end, .. } if end - filled >= DIRECT_PAYLOAD_BYTES_MIN => Wait::All,
+            Incoming::Payload { payload, filled, .. } if payload.length() - filled >= DIRECT_PAYLOAD_BYTES_MIN => {
+                Wait::All
+            }
             _ => Wait::Some,
         }
     }
@@ -244,11 +194,9 @@ impl Session<'_> {
     fn take_up(&mut self) -> Result<()> {
         self.stalled = false;
         while !self.ended && self.step() {
+            self.answer();
             if self.outbox.replies() >= SEND_BATCH_REPLIES || self.outbox.held() >= SEND_BATCH_BYTES {
                 self.send()?;
-            }
-            if self.reads.pending() > 1 {
-                self.depth.saw_overlap();
             }
         }
         Ok(())
@@ -258,17 +206,19 @@ impl Session<'_> {
     fn step(&mut self) -> bool {
         match std::mem::replace(&mut self.incoming, Incoming::Head) {
             Incoming::Head => self.next_request(),
-            Incoming::Payload { head, fua, mut buffer, filled, end } => {
+            Incoming::Payload { head, fua, mut payload, filled } => {
                 let arrived = self.inbox.available();
-                let part = arrived.len().min(end - filled);
-                buffer[filled..filled + part].copy_from_slice(&arrived[..part]);
+                let part = arrived.len().min(payload.length() - filled);
+                payload.bytes_mut()[filled..filled + part].copy_from_slice(&arrived[..part]);
                 self.inbox.consume(part);
                 let filled = filled + part;
-                if filled < end {
-                    self.incoming = Incoming::Payload { head, fua, buffer, filled, end };
+                if filled < payload.length() {
+                    self.incoming = Incoming::Payload { head, fua, payload, filled };
                     return false;
                 }
-                self.write(&head, buffer, fua);
+                // The request was judged before its payload arrived; the device judges the range again.
+                self.tally.written += head.length;
+                self.submit(&head, Operation::Write { offset: head.offset, data: payload.into_data(), fua });
                 true
             }
             Incoming::Skip { head, left, refusal } => {
@@ -304,8 +254,8 @@ impl Session<'_> {
         };
         let rules = Rules {
             style: self.style,
-            read_only: self.device.read_only(),
-            capacity: self.device.capacity(),
+            read_only: self.session.device().read_only(),
+            capacity: self.session.device().capacity(),
             resize: self.terms.resize,
             contexts: !self.contexts.is_empty(),
         };
@@ -317,7 +267,7 @@ impl Session<'_> {
             {
                 return false;
             }
-            Ok(Action::Read { length, .. }) if self.held() > 0 && self.held() + length > HELD_BYTES_MAX => {
+            Ok(Action::Read { length, .. }) if !self.session.has_room_to_read(*length, self.outbox.held()) => {
                 self.stalled = true;
                 return false;
             }
@@ -328,12 +278,8 @@ impl Session<'_> {
         self.streaming = matches!(action, Ok(Action::Write { length, .. }) if length >= DIRECT_PAYLOAD_BYTES_MIN);
         match action {
             Ok(Action::Write { length, fua }) => {
-                let start = (head.offset % BLOCK_SIZE as u64) as usize;
-                let mut buffer = self.pool.take(start + length);
-                // Bytes outside the request are zeroed, so that no fault can store old memory on the disk.
-                buffer[..start].fill(0);
-                buffer[start + length..].fill(0);
-                self.incoming = Incoming::Payload { head, fua, buffer, filled: start, end: start + length };
+                let payload = self.session.buffer(head.offset, length);
+                self.incoming = Incoming::Payload { head, fua, payload, filled: 0 };
             }
             Ok(Action::StatusPayload { payload, only_one }) if payload < DIRECT_PAYLOAD_BYTES_MIN => {
                 let asked = status_payload(&head, &self.inbox.available()[..payload], &self.contexts, &rules);
@@ -356,30 +302,22 @@ impl Session<'_> {
 
     /// Ends the session where the stream cannot be followed any further. What was taken up before is finished.
     fn end_by_fault(&mut self, what: String) -> bool {
-        let name = self.device.name();
+        let name = self.session.device().name();
         self.fault = Some(Error::new(ErrorKind::Invalid, format!("client of {name}: {what}; the connection ends")));
         self.ended = true;
         false
     }
 
     fn execute(&mut self, head: &RequestHead, action: Action) {
-        let done = match action {
+        let (offset, device) = (head.offset, self.session.device());
+        let operation = match action {
             Action::Read { length, fragments } => {
                 self.tally.read += length as u64;
-                let finished =
-                    self.reads.begin(Ask { head: *head, length, fragments, arrived: self.arrived }, &mut self.pool);
-                if let Some(finished) = finished {
-                    self.answer_read(finished);
-                }
-                return;
+                return self.session.submit(Tag { head: *head, fragments }, Operation::Read { offset, length });
             }
             Action::Disconnect => {
                 self.ended = true;
                 self.tally.farewell = true;
-                return;
-            }
-            Action::Flush => {
-                self.flushes.push(*head);
                 return;
             }
             Action::Status { length, only_one } => {
@@ -388,19 +326,34 @@ impl Session<'_> {
             }
             // Their payload is dealt with where it arrives.
             Action::Write { .. } | Action::StatusPayload { .. } => return,
-            Action::Trim { length, fua } => self.device.discard(head.offset, length, fua),
-            Action::Cache { length } => self.device.prefetch(head.offset, length),
-            Action::Zero { length, allocate, fua } => self.device.write_zeroes(head.offset, length, allocate, fua),
-            Action::Resize { capacity } => self.device.resize(capacity),
+            Action::Cache { length } => {
+                let done = device.prefetch(offset, length);
+                return self.conclude(head, done);
+            }
+            Action::Resize { capacity } => {
+                let done = device.resize(capacity);
+                return self.conclude(head, done);
+            }
+            Action::Flush => Operation::Flush,
+            Action::Trim { length, fua } => Operation::Discard { offset, length, fua },
+            Action::Zero { length, allocate, fua } => Operation::Zero { offset, length, allocate, fua },
         };
-        self.conclude(head, done);
+        self.submit(head, operation);
     }
 
-    fn write(&mut self, head: &RequestHead, buffer: Buffer, fua: bool) {
-        // The request was judged before its payload arrived; the device judges the range again.
-        self.tally.written += head.length;
-        let done = self.device.write(head.offset, buffer, head.length as usize, fua);
-        self.conclude(head, done);
+    fn submit(&mut self, head: &RequestHead, operation: Operation) {
+        self.session.submit(Tag { head: *head, fragments: false }, operation);
+    }
+
+    /// Puts the replies to what has completed into the outbox.
+    fn answer(&mut self) {
+        while let Some(Completion { tag, outcome }) = self.session.completed() {
+            match outcome {
+                Ok(Reply::Read(plan)) => self.outbox.read(&tag.head, plan, tag.fragments),
+                Ok(Reply::Done) => self.outbox.success(&tag.head),
+                Err(error) => self.refuse(&tag.head, &error.into()),
+            }
+        }
     }
 
     fn conclude(&mut self, head: &RequestHead, done: error::Result<()>) {
@@ -422,19 +375,12 @@ impl Session<'_> {
         self.outbox.failure(head, refusal);
     }
 
-    fn answer_read(&mut self, Finished { ask, outcome }: Finished) {
-        match outcome {
-            Ok(plan) => self.outbox.read(&ask.head, plan, ask.fragments),
-            Err(refusal) => self.refuse(&ask.head, &refusal),
-        }
-    }
-
     fn status(&mut self, head: &RequestHead, length: u64, only_one: bool, chosen: &[usize]) {
         let extended = self.style == Style::Extended;
         let mut chunks = Vec::with_capacity(chosen.len());
         for context in chosen.iter().filter_map(|index| self.contexts.get(*index)) {
             let found: error::Result<Vec<Extent>> =
-                status::extents(&*self.device, &context.topic, head.offset, length, only_one);
+                status::extents(self.session.device(), &context.topic, head.offset, length, only_one);
             match found {
                 Ok(extents) => chunks.push(status::payload(context.id, &extents, extended)),
                 Err(error) => return self.refuse(head, &error.into()),
@@ -443,31 +389,17 @@ impl Session<'_> {
         self.outbox.status(head, chunks);
     }
 
-    /// One device flush for all that asked.
-    fn flush_device(&mut self) {
-        if self.flushes.is_empty() {
-            return;
-        }
-        let done = if self.device.read_only() { Ok(()) } else { self.device.flush() };
-        let refusal = done.err().map(Refusal::from);
-        for head in std::mem::take(&mut self.flushes) {
-            match &refusal {
-                None => self.outbox.success(&head),
-                Some(refusal) => self.refuse(&head, refusal),
-            }
-        }
-    }
-
     /// Sends what the socket takes without waiting; true when nothing is left.
     fn send(&mut self) -> Result<bool> {
-        while !self.outbox.is_empty() {
-            match self.transport.send(&self.outbox.gather()) {
-                Ok(bytes) => self.outbox.advance(bytes, &mut self.pool),
+        let Self { outbox, session, transport, .. } = self;
+        while !outbox.is_empty() {
+            match transport.send(&outbox.gather()) {
+                Ok(bytes) => outbox.advance(bytes, &mut |plan| session.recycle(plan)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) => return Err(Error::io("sending to the client", error)),
             }
         }
-        self.transport.flush().during(|| "sending to the client".to_owned())
+        transport.flush().during(|| "sending to the client".to_owned())
     }
 
     fn receive_if(&mut self, wanting: bool) -> Result<()> {
@@ -477,14 +409,14 @@ impl Session<'_> {
     /// Receives once: into the payload under way, and what follows it into the inbox. False when nothing was there.
     fn receive(&mut self, wait: Wait) -> Result<bool> {
         let received = match &mut self.incoming {
-            Incoming::Payload { buffer, filled, end, .. } => {
-                let payload = &mut buffer[*filled..*end];
-                let room = payload.len();
+            Incoming::Payload { payload, filled, .. } => {
+                let rest = &mut payload.bytes_mut()[*filled..];
+                let room = rest.len();
                 let received = if wait == Wait::All {
-                    self.transport.receive(&mut [IoSliceMut::new(payload)], wait)
+                    self.transport.receive(&mut [IoSliceMut::new(rest)], wait)
                 } else {
                     let inbox = self.inbox.space(self.streaming);
-                    self.transport.receive(&mut [IoSliceMut::new(payload), IoSliceMut::new(inbox)], wait)
+                    self.transport.receive(&mut [IoSliceMut::new(rest), IoSliceMut::new(inbox)], wait)
                 };
                 if let Ok(bytes) = received {
                     let part = bytes.min(room);
@@ -505,12 +437,7 @@ impl Session<'_> {
         match received {
             Ok(0) => self.peer_closed().map(|()| true),
             Ok(_) => {
-                if let Some(foreground) = &self.foreground {
-                    self.arrived = foreground.arrived();
-                    if self.arrived.is_some() && self.waiting.is_none() {
-                        self.waiting = Some(foreground.wait());
-                    }
-                }
+                self.session.note_arrival();
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
@@ -534,56 +461,35 @@ impl Session<'_> {
         wait_for(self.transport, wanting, true, Some(timeout)).during(|| "waiting for the client".to_owned())
     }
 
-    /// Looks for finished reads and new requests for as long as that has paid lately; true when there were any.
+    /// Looks for completions and new requests for as long as that has paid lately; true when there were any.
     fn poll(&mut self, wanting: bool) -> Result<bool> {
-        let polling = std::mem::take(&mut self.polling);
+        let polling = self.session.take_polling();
         let found = polling.poll(|| {
-            let readable = self.reap(Some(Duration::ZERO));
-            let received = match &readable {
+            let looked = self.session.look();
+            let received = match &looked {
                 Ok(_) if wanting => self.receive(Wait::No),
                 _ => Ok(false),
             };
-            match (readable, received) {
+            match (looked, received) {
                 (Err(error), _) | (_, Err(error)) => Some(Err(error)),
-                (Ok(_), Ok(received)) => (received || !self.outbox.is_empty()).then_some(Ok(true)),
+                (Ok(_), Ok(received)) => (received || self.session.has_completed()).then_some(Ok(true)),
             }
         });
-        self.polling = polling;
+        self.session.put_polling(polling);
         found.unwrap_or(Ok(false))
     }
 
-    /// Waits for reads and, if it is worth it, for the socket; true when there may be something to receive.
-    fn await_reads(&mut self, wanting: bool) -> Result<bool> {
+    /// Waits for completions and for the socket; true when there may be something to receive.
+    fn await_completions(&mut self, wanting: bool) -> Result<bool> {
         if wanting && self.transport.has_input() {
-            self.reap(Some(Duration::ZERO))?;
+            self.session.look()?;
             return Ok(true);
         }
-        if wanting
-            && !self.reads.armed()
-            && self.depth.watch_now()
-            && let Some(socket) = self.transport.descriptor()
-        {
-            self.reads.watch(socket.as_raw_fd());
-        }
-        let began = Instant::now();
-        let readable = self.reap(None);
-        self.polling.slept(began.elapsed());
-        readable
+        self.wait(wanting)
     }
 
-    fn reap(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        let mut finished = std::mem::take(&mut self.finished);
-        let readable = self
-            .reads
-            .wait(timeout, &mut self.pool, &mut finished)
-            .during(|| format!("waiting for reads of {}", self.device.name()))?;
-        for read in finished.drain(..) {
-            if let (Some(foreground), Some(arrived)) = (&self.foreground, read.ask.arrived) {
-                foreground.served(arrived, 1);
-            }
-            self.answer_read(read);
-        }
-        self.finished = finished;
-        Ok(readable)
+    fn wait(&mut self, wanting: bool) -> Result<bool> {
+        let socket = if wanting { self.transport.descriptor() } else { None };
+        self.session.wait(socket)
     }
 }

@@ -8,7 +8,7 @@
 //!    to become readable misses nothing.
 
 use super::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
-use super::polling::Polling;
+use crate::session::Polling;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown};

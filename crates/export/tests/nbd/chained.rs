@@ -9,7 +9,7 @@ use backend::{File, Queue, portable};
 use chain::{Chain, Options};
 use disk::device::Device;
 use disk::{Allocation, ChainedDevice};
-use export::nbd::{ExportName, Exports};
+use export::exports::{ExportName, Exports};
 use layer::Layer;
 use std::io;
 use std::sync::Arc;
@@ -100,7 +100,8 @@ fn status_and_changed_blocks_of_a_chain() {
     assert!(device.resize(1 << 30).is_err());
     device.prefetch(5, 100_000).unwrap();
     assert_eq!(device.read(12287, 3).unwrap(), [0, 2, 2]);
-    let write = |offset: u64, length: usize| device.write(offset, backend::Buffer::zeroed(1), length, true);
-    write(100, 3996).unwrap();
-    assert!(write(100, 3997).is_err(), "fewer bytes than announced");
+    device.write(100, backend::SharedSlice::copy_of(&[3; 3996]), true).unwrap();
+    assert_eq!(device.read(99, 2).unwrap()[1], 3);
+    let end = device.capacity() - 1;
+    assert!(device.write(end, backend::SharedSlice::copy_of(&[3; 2]), true).is_err(), "beyond the end");
 }

@@ -10,8 +10,9 @@ use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run}
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::reference::{Next, next};
 use crate::streams::{CONTEXTS, Setting, batches, some_request};
+use export::exports::ResizePolicy;
+use export::nbd::Terms;
 use export::nbd::limits::INBOX_BYTES;
-use export::nbd::{ResizePolicy, Terms};
 use std::collections::HashMap;
 use std::sync::Arc;
 

@@ -3,7 +3,8 @@
 use crate::Running;
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
-use export::nbd::{ResizePolicy, ServerConfig};
+use export::exports::ResizePolicy;
+use export::nbd::ServerConfig;
 
 const MIB: u64 = 1 << 20;
 

@@ -4,9 +4,9 @@
 //! out as memory or as media, and per access whether the "page cache" has it, so that reads take every path.
 
 use backend::{BLOCK_SIZE, Buffer, File, IoMode, LocalFile, LocalPart, Queue, SharedSlice, portable};
-use disk::device::{Allocation, Device, DirtyExtent, Media, ReadPlan, Segment, StatusExtent, Verdict};
+use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, Media, ReadPlan, Segment, StatusExtent, Verdict};
 use error::{Error, ErrorKind, Result};
-use export::nbd::{ExportName, Exports};
+use export::exports::{ExportName, Exports};
 use parking_lot::{Mutex, RwLock};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -57,6 +57,13 @@ impl File for MemoryFile {
     }
     fn read_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         std::thread::sleep(*self.delay.lock());
+        if let Some(encoded) = offset.checked_sub(ENCODED) {
+            let block = encoded / (2 * BLOCK);
+            let mut content = [0; BLOCK_SIZE];
+            self.read_at(&mut content, block * BLOCK)?;
+            buffer[..ENCODED_BYTES].copy_from_slice(&encode(block, &content));
+            return Ok(());
+        }
         if let Some(broken) = &*self.broken.lock()
             && offset < broken.end
             && offset + buffer.len() as u64 > broken.start
@@ -110,6 +117,23 @@ enum Place {
     Zero,
     Memory,
     Media,
+    /// On the medium in another form and length ([`encode`]).
+    Encoded,
+}
+
+/// Where the encoded form of blocks begins in the file: two blocks of room for each.
+const ENCODED: u64 = 1 << 40;
+const ENCODED_BYTES: usize = BLOCK_SIZE + 16;
+
+fn encode(block: u64, content: &[u8]) -> Vec<u8> {
+    let head = [block.to_le_bytes(), [0xaa; 8]].concat();
+    head.into_iter().chain(content.iter().map(|byte| byte ^ 0x5a)).collect()
+}
+
+/// What the guard of a plan keeps: which version of which block each segment on the medium holds.
+struct Proof {
+    versions: Vec<Vec<(u64, u32)>>,
+    _guard: Arc<()>,
 }
 
 struct DiskState {
@@ -274,24 +298,31 @@ impl Device for MemoryDisk {
     fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
         let state = self.state.lock();
         self.check(&state, offset, length as u64)?;
-        let mut segments: Vec<Segment> = Vec::new();
+        let (mut segments, mut versions): (Vec<Segment>, Vec<Vec<(u64, u32)>>) = (Vec::new(), Vec::new());
         for block in offset / BLOCK..(offset + length as u64).div_ceil(BLOCK) {
             let version = state.versions.get(&block).copied().unwrap_or(0);
+            let index = segments.len().saturating_sub(1);
             match (state.blocks.get(&block).copied().unwrap_or(Place::Zero), segments.last_mut()) {
-                (Place::Zero, Some(Segment::Zero { length })) => *length += BLOCK_SIZE,
-                (Place::Zero, _) => segments.push(Segment::Zero { length: BLOCK_SIZE }),
-                (Place::Media, Some(Segment::Media(media))) => {
-                    media.length += BLOCK_SIZE;
-                    media.checksums.push(version);
+                (Place::Zero, Some(Segment::Zero { length })) => {
+                    *length += BLOCK_SIZE;
+                    continue;
                 }
-                (Place::Media, _) => segments.push(Segment::Media(Media {
-                    file: Arc::clone(&self.file) as Arc<dyn File>,
-                    offset: block * BLOCK,
-                    length: BLOCK_SIZE,
-                    buffer: None,
-                    checksums: vec![version],
-                    block,
-                })),
+                (Place::Zero, _) => segments.push(Segment::Zero { length: BLOCK_SIZE }),
+                (Place::Media, Some(Segment::Media(media))) if media.offset < ENCODED => {
+                    media.length += BLOCK_SIZE;
+                    media.delivered = 0..media.length;
+                    versions[index].push((block, version));
+                    continue;
+                }
+                (Place::Media, _) => {
+                    let file = Arc::clone(&self.file) as Arc<dyn File>;
+                    segments.push(Segment::Media(Media::new(file, block * BLOCK, BLOCK_SIZE)));
+                }
+                (Place::Encoded, _) => {
+                    let file = Arc::clone(&self.file) as Arc<dyn File>;
+                    let media = Media::new(file, ENCODED + 2 * block * BLOCK, ENCODED_BYTES);
+                    segments.push(Segment::Media(Media { delivered: 0..BLOCK_SIZE, ..media }));
+                }
                 (Place::Memory, _) => {
                     let at = (block * BLOCK) as usize;
                     let copy = Arc::new(Buffer::copy_of(&self.file.bytes.read()[at..at + BLOCK_SIZE]));
@@ -299,8 +330,10 @@ impl Device for MemoryDisk {
                     segments.push(Segment::Memory(SharedSlice::new(copy, 0..BLOCK_SIZE)));
                 }
             }
+            versions.push(vec![(block, version)]);
         }
-        let guard: Option<Box<dyn std::any::Any + Send>> = Some(Box::new(Arc::clone(&self.guards)));
+        let guard: Option<Box<dyn std::any::Any + Send>> =
+            Some(Box::new(Proof { versions, _guard: Arc::clone(&self.guards) }));
         Ok(ReadPlan { segments, skip: (offset % BLOCK) as usize, length, offset, guard })
     }
 
@@ -310,27 +343,30 @@ impl Device for MemoryDisk {
             return Ok(Verdict::Again);
         }
         let state = self.state.lock();
-        for segment in &plan.segments {
+        let proof = plan.guard.take().expect("what the plan was made with").downcast::<Proof>().expect("our own");
+        for (segment, versions) in plan.segments.iter_mut().zip(&proof.versions) {
             if let Segment::Media(media) = segment {
-                let buffer = media.buffer.as_ref().expect("a finished read has all its buffers");
-                assert_eq!(buffer.len(), media.length);
-                for (block, version) in (media.block..).zip(&media.checksums) {
-                    if state.versions.get(&block).copied().unwrap_or(0) != *version {
-                        return Ok(Verdict::Again);
-                    }
+                assert_eq!(media.fetched().len(), media.length, "a finished read has all its bytes");
+                if versions.iter().any(|(block, version)| state.versions.get(block).copied().unwrap_or(0) != *version) {
+                    return Ok(Verdict::Again);
+                }
+                if media.offset >= ENCODED {
+                    let decoded: Vec<u8> = media.fetched()[16..].iter().map(|byte| byte ^ 0x5a).collect();
+                    assert_eq!(encode(versions[0].0, &decoded), media.fetched());
+                    media.buffer = Some(Buffer::copy_of(&decoded));
                 }
             }
         }
         Ok(Verdict::Good)
     }
 
-    fn write(&self, offset: u64, data: Buffer, length: usize, fua: bool) -> Result<()> {
-        let base = offset / BLOCK * BLOCK;
-        self.change(offset, length as u64, fua, |state, block| {
-            let (from, to) = (offset.max(block * BLOCK), (offset + length as u64).min((block + 1) * BLOCK));
-            let data = &data[(from - base) as usize..(to - base) as usize];
+    fn write(&self, offset: u64, data: SharedSlice, fua: bool) -> Result<()> {
+        self.change(offset, data.len() as u64, fua, |state, block| {
+            let (from, to) = (offset.max(block * BLOCK), (offset + data.len() as u64).min((block + 1) * BLOCK));
+            let data = &data[(from - offset) as usize..(to - offset) as usize];
             self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
-            let place = if state.random.below(3) == 0 { Place::Memory } else { Place::Media };
+            let places = [Place::Memory, Place::Media, Place::Media, Place::Encoded];
+            let place = places[state.random.below(4) as usize];
             state.blocks.insert(block, place);
         })
     }
@@ -341,7 +377,7 @@ impl Device for MemoryDisk {
     fn write_zeroes(&self, offset: u64, length: u64, allocate: bool, fua: bool) -> Result<()> {
         self.zero(offset, length, fua, allocate.then_some(Place::Zero))
     }
-    fn flush(&self) -> Result<()> {
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
         self.flushes.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
@@ -453,7 +489,7 @@ impl Device for ReadOnly {
     fn finish_read(&self, plan: &mut ReadPlan) -> Result<Verdict> {
         self.0.finish_read(plan)
     }
-    fn write(&self, _: u64, _: Buffer, _: usize, _: bool) -> Result<()> {
+    fn write(&self, _: u64, _: SharedSlice, _: bool) -> Result<()> {
         panic!("the server let a write through to a read-only device")
     }
     fn discard(&self, _: u64, _: u64, _: bool) -> Result<()> {
@@ -462,8 +498,8 @@ impl Device for ReadOnly {
     fn write_zeroes(&self, _: u64, _: u64, _: bool, _: bool) -> Result<()> {
         panic!("the server let a write-zeroes through to a read-only device")
     }
-    fn flush(&self) -> Result<()> {
-        self.0.flush()
+    fn finish_flush(&self, ticket: FlushTicket) -> Result<()> {
+        self.0.finish_flush(ticket)
     }
     fn prefetch(&self, offset: u64, length: u64) -> Result<()> {
         self.0.prefetch(offset, length)

@@ -4,7 +4,8 @@ use crate::client::*;
 use crate::in_process::{Script, Seed, encode, every_seed, listen, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::reference::{Answer, PAYLOAD_MAX, Reference, Served};
-use export::nbd::{ResizePolicy, Terms};
+use export::exports::ResizePolicy;
+use export::nbd::Terms;
 use std::collections::HashMap;
 
 pub const STREAMS: u64 = 10_000;

@@ -5,7 +5,8 @@ use crate::client::*;
 use crate::in_process::encode;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use error::ErrorKind;
-use export::nbd::{ResizePolicy, ServerConfig};
+use export::exports::ResizePolicy;
+use export::nbd::ServerConfig;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

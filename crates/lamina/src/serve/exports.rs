@@ -4,7 +4,7 @@ use backend::Queue;
 use disk::pace::Foreground;
 use disk::{Datastore, Device};
 use error::Result;
-use export::nbd::{ExportName, Exports};
+use export::exports::{ExportName, Exports};
 use std::io;
 use std::sync::Arc;
 

@@ -200,10 +200,7 @@ pub fn scribble(device: &dyn Device, random: &mut Random, count: usize, most: u6
 }
 
 pub fn write(device: &dyn Device, offset: u64, bytes: &[u8]) {
-    let skip = (offset % 4096) as usize;
-    let mut padded = vec![0; skip];
-    padded.extend_from_slice(bytes);
-    device.write(offset, backend::Buffer::copy_of(&padded), bytes.len(), false).unwrap();
+    device.write(offset, backend::SharedSlice::copy_of(bytes), false).unwrap();
 }
 
 /// A disk of several segments, with data, holes and discarded ranges.

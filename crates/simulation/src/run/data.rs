@@ -4,8 +4,8 @@ use super::{Checked, Outcome, SimulationRun};
 use crate::image::{Block, compare, touched};
 use crate::operation::Span;
 use crate::random::{Random, pattern};
-use backend::{BLOCK_SIZE, Buffer};
-use disk::{Allocation, Device, Provisioning, ReadPlan, Segment, Verdict};
+use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use disk::{Allocation, Device, Provisioning, ReadPlan, Verdict};
 use error::ErrorKind;
 use std::sync::Arc;
 
@@ -33,12 +33,14 @@ impl SimulationRun {
         let data =
             if again { self.model.disks[name].image.read(offset, length) } else { pattern(fill, length as usize) };
         let device = self.device(name)?;
-        let skip = (offset % BLOCK) as usize;
-        let mut buffer = Buffer::with_bytes(skip + length as usize);
+        // At the place in memory that a block has there, or at another.
+        let lead = (if fill % 2 == 0 { offset } else { fill } % BLOCK) as usize;
+        let mut buffer = Buffer::with_bytes(lead + length as usize);
         // What surrounds the data in the buffer must not get anywhere.
         buffer.fill(0xee);
-        buffer[skip..skip + length as usize].copy_from_slice(&data);
-        let mut result = device.write(offset, buffer.clone(), length as usize, fua);
+        buffer[lead..lead + length as usize].copy_from_slice(&data);
+        let bytes = SharedSlice::new(Arc::new(buffer), lead..lead + length as usize);
+        let mut result = device.write(offset, bytes.clone(), fua);
         if let Err(error) = &result
             && error.kind() == ErrorKind::NoSpace
             && self.must_fit(name, &*device, offset, length)?
@@ -48,7 +50,7 @@ impl SimulationRun {
             let datastore = self.datastore()?;
             result = device.flush().and_then(|()| {
                 while datastore.engine().pump()? {}
-                device.write(offset, buffer, length as usize, fua)
+                device.write(offset, bytes, fua)
             });
             drop(datastore);
             if let Err(error) = &result
@@ -337,13 +339,7 @@ fn padded(offset: u64, length: u64) -> u64 {
 
 impl Held {
     fn finish(&mut self) -> error::Result<Verdict> {
-        for segment in &mut self.plan.segments {
-            if let Segment::Media(media) = segment {
-                let mut buffer = Buffer::with_bytes(media.length);
-                media.file.read_at(&mut buffer, media.offset).map_err(|error| error::Error::io("fetching", error))?;
-                media.buffer = Some(buffer);
-            }
-        }
+        self.plan.fetch().map_err(|error| error::Error::io("fetching", error))?;
         self.device.finish_read(&mut self.plan)
     }
 }

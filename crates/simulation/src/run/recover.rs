@@ -4,7 +4,7 @@ use super::control::{differences, observed};
 use super::{Checked, Outcome, SimulationRun};
 use crate::image::{Block, compare, is_zero};
 use crate::model::Model;
-use backend::{BLOCK_SIZE, Buffer};
+use backend::{BLOCK_SIZE, SharedSlice};
 use disk::{Allocation, CheckOptions, Datastore, NoProgress};
 use error::ErrorKind;
 use std::sync::atomic::Ordering;
@@ -37,10 +37,7 @@ impl SimulationRun {
             let length = capacity.min(BLOCK);
             let offset = self.random.below(capacity - length + 1) / 512 * 512;
             let data = crate::random::pattern(self.random.next_u64(), length as usize);
-            let skip = (offset % BLOCK) as usize;
-            let mut buffer = Buffer::with_bytes(skip + data.len());
-            buffer[skip..skip + data.len()].copy_from_slice(&data);
-            let written = device.write(offset, buffer, data.len(), false);
+            let written = device.write(offset, SharedSlice::copy_of(&data), false);
             self.image_mut(&name).write(offset, &data);
             let flushed = device.flush();
             if written.is_ok() && flushed.is_ok() {

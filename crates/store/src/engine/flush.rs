@@ -36,8 +36,12 @@ const PAYLOAD_MAX: u64 = 4 << 20;
 impl Engine {
     /// Makes everything acknowledged before this call durable.
     pub fn flush(&self) -> Result<()> {
-        let ticket = self.log.clocks.acknowledged();
-        self.flush_to(ticket)
+        self.flush_to(self.acknowledged())
+    }
+
+    /// The last write acknowledged: what a flush asked for now has to cover.
+    pub fn acknowledged(&self) -> u64 {
+        self.log.clocks.acknowledged()
     }
 
     /// Makes every change of the map and the catalog carried out before this call durable; what is only buffered is
@@ -72,7 +76,8 @@ impl Engine {
         self.append_pending(&mut self.log.lock())
     }
 
-    fn flush_to(&self, ticket: u64) -> Result<()> {
+    /// Makes every write up to that one durable, unless another flush does.
+    pub fn flush_to(&self, ticket: u64) -> Result<()> {
         let mut freed = false;
         loop {
             self.check_running()?;

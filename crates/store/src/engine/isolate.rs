@@ -69,9 +69,9 @@ impl Meta {
 }
 
 impl Engine {
-    /// As [`Engine::flush`], for a client of a disk: fails once where writes to it were lost.
-    pub fn flush_head(&self, head: &Head) -> Result<()> {
-        self.flush()?;
+    /// As [`Engine::flush_to`], for a client of a disk: fails once where writes to it were lost.
+    pub fn flush_head(&self, head: &Head, ticket: u64) -> Result<()> {
+        self.flush_to(ticket)?;
         if !self.isolation.any.load(Ordering::Acquire) {
             return Ok(());
         }

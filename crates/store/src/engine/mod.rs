@@ -90,7 +90,7 @@ pub use files::JOURNAL_FILE;
 pub use inspect::{BlockCounts, Changed, Condition, Span, StoreCounts};
 pub use log::{FORMAT_VERSION, IMAGES_FILE};
 pub use owner::Owner;
-pub use read::{Media, Planned, Segment, Verdict};
+pub use read::{Part, Planned, Stored};
 pub use recover::{InitParameters, JOURNAL_SIZE_DEFAULT, JOURNAL_SIZE_MAX, JOURNAL_SIZE_MIN};
 pub use salvage::{Salvage, Salvaged, SalvagedPiece, Verdict as SalvageVerdict, merge_ranges};
 

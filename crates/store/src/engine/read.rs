@@ -18,7 +18,7 @@ use std::sync::Arc;
 const RESOLVE_COST: Cost = Cost { bytes: 32, pages: 3 };
 
 /// A part of a planned read; always whole blocks.
-pub enum Segment {
+pub enum Part {
     /// Reads as zeros.
     Zero {
         /// Length in bytes.
@@ -26,56 +26,43 @@ pub enum Segment {
     },
     /// Held in memory: written a moment ago and not at home yet. Already verified.
     Memory(SharedSlice),
-    /// On the medium.
-    Media(Media),
+    /// In a data file.
+    Stored(Stored),
 }
 
-/// A contiguous part of a data file that holds a segment.
-pub struct Media {
+/// Blocks next to each other in a data file, and what they must hash to.
+pub struct Stored {
     /// The data file.
     pub file: Arc<dyn File>,
-    /// Byte offset in it: a multiple of 4 KiB here and in every file past the page cache, of 512 bytes elsewhere.
+    /// Byte offset in it: a multiple of 4 KiB.
     pub offset: u64,
-    /// Length in bytes: a multiple of 4 KiB here, of anything elsewhere.
-    pub length: usize,
-    /// Where the caller puts what it read: `length` bytes, rounded up to whole blocks.
-    pub buffer: Option<Buffer>,
+    /// Physical block number of the first block.
+    pub block: u64,
     /// CRC32C of each block as the table has it.
     pub checksums: Vec<u32>,
-    /// Physical block number of the first block, for messages.
-    pub block: u64,
-}
-
-/// What a verification found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// Every block is what the map says.
-    Good,
-    /// The range changed under the read: plan it again.
-    Again,
 }
 
 /// Where a range of blocks is.
 pub struct Planned {
     /// The parts in order.
-    pub segments: Vec<Segment>,
+    pub parts: Vec<Part>,
     /// While it lives, no place named here is given to another owner.
     pub guard: Arc<()>,
 }
 
-impl Media {
-    /// The bytes of the segment, once they were read.
-    pub fn contents(&self) -> &[u8] {
-        self.buffer.as_deref().map_or(&[], |bytes| &bytes[..self.length.min(bytes.len())])
+impl Stored {
+    /// Length in bytes.
+    pub fn length(&self) -> usize {
+        self.checksums.len() * BLOCK_SIZE
     }
 }
 
-impl Segment {
+impl Part {
     fn length(&self) -> usize {
         match self {
             Self::Zero { length } => *length,
             Self::Memory(slice) => slice.len(),
-            Self::Media(media) => media.length,
+            Self::Stored(stored) => stored.length(),
         }
     }
 }
@@ -87,7 +74,7 @@ impl Meta {
         files: &super::DataFiles,
         root: Option<NodeId>,
         range: Range<u64>,
-        out: &mut Vec<(u64, Segment)>,
+        out: &mut Vec<(u64, Part)>,
     ) -> Result<()> {
         let planned = self.plan_extents(files, root, range.clone(), out);
         if planned.is_err() && self.pages.absent() > 0 {
@@ -102,7 +89,7 @@ impl Meta {
         files: &super::DataFiles,
         root: Option<NodeId>,
         range: Range<u64>,
-        out: &mut Vec<(u64, Segment)>,
+        out: &mut Vec<(u64, Part)>,
     ) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::new();
         if let Some(root) = root {
@@ -112,29 +99,23 @@ impl Meta {
         let mut at = range.start;
         for extent in extents {
             if at < extent.logical {
-                out.push((at, Segment::Zero { length: (extent.logical - at) as usize * BLOCK_SIZE }));
+                out.push((at, Part::Zero { length: (extent.logical - at) as usize * BLOCK_SIZE }));
             }
             at = extent.logical + extent.blocks;
             if extent.unwritten {
-                out.push((extent.logical, Segment::Zero { length: extent.blocks as usize * BLOCK_SIZE }));
+                out.push((extent.logical, Part::Zero { length: extent.blocks as usize * BLOCK_SIZE }));
             } else {
                 self.plan_run(files, extent.logical, Run { start: extent.physical, blocks: extent.blocks }, out)?;
             }
         }
         if at < range.end {
-            out.push((at, Segment::Zero { length: (range.end - at) as usize * BLOCK_SIZE }));
+            out.push((at, Part::Zero { length: (range.end - at) as usize * BLOCK_SIZE }));
         }
         Ok(())
     }
 
     /// A run of data: from memory where its payload is not home yet, from the medium elsewhere.
-    fn plan_run(
-        &mut self,
-        files: &super::DataFiles,
-        logical: u64,
-        run: Run,
-        out: &mut Vec<(u64, Segment)>,
-    ) -> Result<()> {
+    fn plan_run(&mut self, files: &super::DataFiles, logical: u64, run: Run, out: &mut Vec<(u64, Part)>) -> Result<()> {
         let mut block = run.start;
         let end = run.start + run.blocks;
         while block < end {
@@ -149,23 +130,20 @@ impl Meta {
                 let (file, offset) = files.locate(part)?;
                 let mut checksums = Vec::with_capacity(part.blocks as usize);
                 self.data.checksums(&mut self.pages, part, &mut checksums)?;
-                let length = part.blocks as usize * BLOCK_SIZE;
                 let at = logical + (block - run.start);
                 // Two extents that lie next to each other on the medium are one read.
-                if let Some((before, Segment::Media(last))) = out.last_mut()
-                    && *before + (last.length / BLOCK_SIZE) as u64 == at
-                    && last.block + (last.length / BLOCK_SIZE) as u64 == block
-                    && last.offset + last.length as u64 == offset
+                if let Some((before, Part::Stored(last))) = out.last_mut()
+                    && *before + last.checksums.len() as u64 == at
+                    && last.block + last.checksums.len() as u64 == block
+                    && last.offset + last.length() as u64 == offset
                 {
-                    last.length += length;
                     last.checksums.append(&mut checksums);
                 } else {
-                    let media = Media { file, offset, length, buffer: None, checksums, block };
-                    out.push((at, Segment::Media(media)));
+                    out.push((at, Part::Stored(Stored { file, offset, block, checksums })));
                 }
             }
             if let Some((at, slice)) = next {
-                out.push((logical + (at - run.start), Segment::Memory(slice)));
+                out.push((logical + (at - run.start), Part::Memory(slice)));
             }
             block = until + 1;
         }
@@ -196,7 +174,7 @@ impl Engine {
         if buffer.gone {
             return Err(gone());
         }
-        let mut parts: Vec<(u64, Segment)> = Vec::new();
+        let mut parts: Vec<(u64, Part)> = Vec::new();
         let mut gaps = Vec::new();
         if buffer.layers.is_empty() {
             gaps.push(range);
@@ -204,13 +182,13 @@ impl Engine {
             let mut pieces: Vec<DirtyPiece> = Vec::new();
             buffer.layers.overlay(range, &mut pieces, &mut gaps);
             parts.extend(pieces.into_iter().map(|piece| {
-                let segment = match piece.entry.content {
-                    Content::Data(slice, _) => Segment::Memory(slice),
+                let part = match piece.entry.content {
+                    Content::Data(slice, _) => Part::Memory(slice),
                     Content::Unmapped | Content::Zero => {
-                        Segment::Zero { length: piece.entry.blocks as usize * BLOCK_SIZE }
+                        Part::Zero { length: piece.entry.blocks as usize * BLOCK_SIZE }
                     }
                 };
-                (piece.logical, segment)
+                (piece.logical, part)
             }));
         }
         let from_memory = !parts.is_empty();
@@ -231,7 +209,7 @@ impl Engine {
         if from_memory {
             parts.sort_unstable_by_key(|(logical, _)| *logical);
         }
-        Ok(Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard }))
+        Ok(Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard }))
     }
 
     /// Finds where a range of blocks of a snapshot is. Waits while its last writes are on their way into the map.
@@ -242,40 +220,44 @@ impl Engine {
             let root = meta.catalog.get(snapshot)?.root;
             let mut parts = Vec::new();
             meta.plan(&self.files, root, range.clone(), &mut parts)?;
-            Ok(Planned { segments: parts.into_iter().map(|(_, segment)| segment).collect(), guard })
+            Ok(Planned { parts: parts.into_iter().map(|(_, part)| part).collect(), guard })
         })
     }
 
-    /// Verifies fetched segments of a range that starts at block `logical`; `replan` plans a block again.
-    pub fn verify(
+    /// Verifies what was fetched of a range that starts at block `logical`: `fetched` has the bytes of each stored part
+    /// by its index, `replan` plans a block again. False when the range changed under the read: it is to be planned
+    /// again.
+    pub fn verify<'a>(
         &self,
         name: &str,
         logical: u64,
-        segments: &mut [Segment],
+        parts: &[Part],
+        fetched: impl Fn(usize) -> &'a [u8],
         replan: &dyn Fn(u64) -> Result<Planned>,
-    ) -> Result<Verdict> {
+    ) -> Result<bool> {
         let mut at = logical;
-        for segment in segments.iter_mut() {
+        for (index, part) in parts.iter().enumerate() {
             let first = at;
-            at += (segment.length() / BLOCK_SIZE) as u64;
-            let Segment::Media(media) = segment else { continue };
-            let Some(bytes) = media.buffer.as_deref() else {
+            at += (part.length() / BLOCK_SIZE) as u64;
+            let Part::Stored(stored) = part else { continue };
+            let bytes = fetched(index);
+            if bytes.len() != stored.length() {
                 return Err(Error::new(ErrorKind::Io, format!("{name}: a read was finished before it was fetched")));
-            };
-            for (i, block) in bytes[..media.length].chunks_exact(BLOCK_SIZE).enumerate() {
-                if checksum(block) != media.checksums[i] {
-                    let here = Run { start: media.block + i as u64, blocks: 1 };
-                    if self.mismatch(name, first + i as u64, here, media.checksums[i], replan)? == Verdict::Again {
-                        return Ok(Verdict::Again);
-                    }
+            }
+            for (i, (block, wanted)) in bytes.chunks_exact(BLOCK_SIZE).zip(&stored.checksums).enumerate() {
+                if checksum(block) != *wanted {
+                    let here = Run { start: stored.block + i as u64, blocks: 1 };
+                    self.mismatch(name, first + i as u64, here, *wanted, replan)?;
+                    return Ok(false);
                 }
             }
         }
-        Ok(Verdict::Good)
+        Ok(true)
     }
 
     /// A block does not hash to what was planned: because it changed meanwhile, because a crash left it half written,
-    /// or because the medium returned something else than was written.
+    /// or because the medium returned something else than was written. Only the last is an error; after the others the
+    /// read is planned again.
     #[cold]
     fn mismatch(
         &self,
@@ -284,32 +266,32 @@ impl Engine {
         run: Run,
         planned: u32,
         replan: &dyn Fn(u64) -> Result<Planned>,
-    ) -> Result<Verdict> {
+    ) -> Result<()> {
         let now = replan(logical)?;
-        match now.segments.first() {
-            Some(Segment::Media(media)) if media.block == run.start && media.checksums.first() == Some(&planned) => {}
-            _ => return Ok(Verdict::Again),
+        match now.parts.first() {
+            Some(Part::Stored(stored)) if stored.block == run.start && stored.checksums.first() == Some(&planned) => {}
+            _ => return Ok(()),
         }
         let (file, offset) = self.files.locate(run)?;
         let mut bytes = Buffer::zeroed(1);
         file.read_at(&mut bytes, offset).during(|| format!("{name}: reading block {}", run.start))?;
         let found = checksum(&bytes);
         if found == planned {
-            return Ok(Verdict::Again);
+            return Ok(());
         }
         // For what a suspect block is found to hold.
         let _grant = self.admit(RESOLVE_COST)?;
         let mut meta = self.meta.lock();
         let entry = meta.entry(run.start)?;
         if entry.checksum != planned {
-            return Ok(Verdict::Again);
+            return Ok(());
         }
         if entry.references == 0 {
             drop(meta);
             let still = replan(logical)?;
             // Freed a moment ago, or lost from the table while the map names it: that no plan will change.
-            return match still.segments.first() {
-                Some(Segment::Media(media)) if media.block == run.start => Err(Error::new(
+            return match still.parts.first() {
+                Some(Part::Stored(stored)) if stored.block == run.start => Err(Error::new(
                     ErrorKind::Corrupt,
                     format!(
                         "{name}: the table knows nothing of physical block {} at offset {}: it was damaged; run 'lamina \
@@ -318,7 +300,7 @@ impl Engine {
                         logical * BLOCK_SIZE as u64
                     ),
                 )),
-                _ => Ok(Verdict::Again),
+                _ => Ok(()),
             };
         }
         if meta.in_flight.contains(run.start) {
@@ -329,7 +311,7 @@ impl Engine {
                 error
                     .context(format!("{name}: the 4 KiB at offset {offset} were being overwritten when writes stopped"))
             })?;
-            return Ok(Verdict::Again);
+            return Ok(());
         }
         if entry.suspect {
             // A write that was never acknowledged as durable was cut off here: what is left of it is the content now.
@@ -337,7 +319,7 @@ impl Engine {
             meta.enqueue(operation, 0)?;
             self.count_changes(&meta);
             self.counters.torn_blocks.fetch_add(1, Ordering::Relaxed);
-            return Ok(Verdict::Again);
+            return Ok(());
         }
         drop(meta);
         self.counters.checksum_errors.fetch_add(1, Ordering::Relaxed);
@@ -367,44 +349,30 @@ impl Engine {
         range: Range<u64>,
         plan: &dyn Fn(Range<u64>) -> Result<Planned>,
     ) -> Result<Buffer> {
+        let mut out = Buffer::recycled((range.end - range.start) as usize);
         loop {
-            let mut planned = plan(range.clone())?;
-            for segment in &mut planned.segments {
-                if let Segment::Media(media) = segment {
-                    let mut buffer = Buffer::recycled(media.length / BLOCK_SIZE);
-                    media
+            let planned = plan(range.clone())?;
+            // Where each part lies in `out`.
+            let mut places = Vec::with_capacity(planned.parts.len());
+            let mut at = 0;
+            for part in &planned.parts {
+                let place = at..at + part.length();
+                at = place.end;
+                let into = &mut out[place.clone()];
+                match part {
+                    Part::Zero { .. } => into.fill(0),
+                    Part::Memory(slice) => into.copy_from_slice(slice),
+                    Part::Stored(stored) => stored
                         .file
-                        .read_at(&mut buffer, media.offset)
-                        .during(|| format!("{name}: reading {} bytes", media.length))?;
-                    media.buffer = Some(buffer);
+                        .read_at(into, stored.offset)
+                        .during(|| format!("{name}: reading {} bytes", stored.length()))?,
                 }
+                places.push(place);
             }
             let replan = |block: u64| plan(block..block + 1);
-            if self.verify(name, range.start, &mut planned.segments, &replan)? == Verdict::Again {
-                continue;
+            if self.verify(name, range.start, &planned.parts, |index| &out[places[index].clone()], &replan)? {
+                return Ok(out);
             }
-            // The usual case, one run on the medium, needs no second copy.
-            if let [Segment::Media(media)] = planned.segments.as_mut_slice()
-                && let Some(buffer) = media.buffer.take()
-            {
-                return Ok(buffer);
-            }
-            let mut out = Buffer::zeroed((range.end - range.start) as usize);
-            let mut at = 0;
-            for segment in &planned.segments {
-                let length = segment.length();
-                match segment {
-                    Segment::Zero { .. } => {}
-                    Segment::Memory(slice) => out[at..at + length].copy_from_slice(slice),
-                    Segment::Media(media) => {
-                        if let Some(buffer) = &media.buffer {
-                            out[at..at + length].copy_from_slice(&buffer[..length]);
-                        }
-                    }
-                }
-                at += length;
-            }
-            return Ok(out);
         }
     }
 }

@@ -1,9 +1,9 @@
 //! The mirror under clients that write, discard, zero and flush at any alignment while it copies.
 
-use super::super::testbed::{MemoryDevice, Random, aligned};
+use super::super::testbed::{MemoryDevice, Random, placed};
 use super::super::{Base, MirrorDevice};
 use crate::{Device, NoProgress, Progress, Throttled};
-use backend::Buffer;
+use backend::{Buffer, SharedSlice};
 use error::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -54,7 +54,7 @@ impl Client<'_> {
             _ => {
                 let seed = self.random.next();
                 let bytes: Vec<u8> = (0..length).map(|i| (seed.rotate_left(i as u32 % 64) ^ i) as u8).collect();
-                self.device.write(offset, aligned(offset, &bytes), length as usize, fua).unwrap();
+                self.device.write(offset, placed(seed, &bytes), fua).unwrap();
                 self.model[part].copy_from_slice(&bytes);
             }
         }
@@ -138,7 +138,7 @@ fn holes_and_zeros_take_no_space_in_the_target() {
     before[1 << 20..(1 << 20) + 5000].fill(7);
     let source = MemoryDevice::new(before.clone());
     // Written, but zeros: as on a disk that was zeroed when it was made.
-    source.write(2 << 20, Buffer::zeroed(64), 64 << 12, false).unwrap();
+    source.write(2 << 20, Buffer::zeroed(64).into(), false).unwrap();
     let target = MemoryDevice::new(vec![0; CAPACITY]);
     let mirror = MirrorDevice::new(source, target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
@@ -181,7 +181,7 @@ fn a_target_that_fails_after_the_record_turned_fails_the_request() {
     target.failing.store(true, Ordering::SeqCst);
     // Nothing has met the failure: the record turns, and from then on the target is the disk.
     mirror.commit(|| Ok(())).unwrap();
-    assert_eq!(mirror.write(0, Buffer::zeroed(1), 4096, false).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(mirror.write(0, Buffer::zeroed(1).into(), false).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!(mirror.flush().unwrap_err().kind(), ErrorKind::Io);
 }
 
@@ -195,7 +195,7 @@ fn a_record_that_cannot_be_turned_leaves_the_source() {
     let refused = mirror.commit(|| Err::<(), _>(error::Error::new(ErrorKind::Io, "no")));
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::Io);
     target.failing.store(true, Ordering::SeqCst);
-    mirror.write(0, Buffer::zeroed(1), 4096, true).unwrap();
+    mirror.write(0, Buffer::zeroed(1).into(), true).unwrap();
     // Now it is known, and the record must not turn.
     assert!(mirror.commit(|| -> error::Result<()> { panic!("the target is no copy any more") }).is_err());
     assert!(source.durable()[..4096] == [0; 4096]);
@@ -207,12 +207,12 @@ fn a_flush_after_settling_covers_both() {
     let mirror = MirrorDevice::new(source.clone(), target.clone(), Base::Zeros).unwrap();
     mirror.mark_data(&NoProgress).unwrap();
     mirror.copy(&NoProgress).unwrap();
-    mirror.write(512, aligned(512, &[9; 100]), 100, true).unwrap();
+    mirror.write(512, placed(512, &[9; 100]), true).unwrap();
     let flushes = target.flushes.load(Ordering::SeqCst);
     assert!(target.durable()[512..612] != [9; 100], "before, a guest's flush does not wait for the target");
     mirror.settle().unwrap();
     assert!(target.flushes.load(Ordering::SeqCst) > flushes && target.durable()[512..612] == [9; 100]);
-    mirror.write(5000, aligned(5000, &[8; 100]), 100, true).unwrap();
+    mirror.write(5000, placed(0, &[8; 100]), true).unwrap();
     assert!(target.durable()[5000..5100] == [8; 100] && source.durable()[5000..5100] == [8; 100]);
 }
 
@@ -286,7 +286,7 @@ fn a_request_waits_for_one_step_and_not_for_the_copier() {
             let before = changes();
             let offset = random.below(LARGE as u64 / 4096) * 4096;
             // Not zeros: those the copier would have nothing to do for.
-            mirror.write(offset, Buffer::copy_of(&[9; 4096]), 4096, false).unwrap();
+            mirror.write(offset, SharedSlice::copy_of(&[9; 4096]), false).unwrap();
             worst = worst.max(changes() - before);
         }
         worst
@@ -302,7 +302,7 @@ fn sizes_must_agree_and_a_disk_under_migration_keeps_its_own() {
     assert_eq!(other.err().unwrap().kind(), ErrorKind::Invalid);
     let mirror = MirrorDevice::new(source, MemoryDevice::new(vec![0; 8192]), Base::Zeros).unwrap();
     assert_eq!(mirror.resize(16384).unwrap_err().kind(), ErrorKind::Busy);
-    assert_eq!(mirror.write(4097, Buffer::zeroed(2), 4096, false).unwrap_err().kind(), ErrorKind::Invalid);
+    assert_eq!(mirror.write(4097, Buffer::zeroed(1).into(), false).unwrap_err().kind(), ErrorKind::Invalid);
     assert_eq!(mirror.discard(u64::MAX, 2, false).unwrap_err().kind(), ErrorKind::Invalid);
     let _unused: Arc<dyn Device> = Arc::new(mirror);
 }

@@ -1,7 +1,7 @@
 //! A native disk above a flat image, as a chain: against a model, and through power cuts.
 
 use super::super::NativeLayer;
-use super::super::testbed::{Random, aligned};
+use super::super::testbed::{Random, placed};
 use crate::{ChainedDevice, Datastore, Device, InitOptions, NewDisk, NoProgress, Provisioning};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -88,7 +88,9 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
                 4 | 5 => assert!(world.device.read(offset, length as usize).unwrap() == model[part], "seed {seed}"),
                 _ => {
                     let bytes: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
-                    world.device.write(offset, aligned(offset, &bytes), length as usize, random.percent(10)).unwrap();
+                    // At the place in memory that a block has there, and at any other.
+                    let lead = if random.percent(50) { offset } else { random.below(4096) };
+                    world.device.write(offset, placed(lead, &bytes), random.percent(10)).unwrap();
                     model[part].copy_from_slice(&bytes);
                 }
             }
@@ -106,7 +108,7 @@ fn what_the_guest_gives_back_never_shows_the_image_again() {
     let mut extents = Vec::new();
     world.overlay.map(0..CAPACITY as u64, 10, &mut extents).unwrap();
     assert!(matches!(extents.as_slice(), [one] if one.content == Content::Absent));
-    world.device.write(8192, aligned(8192, &[1; 8192]), 8192, false).unwrap();
+    world.device.write(8192, placed(0, &[1; 8192]), false).unwrap();
     world.device.discard(12288, 4096, true).unwrap();
     extents.clear();
     world.overlay.map(8192..20480, 10, &mut extents).unwrap();
@@ -165,7 +167,7 @@ fn nothing_flushed_is_lost_in_a_power_cut() {
                                 versions.push(version);
                                 bytes.extend(sector(version, at));
                             }
-                            world.device.write(offset, aligned(offset, &bytes), length, false)
+                            world.device.write(offset, placed(offset, &bytes), false)
                         }
                     };
                     if outcome.is_err() {

@@ -2,7 +2,7 @@
 //! whole, and nothing is left of the other.
 
 use super::super::MigrateOptions;
-use super::super::testbed::{Random, aligned};
+use super::super::testbed::{Random, placed};
 use crate::{CheckOptions, Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -53,7 +53,7 @@ impl World {
             for _ in 0..6 {
                 let (offset, length) = random.range(CAPACITY as u64, 64 << 10);
                 let new: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
-                device.write(offset, aligned(offset, &new), length as usize, false).unwrap();
+                device.write(offset, placed(0, &new), false).unwrap();
                 bytes[offset as usize..(offset + length) as usize].copy_from_slice(&new);
             }
             device.flush().unwrap();

@@ -294,8 +294,9 @@ fn a_damaged_node_takes_its_range_and_no_other() {
         let mut buffer = Buffer::zeroed(1);
         buffer.fill(3);
         let part = SharedSlice::new(Arc::new(buffer), 0..BLOCK_SIZE);
-        let refused =
-            engine.write_blocks(&engine.head(1), *lost, part).and_then(|()| engine.flush_head(&engine.head(1)));
+        let refused = engine
+            .write_blocks(&engine.head(1), *lost, part)
+            .and_then(|()| engine.flush_head(&engine.head(1), engine.acknowledged()));
         assert_eq!(refused.unwrap_err().kind(), ErrorKind::Corrupt);
         assert_eq!(get(&engine, 1, *lost).unwrap_err().kind(), ErrorKind::Corrupt);
         let again = SharedSlice::new(Arc::new(Buffer::zeroed(1)), 0..BLOCK_SIZE);

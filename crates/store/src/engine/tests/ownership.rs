@@ -311,17 +311,17 @@ fn a_read_resolves_nothing_while_a_write_of_the_block_is_under_way() {
     let run = Run { start: physical, blocks: 1 };
     engine.meta.lock().in_flight.claim(run);
     let head = engine.head(1);
-    let mut planned = engine.plan_head(&head, 0..1).unwrap();
-    let Some(Segment::Media(media)) = planned.segments.first_mut() else { panic!("on the medium") };
+    let planned = engine.plan_head(&head, 0..1).unwrap();
+    let Some(Part::Stored(stored)) = planned.parts.first() else { panic!("on the medium") };
     let mut buffer = Buffer::zeroed(1);
-    media.file.read_at(&mut buffer, media.offset).unwrap();
-    media.buffer = Some(buffer);
+    stored.file.read_at(&mut buffer, stored.offset).unwrap();
     let replan = |block: u64| engine.plan_head(&head, block..block + 1);
-    assert_eq!(engine.verify("vm", 0, &mut planned.segments, &replan).unwrap(), Verdict::Again);
+    assert!(!engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan).unwrap());
     assert!(engine.meta.lock().pending.iter().all(|pending| !matches!(pending.operation, Operation::Resolve { .. })));
     // The write has failed: it is under way for ever, and a read must not wait for it.
     engine.stop(Error::new(ErrorKind::Io, "the medium has failed"));
-    assert_eq!(engine.verify("vm", 0, &mut planned.segments, &replan).unwrap_err().kind(), ErrorKind::Stopped);
+    let finished = engine.verify("vm", 0, &planned.parts, |_| &buffer, &replan);
+    assert_eq!(finished.unwrap_err().kind(), ErrorKind::Stopped);
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Reads under way: from a plan to bytes that are verified and in memory.
 //!
 //! Each media segment is first looked for in the page cache, which costs one system call and no waiting; what is not
-//! there goes to the connection's queue. A read is finished when all its segments are here and the device has verified
+//! there goes to the session's queue. A read is finished when all its segments are here and the device has verified
 //! them; if the range changed meanwhile it is planned again, a bounded number of times. Invariants:
 //!
 //! 1. A slot belongs to one read from its first operation in flight until its last one has come back, so a token never
@@ -10,51 +10,57 @@
 //!    slow client.
 //! 3. The queue is dropped before the plans, and waits for what is in flight.
 
-use super::Exports;
 use super::ahead::Ahead;
 use super::limits::{QUEUE_DEPTH, READ_PLANS_MAX};
 use super::pool::Pool;
-use super::protocol::{RequestHead, errno};
-use super::replies::{covers, recycle};
-use super::requests::Refusal;
+use crate::exports::Exports;
 use backend::{Completion, Queue};
 use disk::device::{Device, ReadPlan, Segment, Verdict};
-use error::Error;
+use error::{Error, ErrorKind, IoContext, Result};
 use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Token of the socket's readiness among those of reads.
+/// Tokens of what is watched, among those of reads: the socket, and the flush that was handed over.
 const SOCKET_TOKEN: u64 = u64::MAX;
+const FLUSH_TOKEN: u64 = u64::MAX - 1;
 
 /// Reads after a miss that do not look into the page cache first; doubled by each further miss up to the second.
 const CACHE_SKIP_MIN: u32 = 1;
 const CACHE_SKIP_MAX: u32 = 32;
 
 /// A read request.
-#[derive(Clone, Copy, Debug)]
-pub struct Ask {
-    /// As it came.
-    pub head: RequestHead,
+pub struct Ask<T> {
+    /// As it was submitted.
+    pub tag: T,
+    /// Byte offset.
+    pub offset: u64,
     /// Length in bytes.
     pub length: usize,
-    /// More than one content chunk is fine.
-    pub fragments: bool,
     /// When it came, where that matters.
     pub arrived: Option<Instant>,
 }
 
 /// A read that is over.
-pub struct Finished {
+pub struct Finished<T> {
     /// What was asked.
-    pub ask: Ask,
+    pub ask: Ask<T>,
     /// The bytes, or why there are none.
-    pub outcome: Result<ReadPlan, Refusal>,
+    pub outcome: Result<ReadPlan>,
 }
 
-struct Pending {
-    ask: Ask,
+/// What a wait found readable.
+#[derive(Clone, Copy, Default)]
+pub struct Readable {
+    /// The socket.
+    pub socket: bool,
+    /// What tells of the end of a flush.
+    pub flush: bool,
+}
+
+struct Pending<T> {
+    ask: Ask<T>,
     plan: ReadPlan,
     /// Plans made so far.
     plans: u32,
@@ -88,14 +94,14 @@ impl CacheLuck {
     }
 }
 
-/// All reads of one connection.
-pub struct Reads<'a> {
+/// All reads of one session.
+pub struct Reads<'a, T> {
     queue: Option<Box<dyn Queue>>,
     /// The queue could not be made: every read waits in its own system call.
     no_queue: bool,
     device: Arc<dyn Device>,
     exports: &'a dyn Exports,
-    slots: Vec<Option<Pending>>,
+    slots: Vec<Option<Pending<T>>>,
     free: Vec<usize>,
     pending: usize,
     held: usize,
@@ -103,9 +109,10 @@ pub struct Reads<'a> {
     ahead: Ahead,
     completions: Vec<Completion>,
     armed: bool,
+    flush_armed: bool,
 }
 
-impl<'a> Reads<'a> {
+impl<'a, T> Reads<'a, T> {
     /// None yet. The queue is made when the first read misses the page cache.
     pub fn new(device: Arc<dyn Device>, exports: &'a dyn Exports) -> Self {
         Self {
@@ -121,6 +128,7 @@ impl<'a> Reads<'a> {
             ahead: Ahead::default(),
             completions: Vec::new(),
             armed: false,
+            flush_armed: false,
         }
     }
 
@@ -140,8 +148,8 @@ impl<'a> Reads<'a> {
     }
 
     /// Begins a read; it may be finished at once.
-    pub fn begin(&mut self, ask: Ask, pool: &mut Pool) -> Option<Finished> {
-        self.ahead.saw(ask.head.offset, ask.length as u64);
+    pub fn begin(&mut self, ask: Ask<T>, pool: &mut Pool) -> Option<Finished<T>> {
+        self.ahead.saw(ask.offset, ask.length as u64);
         let finished = self.plan(ask, 0, pool);
         if finished.is_none() {
             self.ahead.missed();
@@ -172,30 +180,45 @@ impl<'a> Reads<'a> {
         }
     }
 
-    /// Waits for completions; true when the socket became readable.
+    /// Has the queue watch for the end of a flush too.
+    pub fn watch_flush(&mut self, descriptor: RawFd) {
+        if let Some(queue) = &mut self.queue
+            && !self.flush_armed
+        {
+            queue.poll_readable(descriptor, FLUSH_TOKEN);
+            self.flush_armed = true;
+        }
+    }
+
+    /// Waits for completions, and for what is watched.
     pub fn wait(
         &mut self,
         timeout: Option<Duration>,
         pool: &mut Pool,
-        finished: &mut Vec<Finished>,
-    ) -> io::Result<bool> {
-        let Some(queue) = &mut self.queue else { return Ok(false) };
+        finished: &mut Vec<Finished<T>>,
+    ) -> io::Result<Readable> {
+        let mut readable = Readable::default();
+        let Some(queue) = &mut self.queue else { return Ok(readable) };
         let mut completions = std::mem::take(&mut self.completions);
         queue.wait(&mut completions, timeout)?;
-        let mut readable = false;
         for completion in completions.drain(..) {
-            if completion.token == SOCKET_TOKEN {
-                self.armed = false;
-                readable = true;
-            } else {
-                finished.extend(self.complete(completion, pool));
+            match completion.token {
+                SOCKET_TOKEN => {
+                    self.armed = false;
+                    readable.socket = true;
+                }
+                FLUSH_TOKEN => {
+                    self.flush_armed = false;
+                    readable.flush = true;
+                }
+                _ => finished.extend(self.complete(completion, pool)),
             }
         }
         self.completions = completions;
         Ok(readable)
     }
 
-    fn complete(&mut self, completion: Completion, pool: &mut Pool) -> Option<Finished> {
+    fn complete(&mut self, completion: Completion, pool: &mut Pool) -> Option<Finished<T>> {
         let (slot, index) = ((completion.token >> 32) as usize, (completion.token & 0xffff_ffff) as usize);
         let pending = self.slots.get_mut(slot)?.as_mut()?;
         pending.missing -= 1;
@@ -213,46 +236,44 @@ impl<'a> Reads<'a> {
         self.pending -= 1;
         self.held -= ask.length;
         if let Some(error) = failure {
-            recycle(plan, pool);
-            let what = format!("reading {} bytes at {} of {}", ask.length, ask.head.offset, self.device.name());
+            pool.put_plan(plan);
+            let what = format!("reading {} bytes at {} of {}", ask.length, ask.offset, self.device.name());
             let error = Error::io(what, error);
             tracing::error!(%error, "read failed");
-            return Some(Finished {
-                ask,
-                outcome: Err(Refusal { errno: errno::EIO, message: error.to_string().into() }),
-            });
+            return Some(Finished { ask, outcome: Err(error) });
         }
         match self.verify(ask, plan, pool) {
-            Some(finished) => Some(finished),
-            None => self.plan(ask, plans, pool),
+            Ok(finished) => Some(finished),
+            Err(again) => self.plan(again, plans, pool),
         }
     }
 
     /// Plans and fetches until the read is finished (`Some`) or in flight (`None`).
-    fn plan(&mut self, ask: Ask, plans_before: u32, pool: &mut Pool) -> Option<Finished> {
+    fn plan(&mut self, mut ask: Ask<T>, plans_before: u32, pool: &mut Pool) -> Option<Finished<T>> {
         for plans in plans_before + 1..=READ_PLANS_MAX {
-            let mut plan = match self.device.plan_read(ask.head.offset, ask.length) {
+            let mut plan = match self.device.plan_read(ask.offset, ask.length) {
                 Ok(plan) => plan,
-                Err(error) => return Some(Finished { ask, outcome: Err(error.into()) }),
+                Err(error) => return Some(Finished { ask, outcome: Err(error) }),
             };
             let misses = match self.fetch_cached(&mut plan, pool) {
                 Ok(misses) => misses,
-                Err(refusal) => return Some(Finished { ask, outcome: Err(refusal) }),
+                Err(error) => return Some(Finished { ask, outcome: Err(error) }),
             };
             if misses > 0 {
                 self.fetch(Pending { ask, plan, plans, missing: misses, failure: None }, pool);
                 return None;
             }
-            if let Some(finished) = self.verify(ask, plan, pool) {
-                return Some(finished);
+            match self.verify(ask, plan, pool) {
+                Ok(finished) => return Some(finished),
+                Err(again) => ask = again,
             }
         }
         let message = "the range changed again and again while it was read";
-        Some(Finished { ask, outcome: Err(Refusal::new(errno::EIO, message)) })
+        Some(Finished { ask, outcome: Err(Error::new(ErrorKind::Io, message)) })
     }
 
     /// Fills what the page cache has; returns the number of segments that still miss their bytes.
-    fn fetch_cached(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<usize, Refusal> {
+    fn fetch_cached(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<usize> {
         let mut misses = 0;
         for segment in &mut plan.segments {
             let Segment::Media(media) = segment else { continue };
@@ -292,22 +313,20 @@ impl<'a> Reads<'a> {
         }
     }
 
-    fn fetch_waiting(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<(), Refusal> {
+    fn fetch_waiting(&mut self, plan: &mut ReadPlan, pool: &mut Pool) -> Result<()> {
         for segment in &mut plan.segments {
             let Segment::Media(media) = segment else { continue };
             if media.buffer.is_none() {
                 let mut buffer = pool.take(media.length);
-                media.file.read_at(&mut buffer, media.offset).map_err(|error| {
-                    let what = format!("reading {} bytes for {}", media.length, self.device.name());
-                    Refusal::from(Error::io(what, error))
-                })?;
+                let read = media.file.read_at(&mut buffer, media.offset);
+                read.during(|| format!("reading {} bytes for {}", media.length, self.device.name()))?;
                 media.buffer = Some(buffer);
             }
         }
         Ok(())
     }
 
-    fn fetch(&mut self, pending: Pending, pool: &mut Pool) {
+    fn fetch(&mut self, pending: Pending<T>, pool: &mut Pool) {
         let Some(queue) = &mut self.queue else { return };
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
@@ -332,25 +351,25 @@ impl<'a> Reads<'a> {
         self.slots[slot] = Some(pending);
     }
 
-    /// Has the device verify what was fetched; `None` when it must be planned again.
-    fn verify(&mut self, ask: Ask, mut plan: ReadPlan, pool: &mut Pool) -> Option<Finished> {
+    /// Has the device verify what was fetched; the request again when it must be planned again.
+    fn verify(&mut self, ask: Ask<T>, mut plan: ReadPlan, pool: &mut Pool) -> std::result::Result<Finished<T>, Ask<T>> {
         let verdict = self.device.finish_read(&mut plan);
         plan.guard = None;
         let outcome = match verdict {
-            Ok(Verdict::Good) if covers(&plan, ask.length) => Ok(plan),
+            Ok(Verdict::Good) if plan.length == ask.length && plan.is_whole() => Ok(plan),
             Ok(Verdict::Good) => {
-                tracing::error!(disk = self.device.name(), offset = ask.head.offset, "a read plan misses bytes");
-                Err(Refusal::new(errno::EIO, "the read could not be completed"))
+                tracing::error!(disk = self.device.name(), offset = ask.offset, "a read plan misses bytes");
+                Err(Error::new(ErrorKind::Io, "the read could not be completed"))
             }
             Ok(Verdict::Again) => {
-                recycle(plan, pool);
-                return None;
+                pool.put_plan(plan);
+                return Err(ask);
             }
             Err(error) => {
-                recycle(plan, pool);
-                Err(Refusal::from(error))
+                pool.put_plan(plan);
+                Err(error)
             }
         };
-        Some(Finished { ask, outcome })
+        Ok(Finished { ask, outcome })
     }
 }

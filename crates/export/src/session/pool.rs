@@ -1,10 +1,11 @@
-//! Memory that one connection uses again and again, so that reads do not pay for zeroing and page faults each time.
+//! Memory that one session uses again and again, so that reads do not pay for zeroing and page faults each time.
 //!
 //! Buffers come back with old contents. That is harmless where they go: a read overwrites all of its buffer before a
 //! byte of it is looked at, and of a written buffer the device looks only at what the client sent.
 
 use super::limits::POOL_BYTES_MAX;
 use backend::{BLOCK_SIZE, Buffer};
+use disk::device::{ReadPlan, Segment};
 use std::collections::HashMap;
 
 /// Free buffers by their number of blocks.
@@ -39,5 +40,16 @@ impl Pool {
         }
         self.bytes += buffer.len();
         self.free.entry(buffer.blocks()).or_default().push(buffer);
+    }
+
+    /// Keeps the memory of a read.
+    pub fn put_plan(&mut self, plan: ReadPlan) {
+        for segment in plan.segments {
+            if let Segment::Media(media) = segment
+                && let Some(buffer) = media.buffer
+            {
+                self.put(buffer);
+            }
+        }
     }
 }

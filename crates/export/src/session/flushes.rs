@@ -1,0 +1,225 @@
+//! Flushes of one session: those that were submitted together share one flush of the device, and one that takes long
+//! does not hold up the other requests.
+//!
+//! ```text
+//!   asked ── start ── completed here, on the session's thread
+//!                └─── handed over ── flusher thread ── eventfd ── reap
+//! ```
+//!
+//! A client with one request at a time waits for nothing but its flush: that is completed on the session's own thread.
+//! Where other requests are under way, and flushes have been taking longer than it costs to hand one over, a thread of
+//! the session's own completes it; that thread is there from the first such flush to the end of the session.
+//!
+//! 1. The ticket is taken on the session's thread, after the requests that the flush has to cover. Who completes it
+//!    changes nothing about that.
+//! 2. One flush of a session is under way at a time; what is asked for meanwhile shares the next.
+
+use super::{Completion, Reply};
+use disk::device::{Device, FlushTicket};
+use error::{Error, ErrorKind, Result};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A flush that takes longer is better completed by another thread when requests wait beside it: waking that thread and
+/// being woken by it costs a tenth of this.
+const LONG: Duration = Duration::from_micros(200);
+
+/// The flushes of a session.
+pub struct Flushes<T> {
+    device: Arc<dyn Device>,
+    /// Not started.
+    asked: Vec<T>,
+    /// Handed over.
+    running: Vec<T>,
+    flusher: Option<Flusher>,
+    /// No thread could be had: every flush is completed by the session.
+    no_flusher: bool,
+    /// How long the last flush took.
+    last: Duration,
+}
+
+/// The thread that completes what is handed over.
+struct Flusher {
+    tickets: Option<Sender<FlushTicket>>,
+    outcomes: Receiver<(Result<()>, Duration)>,
+    /// Readable when there is an outcome.
+    wake: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<T> Flushes<T> {
+    pub fn new(device: Arc<dyn Device>) -> Self {
+        Self { device, asked: Vec::new(), running: Vec::new(), flusher: None, no_flusher: false, last: Duration::ZERO }
+    }
+
+    /// Flushes that have not completed.
+    pub fn pending(&self) -> usize {
+        self.asked.len() + self.running.len()
+    }
+
+    /// True while one is handed over.
+    pub fn running(&self) -> bool {
+        !self.running.is_empty()
+    }
+
+    /// True when one has to be started.
+    pub fn wanted(&self) -> bool {
+        !self.asked.is_empty() && self.running.is_empty()
+    }
+
+    pub fn ask(&mut self, tag: T) {
+        self.asked.push(tag);
+    }
+
+    /// Starts one for all that were asked for; true when it was completed here and took long.
+    pub fn start(&mut self, beside_others: bool, completions: &mut VecDeque<Completion<T>>) -> bool {
+        let began = Instant::now();
+        let ticket = match self.device.read_only() {
+            true => Err(None),
+            false => self.device.begin_flush().map_err(Some),
+        };
+        let ticket = match ticket {
+            Ok(ticket) => ticket,
+            Err(done) => {
+                complete(self.asked.drain(..), done.map_or(Ok(()), Err), completions);
+                return false;
+            }
+        };
+        let ticket = match beside_others && self.last >= LONG {
+            true => match self.hand_over(ticket) {
+                None => return false,
+                Some(ticket) => ticket,
+            },
+            false => ticket,
+        };
+        let done = self.device.finish_flush(ticket);
+        self.last = began.elapsed();
+        complete(self.asked.drain(..), done, completions);
+        self.last >= LONG
+    }
+
+    /// Gives the ticket to the flusher, or back.
+    fn hand_over(&mut self, ticket: FlushTicket) -> Option<FlushTicket> {
+        if self.flusher.is_none() && !self.no_flusher {
+            match Flusher::start(Arc::clone(&self.device)) {
+                Ok(flusher) => self.flusher = Some(flusher),
+                Err(error) => {
+                    tracing::warn!(%error, "no thread for the flushes of this connection: requests wait for them");
+                    self.no_flusher = true;
+                }
+            }
+        }
+        let Some(Flusher { tickets: Some(tickets), .. }) = &self.flusher else { return Some(ticket) };
+        match tickets.send(ticket) {
+            Ok(()) => {
+                std::mem::swap(&mut self.asked, &mut self.running);
+                None
+            }
+            Err(back) => Some(back.0),
+        }
+    }
+
+    /// Takes the outcome of what was handed over, if it is there.
+    pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>) {
+        let Some(flusher) = self.flusher.as_ref().filter(|_| !self.running.is_empty()) else { return };
+        let (done, took) = match flusher.outcomes.try_recv() {
+            Ok(outcome) => outcome,
+            Err(TryRecvError::Empty) => return,
+            Err(TryRecvError::Disconnected) => {
+                let text = format!("{}: the thread that completes flushes has ended", self.device.name());
+                (Err(Error::new(ErrorKind::Io, text)), self.last)
+            }
+        };
+        self.last = took;
+        complete(self.running.drain(..), done, completions);
+    }
+
+    /// Becomes readable when what was handed over has completed; `None` while nothing is.
+    pub fn descriptor(&self) -> Option<RawFd> {
+        self.flusher.as_ref().filter(|_| self.running()).map(|flusher| flusher.wake.as_raw_fd())
+    }
+
+    /// The descriptor was found readable.
+    pub fn clear_wake(&self) {
+        if let Some(flusher) = &self.flusher {
+            // Nothing to read where the thread is only about to ring.
+            let _ = rustix::io::read(&*flusher.wake, &mut [0; 8]);
+        }
+    }
+
+    /// Waits until what was handed over has completed, or `socket` is readable (true).
+    pub fn wait(&self, socket: Option<BorrowedFd<'_>>) -> io::Result<bool> {
+        let Some(flusher) = &self.flusher else { return Ok(false) };
+        let mut watched = vec![PollFd::from_borrowed_fd(flusher.wake.as_fd(), PollFlags::IN)];
+        watched.extend(socket.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)));
+        loop {
+            match poll(&mut watched, None) {
+                Ok(_) => break,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if !watched[0].revents().is_empty() {
+            self.clear_wake();
+        }
+        Ok(watched.get(1).is_some_and(|socket| !socket.revents().is_empty()))
+    }
+}
+
+fn complete<T>(tags: impl Iterator<Item = T>, done: Result<()>, completions: &mut VecDeque<Completion<T>>) {
+    for tag in tags {
+        let outcome = done.as_ref().map(|()| Reply::Done).map_err(Error::repeated);
+        completions.push_back(Completion { tag, outcome });
+    }
+}
+
+impl Flusher {
+    fn start(device: Arc<dyn Device>) -> io::Result<Self> {
+        let wake = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let (tickets, handed) = channel::<FlushTicket>();
+        let (done, outcomes) = channel();
+        let (bell, span) = (Arc::clone(&wake), tracing::Span::current());
+        let thread = std::thread::Builder::new().name("flusher".to_owned()).spawn(move || {
+            let _entered = span.enter();
+            // Rings when the thread ends, by a panic too, after the channel of outcomes has ended.
+            let _last = Ring(&bell);
+            let done = done;
+            for ticket in handed {
+                let began = Instant::now();
+                let outcome = device.finish_flush(ticket);
+                if done.send((outcome, began.elapsed())).is_err() {
+                    return;
+                }
+                drop(Ring(&bell));
+            }
+        })?;
+        Ok(Self { tickets: Some(tickets), outcomes, wake, thread: Some(thread) })
+    }
+}
+
+/// Makes the descriptor readable when it is dropped.
+struct Ring<'a>(&'a OwnedFd);
+
+impl Drop for Ring<'_> {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(self.0, &1u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Flusher {
+    fn drop(&mut self) {
+        self.tickets = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread for the flushes of a connection has panicked");
+        }
+    }
+}

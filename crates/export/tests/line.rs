@@ -1,0 +1,262 @@
+//! A second protocol over the session core, as small as one can be: a line for each request and each reply. It stands in
+//! this file alone; whatever it needs is public.
+//!
+//! ```text
+//! read OFFSET LENGTH | write OFFSET TEXT | zero OFFSET LENGTH | discard OFFSET LENGTH | flush
+//! NUMBER ok [TEXT] | NUMBER failed WHY
+//! ```
+#![allow(clippy::unwrap_used, missing_docs)]
+
+use backend::{Buffer, Queue, SharedSlice, portable};
+use disk::device::{Allocation, Device, DirtyExtent, FlushTicket, ReadPlan, Segment, StatusExtent, Verdict};
+use error::{Error, ErrorKind, Result};
+use export::exports::{ExportName, Exports};
+use export::session::{Operation, Reply, Session};
+use parking_lot::{Condvar, Mutex};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Serves one client to its end.
+fn serve(mut socket: UnixStream, exports: &dyn Exports) {
+    socket.set_nonblocking(true).unwrap();
+    let mut session = Session::new(exports.open("memory", false).unwrap(), exports);
+    let (mut received, mut number, mut ended) = (Vec::new(), 0, false);
+    loop {
+        let mut bytes = [0; 4096];
+        match socket.read(&mut bytes) {
+            Ok(0) => ended = true,
+            Ok(count) => received.extend_from_slice(&bytes[..count]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => panic!("{error}"),
+        }
+        while let Some(end) = received.iter().position(|byte| *byte == b'\n')
+            && session.has_room(0, 0)
+        {
+            number += 1;
+            let line: Vec<u8> = received.drain(..=end).collect();
+            let operation = decode(std::str::from_utf8(&line).unwrap(), &mut session);
+            session.submit(number, operation);
+        }
+        session.end_batch();
+        while let Some(done) = session.completed() {
+            let reply = match done.outcome {
+                Ok(Reply::Done) => format!("{} ok\n", done.tag),
+                Ok(Reply::Read(plan)) => {
+                    let text = String::from_utf8(plan.slices().concat()).unwrap();
+                    session.recycle(plan);
+                    format!("{} ok {text}\n", done.tag)
+                }
+                Err(error) => format!("{} failed {error}\n", done.tag),
+            };
+            socket.write_all(reply.as_bytes()).unwrap();
+        }
+        match session.under_way() {
+            0 if ended => return,
+            0 if received.contains(&b'\n') => {}
+            // As nothing else could wake it, it waits for the socket in its own way.
+            0 => wait_readable(&socket),
+            _ => drop(session.wait((!ended).then(|| socket.as_fd())).unwrap()),
+        }
+    }
+}
+
+fn wait_readable(socket: &UnixStream) {
+    rustix::event::poll(&mut [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)], None).unwrap();
+}
+
+fn decode(line: &str, session: &mut Session<'_, u64>) -> Operation {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let number = |index: usize| words[index].parse::<u64>().unwrap();
+    match words[0] {
+        "read" => Operation::Read { offset: number(1), length: number(2) as usize },
+        "write" => {
+            let mut payload = session.buffer(number(1), words[2].len());
+            payload.bytes_mut().copy_from_slice(words[2].as_bytes());
+            Operation::Write { offset: number(1), data: payload.into_data(), fua: false }
+        }
+        "zero" => Operation::Zero { offset: number(1), length: number(2), allocate: false, fua: false },
+        "discard" => Operation::Discard { offset: number(1), length: number(2), fua: false },
+        _ => Operation::Flush,
+    }
+}
+
+/// A disk of letters in memory, whose flushes take a moment, or as long as the test says.
+struct Memory {
+    letters: Mutex<Vec<u8>>,
+    /// What the last flush made durable.
+    durable: Mutex<Vec<u8>>,
+    /// Flushes wait while it is set.
+    held: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Memory {
+    fn change(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut letters = self.letters.lock();
+        let place = letters.get_mut(offset as usize..offset as usize + bytes.len());
+        place.ok_or_else(|| Error::new(ErrorKind::Invalid, "beyond the end"))?.copy_from_slice(bytes);
+        Ok(())
+    }
+    fn hold(&self, held: bool) {
+        *self.held.lock() = held;
+        self.changed.notify_all();
+    }
+}
+
+impl Device for Memory {
+    fn name(&self) -> &str {
+        "memory"
+    }
+    fn capacity(&self) -> u64 {
+        self.letters.lock().len() as u64
+    }
+    fn read_only(&self) -> bool {
+        false
+    }
+    fn plan_read(&self, offset: u64, length: usize) -> Result<ReadPlan> {
+        let letters = self.letters.lock();
+        let bytes = letters.get(offset as usize..offset as usize + length);
+        let bytes = bytes.ok_or_else(|| Error::new(ErrorKind::Invalid, "beyond the end"))?;
+        let segments = vec![Segment::Memory(SharedSlice::from(Buffer::copy_of(bytes)))];
+        Ok(ReadPlan { segments, skip: 0, length, offset, guard: None })
+    }
+    fn finish_read(&self, _plan: &mut ReadPlan) -> Result<Verdict> {
+        Ok(Verdict::Good)
+    }
+    fn write(&self, offset: u64, data: SharedSlice, _fua: bool) -> Result<()> {
+        self.change(offset, &data)
+    }
+    fn discard(&self, offset: u64, length: u64, fua: bool) -> Result<()> {
+        self.write_zeroes(offset, length, false, fua)
+    }
+    fn write_zeroes(&self, offset: u64, length: u64, _allocate: bool, _fua: bool) -> Result<()> {
+        self.change(offset, &vec![b'-'; length as usize])
+    }
+    fn finish_flush(&self, _ticket: FlushTicket) -> Result<()> {
+        let covered = self.letters.lock().clone();
+        std::thread::sleep(Duration::from_millis(2));
+        let mut held = self.held.lock();
+        while *held {
+            self.changed.wait(&mut held);
+        }
+        *self.durable.lock() = covered;
+        Ok(())
+    }
+    fn prefetch(&self, _offset: u64, _length: u64) -> Result<()> {
+        Ok(())
+    }
+    fn resize(&self, _capacity: u64) -> Result<()> {
+        Ok(())
+    }
+    fn status(&self, _offset: u64, length: u64, _limit: usize) -> Result<Vec<StatusExtent>> {
+        Ok(vec![StatusExtent { length, allocation: Allocation::Data }])
+    }
+    fn dirty_bases(&self) -> Vec<String> {
+        Vec::new()
+    }
+    fn changed_since(&self, _base: &str, _offset: u64, _length: u64, _limit: usize) -> Result<Vec<DirtyExtent>> {
+        Ok(Vec::new())
+    }
+}
+
+struct One(Arc<Memory>);
+
+impl Exports for One {
+    fn names(&self) -> Vec<ExportName> {
+        Vec::new()
+    }
+    fn open(&self, _name: &str, _read_only: bool) -> Result<Arc<dyn Device>> {
+        Ok(Arc::clone(&self.0) as Arc<dyn Device>)
+    }
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn Queue>> {
+        Ok(Box::new(portable::PortableQueue::new(portable::Workers::new(), depth)?))
+    }
+}
+
+/// Lets flushes go on when it is dropped.
+struct Release<'a>(&'a Memory);
+
+impl Drop for Release<'_> {
+    fn drop(&mut self) {
+        self.0.hold(false);
+    }
+}
+
+/// Runs a session over a pair of sockets beside `client`.
+fn with_session(client: impl FnOnce(&Memory, &mut UnixStream, &mut dyn FnMut() -> String)) {
+    let memory = Arc::new(Memory {
+        letters: Mutex::new(vec![b'.'; 64]),
+        durable: Mutex::new(Vec::new()),
+        held: Mutex::new(false),
+        changed: Condvar::new(),
+    });
+    let exports = One(Arc::clone(&memory));
+    let (mut near, far) = UnixStream::pair().unwrap();
+    near.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| serve(far, &exports));
+        let mut lines = BufReader::new(near.try_clone().unwrap());
+        let mut reply = || {
+            let mut line = String::new();
+            lines.read_line(&mut line).unwrap();
+            line.trim_end().to_owned()
+        };
+        // A test that fails lets the session end, too.
+        let _release = Release(&memory);
+        client(&memory, &mut near, &mut reply);
+        near.shutdown(std::net::Shutdown::Write).unwrap();
+    });
+}
+
+#[test]
+fn every_request_has_its_reply() {
+    with_session(|memory, near, reply| {
+        let requests = "write 3 hello\nread 0 10\nzero 4 2\ndiscard 7 1\nread 2 8\nflush\nread 60 5\n";
+        near.write_all(requests.as_bytes()).unwrap();
+        let mut replies: Vec<String> = (0..7).map(|_| reply()).collect();
+        replies.sort();
+        let wanted = ["1 ok", "2 ok ...hello..", "3 ok", "4 ok", "5 ok .h--l-..", "6 ok", "7 failed beyond the end"];
+        assert_eq!(replies, wanted);
+        assert_eq!(&memory.durable.lock()[2..10], b".h--l-..");
+    });
+}
+
+#[test]
+fn a_flush_holds_up_no_other_request() {
+    with_session(|memory, near, reply| {
+        // Requests under way beside a flush that takes long: from here on flushes are handed over.
+        near.write_all(b"write 0 aaaa\nflush\n").unwrap();
+        assert_eq!([reply(), reply()], ["1 ok", "2 ok"]);
+        memory.hold(true);
+        near.write_all(b"flush\nread 0 4\n").unwrap();
+        assert_eq!(reply(), "4 ok aaaa");
+        near.write_all(b"write 0 bbbb\n").unwrap();
+        assert_eq!(reply(), "5 ok");
+        // One that is asked for meanwhile covers what completed before it, and so is not the one under way.
+        near.write_all(b"flush\nread 0 4\n").unwrap();
+        assert_eq!(reply(), "7 ok bbbb");
+        memory.hold(false);
+        assert_eq!(reply(), "3 ok");
+        assert_eq!(reply(), "6 ok");
+        assert_eq!(&memory.durable.lock()[..4], b"bbbb");
+    });
+}
+
+#[test]
+fn a_session_ends_when_its_flush_has_completed() {
+    with_session(|memory, near, reply| {
+        near.write_all(b"write 0 aaaa\nflush\n").unwrap();
+        assert_eq!([reply(), reply()], ["1 ok", "2 ok"]);
+        memory.hold(true);
+        near.write_all(b"write 0 cccc\nflush\n").unwrap();
+        assert_eq!(reply(), "3 ok");
+        near.shutdown(std::net::Shutdown::Write).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        memory.hold(false);
+        assert_eq!(reply(), "4 ok");
+        assert_eq!(&memory.durable.lock()[..4], b"cccc");
+    });
+}
