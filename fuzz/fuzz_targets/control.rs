@@ -2,13 +2,8 @@
 
 #![no_main]
 
+use control::message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
 use libfuzzer_sys::fuzz_target;
-use message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
-
-// The program is no library: its messages are taken as they stand there.
-#[allow(dead_code, unused_imports)]
-#[path = "../../crates/lamina/src/control/message/mod.rs"]
-mod message;
 
 fuzz_target!(|data: &[u8]| {
     if let Ok(message) = decode::<FromClient>(data) {

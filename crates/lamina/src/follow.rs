@@ -1,7 +1,7 @@
 //! Following long work from a terminal: a bar on stderr, Ctrl-C, and the extents of a diff as they come.
 
-use crate::control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
 use crate::output::Extents;
+use control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
 use disk::{ChangedExtent, Progress};
 use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};

@@ -3,20 +3,17 @@
 //! A face, not a place for storage logic: but for machines ([`machines`]), every verb becomes a [`control::Request`],
 //! is carried out by [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the
 //! datastore), and the reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests),
-//! [`session`] (to the owner, or as the owner), [`control`] (requests, their dispatch, the socket), [`output`], and
-//! [`serve`].
+//! [`output`], and [`serve`].
 
 #![forbid(unsafe_code)]
 
 mod cli;
-mod control;
 mod exit;
 mod follow;
 mod generate;
 mod machines;
 mod output;
 mod serve;
-mod session;
 
 use clap::Parser;
 use cli::{Cli, Command};
@@ -183,7 +180,7 @@ fn ask(path: Option<&Path>, form: Form, request: Request) -> Result<End, End> {
     };
     let follow = Follow::new(&request, interrupted, extents);
     let outcome = match path {
-        Some(path) => session::ask(path, request.clone(), &follow),
+        Some(path) => control::ask(path, request.clone(), &follow),
         None => control::alone(request.clone(), &follow),
     };
     let unread = follow.unread();

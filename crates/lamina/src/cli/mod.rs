@@ -12,8 +12,8 @@ pub use arguments::{
     VmCommand, VmCreate, VmSnapshotCommand,
 };
 
-use crate::control::Request;
 use clap::{CommandFactory, Parser, Subcommand};
+use control::Request;
 use std::path::PathBuf;
 
 /// What the exit codes mean; shown by `lamina --help` and in lamina(1).

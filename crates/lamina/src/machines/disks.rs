@@ -1,7 +1,6 @@
 //! The disks of machines: a datastore, through the server that owns it or opened by this process.
 
-use crate::control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
-use crate::session;
+use control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
 use disk::{ChangedExtent, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -70,7 +69,7 @@ impl Bound {
     }
 
     fn ask(&self, request: Request) -> Result<Reply> {
-        session::ask(&self.datastore, request, &Unwatched)
+        control::ask(&self.datastore, request, &Unwatched)
     }
 }
 
@@ -170,7 +169,7 @@ impl Disks for Bound {
         let at = Point::Snapshot(snapshot.to_owned());
         let request = Request::Clone { disk: disk.to_owned(), at, names: vec![name.to_owned()], full: true };
         let watch = Copy { go_on: progress, last: Mutex::new((0, 0)) };
-        session::ask(&self.datastore, request, &watch).map(drop)
+        control::ask(&self.datastore, request, &watch).map(drop)
     }
 
     fn delete(&self, disk: &str, promote: bool) -> Result<()> {

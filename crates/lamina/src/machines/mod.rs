@@ -40,7 +40,7 @@ use vm::snapshots;
 
 /// Carries out one verb.
 pub fn run(datastore: &Path, arguments: VmArguments, form: Form) -> std::result::Result<End, End> {
-    crate::session::require_folder(datastore)?;
+    control::require_folder(datastore)?;
     let datastore = datastore.canonicalize().map_err(|e| Error::io(format!("finding '{}'", datastore.display()), e))?;
     let places = Places { datastore: datastore.clone(), memory: arguments.memory_folder, qemu: arguments.qemu };
     let host = Host::open(&places, Arc::new(Bound::new(&datastore)))?;

@@ -1,8 +1,8 @@
 //! `lamina disk resize` of a disk that a running machine has: the machine sees the new size.
 
-use crate::control::{DiskRequest, Reconnect, Reply, Request};
 use crate::output::{self, Form};
-use crate::{End, exit, follow, session};
+use crate::{End, exit, follow};
+use control::{DiskRequest, Reconnect, Reply, Request};
 use error::{Error, Result};
 use serde_json::json;
 use std::io::{self, Write};
@@ -23,7 +23,7 @@ pub struct Affected {
 
 /// The machine that is to be told of the new size of a disk.
 pub fn affected(datastore: &Path, disk: &str) -> Result<Option<Affected>> {
-    session::require_folder(datastore)?;
+    control::require_folder(datastore)?;
     let datastore = datastore.canonicalize().map_err(|e| Error::io(format!("finding '{}'", datastore.display()), e))?;
     let folder = datastore.join(vm::machines::FOLDER);
     let Some(name) = vm::machines::users_of_disks(&folder)?.remove(disk) else { return Ok(None) };
@@ -48,7 +48,7 @@ pub fn run(datastore: &Path, affected: Affected, request: Request, form: Form) -
     };
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let watch = follow::Follow::new(&request, interrupted, None);
-    let reply = session::ask(datastore, request.clone(), &watch);
+    let reply = control::ask(datastore, request.clone(), &watch);
     watch.finish();
     let Reply::Resized(mut resized) = reply? else {
         return Err(Error::new(error::ErrorKind::Invalid, "the datastore did not say how large the disk is").into());

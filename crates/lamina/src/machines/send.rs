@@ -1,9 +1,9 @@
 //! `lamina vm clone --to`: a full clone at another server.
 
 use crate::cli::VmClone;
-use crate::control::{self, Reply, Request, SendPoint, SendRequest, SentDisk};
 use crate::output::{self, Form};
-use crate::{End, exit, follow, session};
+use crate::{End, exit, follow};
+use control::{Reply, Request, SendPoint, SendRequest, SentDisk};
 use error::{Error, ErrorKind};
 use replication::Remote;
 use std::io::{self, Write};
@@ -33,7 +33,7 @@ pub fn run(datastore: &Path, host: &Host, arguments: &VmClone, remote: &Remote, 
     let ask = |request: SendRequest| -> Result<(Request, Reply), End> {
         let request = Request::Send(Box::new(request));
         let watch = follow::Follow::new(&request, interrupted.clone(), None);
-        let reply = session::ask(datastore, request.clone(), &watch);
+        let reply = control::ask(datastore, request.clone(), &watch);
         watch.finish();
         Ok((request, reply?))
     };

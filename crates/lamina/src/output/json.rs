@@ -1,6 +1,6 @@
 //! Replies as JSON. The shape is an interface: members are added, never renamed or removed.
 
-use crate::control::Reply;
+use control::Reply;
 use serde_json::{Value, json};
 
 /// What `--json` prints for a reply.

@@ -12,7 +12,7 @@ pub use extents::Extents;
 pub use json::value as json_value;
 pub use table::{Align, Table, print_facts};
 
-use crate::control::{Reply, Request};
+use control::{Reply, Request};
 use std::io::{self, Write};
 
 /// In which form.

@@ -17,13 +17,11 @@ mod exports;
 mod notify;
 mod receiving;
 mod spare;
-pub mod uri;
 
 use crate::cli::ServeArguments;
-use crate::control::{self, Service, Serving};
 use crate::output::Form;
-use crate::session::require_folder;
 use crate::{exit, follow};
+use control::{Service, Serving, require_folder, socket, uri};
 use disk::{Datastore, OpenOptions};
 use error::{Error, Result};
 use export::nbd;
@@ -117,7 +115,7 @@ fn serve(
     nbd.stop();
     control.stop();
     clients.close();
-    control::remove_stale(path)?;
+    socket::remove_stale(path)?;
     announced
 }
 
@@ -169,11 +167,11 @@ fn start_control(
     serving: &Serving,
     clients: &Arc<nbd::Clients>,
     nbd: &Arc<nbd::Server>,
-) -> Result<control::Server> {
-    let listener = control::bind(path)?;
+) -> Result<socket::Server> {
+    let listener = socket::bind(path)?;
     let (datastore, serving, folder) = (Arc::clone(datastore), serving.clone(), path.to_path_buf());
     let (clients, nbd) = (Arc::clone(clients), Arc::clone(nbd));
-    control::Server::start(
+    socket::Server::start(
         listener,
         Box::new(move |request, watch| {
             let service = Service {
@@ -198,11 +196,28 @@ fn announce(path: &Path, serving: &Serving, engine: &str, form: Form) -> Result<
     let line = match form {
         Form::Text => format!("ready: {}", uris.join(" ")),
         Form::Json => json!({
-            "ready": true, "nbd": uris, "control": control::path(path), "pid": serving.pid, "engine": engine,
+            "ready": true, "nbd": uris, "control": socket::path(path), "pid": serving.pid, "engine": engine,
             "receive": receive,
         })
         .to_string(),
     };
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(|e| Error::io("writing the ready line", e))
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::cli::{Cli, Command};
+    use clap::Parser;
+
+    #[test]
+    fn one_request_opens_as_serve_does_by_default() {
+        let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
+            panic!("serve is serve");
+        };
+        let serve = open_options(&arguments);
+        assert_eq!(format!("{serve:?}"), format!("{:?}", control::OPEN_OPTIONS));
+    }
 }

@@ -1,7 +1,7 @@
 //! `lamina check`.
 
-use crate::control::Request;
 use clap::Args;
+use control::Request;
 
 /// How `check` checks.
 #[derive(Debug, Args)]

@@ -1,8 +1,8 @@
 //! `lamina clone`.
 
 use crate::cli::address::{CLONES_MAX, NamePattern, StateAddress, parse_disk};
-use crate::control::Request;
 use clap::Args;
+use control::Request;
 
 /// `lamina clone`.
 #[derive(Debug, Args)]

@@ -3,8 +3,8 @@
 use crate::cli::address::parse_disk;
 use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
-use crate::control::{DiskRequest, Reconnect, Request};
 use clap::{Args, Subcommand, ValueEnum};
+use control::{DiskRequest, Reconnect, Request};
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;

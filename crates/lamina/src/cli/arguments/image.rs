@@ -2,9 +2,9 @@
 
 use crate::cli::address::{EndAddress, absolute};
 use crate::cli::size::parse_size;
-use crate::control::{ImageRequest, Request};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
+use control::{ImageRequest, Request};
 use disk::convert::{Address, Conversion, ImageOptions, SourceFormat, TargetFormat};
 use disk::images::{ImageKind, NewImage};
 use std::path::PathBuf;

@@ -3,8 +3,8 @@
 use crate::cli::address::parse_disk;
 use crate::cli::arguments::image::target_format;
 use crate::cli::size::parse_size;
-use crate::control::Request;
 use clap::Args;
+use control::Request;
 use disk::convert::TargetFormat;
 use disk::salvage::{Extract, SalvageRequest};
 use std::path::PathBuf;

@@ -2,8 +2,8 @@
 
 use crate::cli::address::{StateAddress, absolute};
 use crate::cli::size::parse_size;
-use crate::control::{ReceiveRequest, Request, SendPoint, SendRequest, SendTls, SentDisk};
 use clap::{Args, Subcommand};
+use control::{ReceiveRequest, Request, SendPoint, SendRequest, SendTls, SentDisk};
 use disk::Point;
 use replication::Remote;
 use std::path::PathBuf;

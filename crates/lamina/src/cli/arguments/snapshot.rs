@@ -3,8 +3,8 @@
 use crate::cli::address::{SnapshotAddress, StateAddress, parse_disk};
 use crate::cli::format::parse_delta;
 use crate::cli::size::parse_size;
-use crate::control::{Request, SnapshotRequest};
 use clap::Subcommand;
+use control::{Request, SnapshotRequest};
 use disk::{DeltaFormat, Direction, Point, SnapshotOptions};
 use std::path::PathBuf;
 

@@ -1,8 +1,8 @@
 //! Disks as text.
 
-use crate::control::{DiskRequest, Request, Resized, SnapshotRequest};
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
+use control::{DiskRequest, Request, Resized, SnapshotRequest};
 use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, Provisioning, Reclaimed};
 use std::io::{self, Write};
 

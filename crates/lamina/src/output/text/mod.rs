@@ -8,9 +8,9 @@ mod snapshot;
 
 use super::human::{count, size};
 use super::table::{Align, Table, print_facts};
-use crate::control::{Reply, Request, Serving};
-use crate::serve::uri;
 use ::disk::{CheckReport, DiskInfo, Status};
+use control::uri;
+use control::{Reply, Request, Serving};
 use std::io::{self, Write};
 
 /// Names told one by one when many disks are made at once.

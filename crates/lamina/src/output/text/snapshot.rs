@@ -1,9 +1,9 @@
 //! Snapshots as text.
 
-use crate::control::{Request, SnapshotRequest};
 use crate::output::human::{size, time};
 use crate::output::table::print_facts;
 use crate::output::tree;
+use control::{Request, SnapshotRequest};
 use disk::SnapshotInfo;
 use std::io::{self, Write};
 

@@ -3,8 +3,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::client::Client;
-use crate::control::message::{DiskRequest, SnapshotRequest};
+use crate::message::{DiskRequest, SnapshotRequest};
+use crate::socket::client::Client;
 use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
 
@@ -41,13 +41,13 @@ struct World {
 impl World {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let listener = crate::control::bind(folder.path()).unwrap();
+        let listener = crate::socket::bind(folder.path()).unwrap();
         let server = Server::start(listener, Box::new(play)).unwrap();
         Self { folder, server: Some(server) }
     }
 
     fn stream(&self) -> UnixStream {
-        crate::control::connect(self.folder.path()).unwrap().unwrap()
+        crate::socket::connect(self.folder.path()).unwrap().unwrap()
     }
 
     fn client(&self) -> Client {

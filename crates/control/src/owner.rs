@@ -1,6 +1,8 @@
 //! Asking a datastore: its owner when it is served, or as its owner for the time of one request when it is not.
 
-use crate::control::{self, Client, Reply, Request, Service, Watch};
+use crate::dispatch::{Service, Watch, dispatch};
+use crate::message::{Reply, Request};
+use crate::socket::{self, Client};
 use disk::{Datastore, OpenOptions, QueueChoice};
 use error::{Error, ErrorKind, Result};
 use export::nbd::Clients;
@@ -16,8 +18,8 @@ const OWNER_PATIENCE: Duration = Duration::from_secs(3);
 /// How often it is tried again meanwhile.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a datastore is opened for one request: as `serve` does unless told otherwise.
-const OPEN_OPTIONS: OpenOptions = OpenOptions {
+/// How a datastore is opened for one request: as a server does unless told otherwise.
+pub const OPEN_OPTIONS: OpenOptions = OpenOptions {
     mode: backend::IoMode::Buffered,
     queue: QueueChoice::Auto,
     metadata_cache: 128 << 20,
@@ -45,7 +47,7 @@ pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
         Owner::Us(datastore) => {
             let clients = Clients::of_record(Arc::clone(datastore.directory()));
             let service = Service { datastore: &datastore, folder: path, clients: &clients, nbd: None, serving: None };
-            let outcome = control::dispatch(service, request, watch);
+            let outcome = dispatch(service, request, watch);
             // What was answered is only true once it is at home.
             let closed = datastore.close();
             outcome.and_then(|reply| closed.map(|()| reply))
@@ -67,12 +69,12 @@ fn reach(path: &Path, request: &Request, watch: &dyn Watch) -> Result<Owner> {
     };
     let deadline = Instant::now() + OWNER_PATIENCE;
     loop {
-        if let Some(stream) = control::connect(path)? {
+        if let Some(stream) = socket::connect(path)? {
             return Ok(Owner::Server(Client::new(stream)?));
         }
         match open(path, OPEN_OPTIONS) {
             Ok(datastore) => {
-                control::remove_stale(path)?;
+                socket::remove_stale(path)?;
                 return Ok(Owner::Us(datastore));
             }
             Err(e) if e.kind() == ErrorKind::Busy && Instant::now() < deadline => {
@@ -83,22 +85,5 @@ fn reach(path: &Path, request: &Request, watch: &dyn Watch) -> Result<Owner> {
             }
             Err(e) => return Err(e),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::*;
-    use crate::cli::{Cli, Command};
-    use clap::Parser;
-
-    #[test]
-    fn one_request_opens_as_serve_does_by_default() {
-        let Command::Serve(arguments) = Cli::try_parse_from(["lamina", "serve", "x"]).unwrap().command else {
-            panic!("serve is serve");
-        };
-        let serve = crate::serve::open_options(&arguments);
-        assert_eq!(format!("{serve:?}"), format!("{OPEN_OPTIONS:?}"));
     }
 }

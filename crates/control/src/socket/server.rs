@@ -12,9 +12,9 @@
 //! Locks: `connections` is held for insertions, removals and shutdown only; `writing` of a connection while a
 //! line is written. Neither is taken under the other.
 
-use super::dispatch::Watch;
 use super::lines::{Line, LineReader};
-use super::message::{
+use crate::dispatch::Watch;
+use crate::message::{
     FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
 };
 use disk::{ChangedExtent, Progress};

@@ -1,12 +1,10 @@
-//! The control side of a datastore: its requests, and how they reach the process that owns the datastore.
-//!
-//! Every verb is a [`Request`]; [`dispatch()`] is the only place that turns one into calls of [`disk::Datastore`] and a
-//! [`Reply`]. The command line builds requests and prints replies. It is the same code whether the request is carried
-//! out in its own process or by the owner of the datastore behind the control socket.
+//! The control socket: the face through which another process asks the owner of a datastore.
 //!
 //! ```text
-//!  verb -> Request -> session --- no server -------> Datastore::open -> dispatch -> close
-//!                        \------- control socket --> client ~~~ server -> dispatch
+//! path     where the socket is, which process may bind it, what a stale one is
+//! lines    lines of bounded length from a stream
+//! client   the asking end
+//! server   the answering end
 //! ```
 //!
 //! # Protocol
@@ -17,11 +15,11 @@
 //!
 //! | from   | message    | meaning                                                                  |
 //! |--------|------------|--------------------------------------------------------------------------|
-//! | client | `request`  | a [`Request`]; the next one only after this one has ended                 |
+//! | client | `request`  | a [`Request`](crate::Request); the next one only after this one has ended |
 //! | client | `cancel`   | stop the request that is under way; closing the connection does the same  |
 //! | server | `progress` | `done` of `total`; at most a few a second, any number of times            |
 //! | server | `extents`  | a batch of the answer to a diff, any number of times, in order            |
-//! | server | `reply`    | the end of a request: a [`Reply`]                                         |
+//! | server | `reply`    | the end of a request: a [`Reply`](crate::Reply)                           |
 //! | server | `error`    | the other end of a request: kind and sentence                             |
 //!
 //! What holds:
@@ -31,18 +29,10 @@
 //! 3. A request whose client has gone is cancelled; what it began is undone as for any cancelled work.
 
 mod client;
-mod dispatch;
 mod lines;
-mod message;
+mod path;
 mod server;
-mod socket;
 
 pub use client::Client;
-pub use dispatch::claims::refuse_to_replace;
-pub use dispatch::{Service, Watch, alone, dispatch, point_name};
-pub use message::{
-    DiskRequest, ImageRequest, ReceiveRequest, Reconnect, Reply, Request, Resized, SendPoint, SendRequest, SendTls,
-    SentDisk, Serving, SnapshotRequest,
-};
-pub use server::Server;
-pub use socket::{bind, connect, path, remove_stale};
+pub use path::{bind, connect, path, remove_stale};
+pub use server::{Handler, Server};

@@ -1,6 +1,6 @@
 //! The URIs under which NBD clients reach an export (the NBD URI specification's schemes).
 
-use crate::control::Serving;
+use crate::message::Serving;
 use std::fmt::Write;
 
 /// Percent-encodes what a path segment or a query value may not hold as it is.

@@ -1,7 +1,7 @@
 //! Requests about images, conversions and salvages: with a datastore where one takes part, without one otherwise.
 
 use super::Watch;
-use crate::control::message::{ImageRequest, Reply, Request};
+use crate::message::{ImageRequest, Reply, Request};
 use disk::salvage::SalvageRequest;
 use disk::{Datastore, Progress, images};
 use error::{Error, ErrorKind, Result};

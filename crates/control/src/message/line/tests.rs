@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::control::message::{DiskRequest, Reconnect, SnapshotRequest};
+use crate::message::{DiskRequest, Reconnect, SnapshotRequest};
 use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
 
 fn requests() -> Vec<Request> {

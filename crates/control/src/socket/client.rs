@@ -1,8 +1,8 @@
 //! The asking end of the control socket.
 
-use super::dispatch::Watch;
 use super::lines::{Line, LineReader};
-use super::message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode};
+use crate::dispatch::Watch;
+use crate::message::{FromClient, FromServer, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode};
 use error::{Error, ErrorKind, Result};
 use std::io::{self, Write};
 use std::os::unix::net::UnixStream;

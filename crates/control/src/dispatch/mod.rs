@@ -10,8 +10,8 @@ mod snapshot;
 pub use image::alone;
 pub use send::point_name;
 
-use crate::control::message::{ExportInfo, Reply, Request, Serving};
-use crate::serve::uri;
+use crate::message::{ExportInfo, Reply, Request, Serving};
+use crate::uri;
 use ::disk::pace::Background;
 use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress};
 use error::Result;

@@ -5,7 +5,7 @@
 //! and stays until the next one has arrived.
 
 use super::Watch;
-use crate::control::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
+use crate::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
 use disk::transfer::new_identity;
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
 use error::{Error, ErrorKind, Result};

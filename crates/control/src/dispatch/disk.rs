@@ -2,7 +2,7 @@
 
 use super::claims::{self, Deed};
 use super::{Service, Watch};
-use crate::control::message::{DiskRequest, Reconnect, Reply, Resized};
+use crate::message::{DiskRequest, Reconnect, Reply, Resized};
 use disk::{Progress, Throttled};
 use error::Result;
 use export::nbd::Whose;

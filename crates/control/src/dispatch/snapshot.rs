@@ -2,7 +2,7 @@
 
 use super::claims::{self, Deed};
 use super::{Service, Watch};
-use crate::control::message::{Reply, SnapshotRequest};
+use crate::message::{Reply, SnapshotRequest};
 use disk::{Datastore, Point, SnapshotInfo, Throttled};
 use error::{Error, ErrorKind, Result};
 

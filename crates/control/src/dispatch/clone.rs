@@ -1,6 +1,6 @@
 //! Clones.
 
-use crate::control::message::Reply;
+use crate::message::Reply;
 use disk::{Datastore, Point, Progress};
 use error::Result;
 
