@@ -5,8 +5,9 @@
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::device::Device;
 use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
-use export::nbd::transport::{Transport, Wait};
-use export::nbd::{Clients, ExportName, Exports, Peer, Terms, serve};
+use connections::Peer;
+use connections::transport::{Transport, Wait};
+use export::nbd::{Clients, ExportName, Exports, Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
 use std::io::{self, IoSlice, IoSliceMut};

@@ -139,7 +139,7 @@ createType=\"monolithicSparse\"\nRW 81921 SPARSE \"image\"\n";
 /// Workstation's sparse extents, with zero grains and without, and what qemu-img makes.
 pub fn hosted() -> Vec<Sectors> {
     let open = |file: Arc<dyn File>| {
-        let options = hosted::OpenOptions { image: "image".into(), writable: true, parent: true };
+        let options = hosted::OpenOptions { image: "image".into(), writable: true, parent: true, force: false };
         hosted::Hosted::open(file, &options).expect("a new image opens")
     };
     let with = |zero_grains, descriptor| {

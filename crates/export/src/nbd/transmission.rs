@@ -19,16 +19,16 @@
 
 use super::inbox::Inbox;
 use super::limits::*;
-use super::polling::Polling;
 use super::pool::Pool;
 use super::protocol::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES, RequestHead};
 use super::reads::{Ask, Finished, Reads};
 use super::replies::{Outbox, Style};
 use super::requests::{Action, Refusal, Rules, judge, status_payload};
 use super::status::{self, Context, Extent};
-use super::transport::{Transport, Wait, wait_for};
 use super::{Exports, Terms};
 use backend::{BLOCK_SIZE, Buffer};
+use connections::polling::Polling;
+use connections::transport::{Transport, Wait, wait_for};
 use disk::device::Device;
 use disk::pace::{Foreground, Waiting};
 use error::{Error, ErrorKind, IoContext, Result};

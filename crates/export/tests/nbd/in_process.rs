@@ -1,8 +1,9 @@
 //! Sessions without sockets: what a client says is given in advance, and what the server answers is kept.
 
 use crate::client::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
-use export::nbd::transport::{Transport, Wait};
-use export::nbd::{Clients, Exports, Peer, Terms, serve};
+use connections::Peer;
+use connections::transport::{Transport, Wait};
+use export::nbd::{Clients, Exports, Terms, serve};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;

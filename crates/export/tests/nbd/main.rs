@@ -19,7 +19,8 @@ mod tls;
 mod tools;
 mod transmission;
 
-use export::nbd::{Address, Exports, Listen, Server, ServerConfig};
+use connections::{Address, Listen};
+use export::nbd::{Exports, Server, ServerConfig};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
