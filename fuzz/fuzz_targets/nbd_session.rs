@@ -5,9 +5,10 @@
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use disk::device::Device;
 use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
-use export::nbd::transport::{Transport, Wait};
+use connections::Peer;
+use connections::transport::{Transport, Wait};
 use export::exports::{ExportName, Exports};
-use export::nbd::{Clients, Peer, Terms, serve};
+use export::nbd::{Clients, Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
 use std::io::{self, IoSlice, IoSliceMut};

@@ -6,8 +6,10 @@ mod process;
 
 use process::{Serving, Store, lamina, send, tool, until, wait, wait_until_interruptible};
 use serde_json::Value;
+use std::io::Read;
+use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::process::Stdio;
 
 #[test]
@@ -92,6 +94,43 @@ fn tcp_beyond_loopback_has_to_be_asked_for_in_plain_words() {
     assert_ne!(done.code, 0);
     assert!(done.stderr.lines().last().unwrap().starts_with("lamina: "), "{done:?}");
     let mut server = store.serve("--tcp 0.0.0.0:0 --insecure-tcp");
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+/// The greeting of a server that serves this connection, or nothing.
+fn greeting(mut stream: impl Read) -> String {
+    let mut greeting = [0; 8];
+    match stream.read_exact(&mut greeting) {
+        Ok(()) => String::from_utf8_lossy(&greeting).into_owned(),
+        Err(_) => String::new(),
+    }
+}
+
+#[test]
+fn idle_tcp_connections_do_not_keep_local_guests_out() {
+    let store = Store::new();
+    let mut server = store.serve("--tcp 127.0.0.1:0 --json");
+    let ready: Value = serde_json::from_str(&server.ready).unwrap();
+    let address = ready["nbd"][1].as_str().unwrap().trim_start_matches("nbd://").trim_end_matches('/');
+    let idle: Vec<TcpStream> = (0..260).map(|_| TcpStream::connect(address).unwrap()).collect();
+    // The last ones are beyond the limit: all places for such clients are taken.
+    assert_eq!(greeting(&idle[0]), "NBDMAGIC");
+    assert_eq!(greeting(&idle[259]), "");
+    for _ in 0..10 {
+        let stream = UnixStream::connect(store.path().join("nbd.sock")).unwrap();
+        assert_eq!(greeting(stream), "NBDMAGIC");
+    }
+    assert_eq!(server.stop("TERM"), Some(0));
+}
+
+#[test]
+fn more_than_256_clients_are_a_matter_of_configuration() {
+    let store = Store::new();
+    let mut server = store.serve("--max-unix-connections 300");
+    let connect = || UnixStream::connect(store.path().join("nbd.sock")).unwrap();
+    let clients: Vec<UnixStream> = (0..300).map(|_| connect()).collect();
+    assert!(clients.iter().all(|client| greeting(client) == "NBDMAGIC"));
+    assert_eq!(greeting(connect()), "");
     assert_eq!(server.stop("TERM"), Some(0));
 }
 

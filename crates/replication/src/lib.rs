@@ -4,12 +4,13 @@
 //! frame         the unit on the wire, and what it may say
 //! message       what the two sides tell each other besides data
 //! stream        frames and messages over any stream of bytes
-//! tls           certificates of both ends; the encrypted stream
 //! remote        lamina://HOST:PORT/NAME
 //! send          the sending side: a plan, its streams, starting again after a broken connection
 //! receive       the receiving side: listener, sessions, streams
 //! limits        every bound
 //! ```
+//!
+//! Sockets, TLS and the threads of connections are those of [`connections`].
 //!
 //! The protocol is described in `docs/protocol/replication.md`. What holds:
 //!
@@ -30,9 +31,7 @@ pub mod receive;
 pub mod remote;
 pub mod send;
 pub mod stream;
-pub mod tls;
 
 pub use receive::{Attachments, Making, NoAttachments, Receiver, ReceiverConfig};
 pub use remote::Remote;
 pub use send::{SendOptions, Sent, Shipment, ShippedDisk, send};
-pub use tls::ClientTls;

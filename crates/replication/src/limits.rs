@@ -18,29 +18,17 @@ pub const MESSAGE_STEP: usize = 64 << 10;
 /// Longest description of itself that a peer gives, in bytes.
 pub const PROGRAM_MAX: usize = 256;
 
-/// Ciphertext received at a time.
-pub const RECEIVE_BYTES: usize = 512 << 10;
-
-/// Ciphertext that is gathered before it is sent.
-pub const SEND_BYTES: usize = 512 << 10;
-
-/// Plaintext that is encrypted at a time: it is sent soon after. Whole TLS records.
-pub const ENCRYPT_BYTES: usize = 256 << 10;
-
 /// Most data connections of one session.
 pub const STREAMS_MAX: usize = 16;
 
 /// Data connections unless told otherwise.
 pub const STREAMS_DEFAULT: usize = 4;
 
-/// Connections at a time.
+/// Connections of each class at a time.
 pub const CONNECTIONS_MAX: usize = 96;
 
 /// How long connecting may take.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// How long a client may take from connecting to the end of its first request.
-pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How often the sender sends a ping.
 pub const PING_INTERVAL: Duration = Duration::from_millis(500);
@@ -71,9 +59,6 @@ pub const BACKOFF_MAX: Duration = Duration::from_secs(8);
 
 /// Attempts in a row that may bring nothing.
 pub const ATTEMPTS_MAX: u32 = 8;
-
-/// Pause before accepting again when the process or the system has no descriptor left.
-pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How long sessions may take to end when the server stops.
 pub const STOP_GRACE: Duration = Duration::from_secs(10);

@@ -4,6 +4,7 @@ use crate::frame::{HEAD, Head, Kind};
 use crate::limits::MESSAGE_STEP;
 use crate::message::Message;
 use backend::BLOCK_SIZE;
+use connections::TlsStream;
 use error::{Error, ErrorKind, Result};
 use std::io;
 use std::time::Instant;
@@ -22,6 +23,24 @@ pub trait ByteStream {
 
     /// When waiting for the peer ends with `TimedOut`; `None` for never.
     fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()>;
+}
+
+impl ByteStream for TlsStream {
+    fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
+        TlsStream::read_exact(self, into)
+    }
+
+    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+        TlsStream::write(self, parts)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        TlsStream::flush(self)
+    }
+
+    fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
+        TlsStream::set_deadline(self, deadline)
+    }
 }
 
 /// A stream, spoken over in frames.

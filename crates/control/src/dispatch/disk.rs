@@ -82,7 +82,7 @@ fn resize(service: Service<'_>, name: &str, capacity: u64, shrink: bool, reconne
         (Some(nbd), Some(whose)) => nbd.reconnect(name, whose) as u64,
         _ => 0,
     };
-    let meant = |peer: &export::nbd::Peer| whose.is_some_and(|whose| whose.means(peer));
+    let meant = |peer: &connections::Peer| whose.is_some_and(|whose| whose.means(peer));
     let unaware = before.iter().filter(|peer| !meant(peer)).map(ToString::to_string).collect();
     claims::show(std::slice::from_mut(&mut disk), service.clients);
     Ok(Reply::Resized(Box::new(Resized { disk, served: service.nbd.is_some(), reconnected, unaware })))

@@ -6,10 +6,11 @@
 
 use super::Watch;
 use crate::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
+use connections::ClientTls;
 use disk::transfer::new_identity;
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
-use replication::{ClientTls, Remote, SendOptions, Sent, Shipment, ShippedDisk};
+use replication::{Remote, SendOptions, Sent, Shipment, ShippedDisk};
 
 /// Characters of an identity that make a name unlike others.
 const SUFFIX: usize = 8;

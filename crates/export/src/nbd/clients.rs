@@ -23,58 +23,17 @@ mod waiting;
 
 use super::limits::{CLIENT_GRACE_DEFAULT, CLIENT_GRACE_MAX, RECORD_GATHER, RECORD_RETRY, RETIRED_LOOK};
 use backend::{Directory, clock};
+use connections::{Connection, Peer};
 use error::{Error, ErrorKind, IoContext, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use record::{Gone, Record};
-use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use waiting::{Waiting, grace_left};
-
-/// The other end of a connection.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Peer {
-    /// A process on this machine, over a unix socket.
-    Process {
-        /// Its number.
-        pid: i32,
-        /// Its user.
-        user: u32,
-    },
-    /// A TCP address.
-    Address(SocketAddr),
-    /// The system does not say.
-    #[default]
-    Unknown,
-}
-
-impl Peer {
-    /// Whether a connection from `other` can be the same client again: the same process, or the same host, whose port
-    /// is another one each time. Two clients of which nothing is known are two clients.
-    fn may_be(&self, other: &Self) -> bool {
-        match (self, other) {
-            (Self::Unknown, _) | (_, Self::Unknown) => false,
-            (Self::Address(one), Self::Address(two)) => one.ip().to_canonical() == two.ip().to_canonical(),
-            _ => self == other,
-        }
-    }
-}
-
-impl fmt::Display for Peer {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Process { pid, user } => write!(out, "process {pid} of user {user}"),
-            Self::Address(address) => write!(out, "{address}"),
-            Self::Unknown => write!(out, "unknown"),
-        }
-    }
-}
 
 /// A client of an export, as it is shown.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -156,6 +115,8 @@ struct Session {
     agreed: bool,
     since: u64,
     stop: Arc<AtomicBool>,
+    /// What carries it, unless that is not a connection of a server.
+    connection: Option<Arc<Connection>>,
     /// Told to end, so that the client reconnects.
     retiring: bool,
     /// An unknown client in grace that this one may be. It is in grace again if this one says farewell: the two may be
@@ -168,6 +129,7 @@ pub struct Visit {
     shared: Arc<Shared>,
     number: u64,
     stop: Arc<AtomicBool>,
+    connection: Option<Arc<Connection>>,
     departure: Departure,
 }
 
@@ -259,12 +221,21 @@ impl Clients {
         Self { shared: Arc::new(shared), writer: Mutex::new(None) }
     }
 
-    /// Takes up a connection.
+    /// Takes up a session over anything that is not a connection of a server.
     pub fn arrive(&self, peer: Peer) -> Visit {
+        self.enter(peer, None)
+    }
+
+    /// Takes up a connection.
+    pub fn connected(&self, connection: Arc<Connection>) -> Visit {
+        self.enter(connection.peer().clone(), Some(connection))
+    }
+
+    fn enter(&self, peer: Peer, connection: Option<Arc<Connection>>) -> Visit {
         let mut state = self.shared.state.lock();
         let number = state.next;
         state.next += 1;
-        let stop = Arc::new(AtomicBool::new(false));
+        let stop = connection.as_ref().map(|connection| Arc::clone(connection.stop())).unwrap_or_default();
         let session = Session {
             peer,
             export: None,
@@ -272,15 +243,15 @@ impl Clients {
             agreed: false,
             since: clock::seconds(),
             stop: Arc::clone(&stop),
+            connection: connection.clone(),
             retiring: false,
             taken: None,
         };
         state.sessions.insert(number, session);
-        Visit { shared: Arc::clone(&self.shared), number, stop, departure: Departure::Lost }
+        Visit { shared: Arc::clone(&self.shared), number, stop, connection, departure: Departure::Lost }
     }
 
-    /// Tells sessions of an export to finish the requests they have begun and end; their numbers. The caller wakes
-    /// them.
+    /// Tells sessions of an export to finish the requests they have begun and end; their numbers.
     pub(super) fn retire(&self, export: &str, whose: Whose) -> Vec<u64> {
         let mut state = self.shared.state.lock();
         let mut numbers = Vec::new();
@@ -288,12 +259,25 @@ impl Clients {
             if whose.means(&session.peer) && session.export.as_deref() == Some(export) {
                 session.retiring = true;
                 session.stop.store(true, Ordering::SeqCst);
+                if let Some(connection) = &session.connection {
+                    connection.finish();
+                }
                 numbers.push(*number);
             }
         }
         drop(state);
         self.shared.left.notify_all();
         numbers
+    }
+
+    /// Cuts the connections of sessions off.
+    pub(super) fn cut(&self, numbers: &[u64]) {
+        let state = self.shared.state.lock();
+        for session in numbers.iter().filter_map(|number| state.sessions.get(number)) {
+            if let Some(connection) = &session.connection {
+                connection.cut();
+            }
+        }
     }
 
     /// Waits until sessions have ended; those that have not by then.
@@ -528,6 +512,9 @@ impl Visit {
 
 impl Drop for Visit {
     fn drop(&mut self) {
+        if self.connection.as_ref().is_some_and(|connection| connection.service_stops()) {
+            self.ends_with_server();
+        }
         let mut state = self.shared.state.lock();
         if let Some(session) = state.sessions.remove(&self.number).filter(|session| session.agreed) {
             let asked = session.asked_other();

@@ -64,26 +64,17 @@ pub const OPTION_BYTES_SKIPPED_MAX: usize = 1 << 20;
 /// Options of one handshake. Clients that list a server ask two for every export.
 pub const OPTIONS_MAX: usize = 1 << 16;
 
-/// Connections at a time, unless configured.
+/// Connections of each class at a time, unless configured.
 pub const CONNECTIONS_DEFAULT: usize = 256;
 
-/// How long a client may take from connecting to the end of its handshake, TLS included, unless configured.
-pub const HANDSHAKE_TIMEOUT_DEFAULT: Duration = Duration::from_secs(30);
+/// Send buffer of a unix socket: asks for more than systems grant by default, and takes what it gets.
+pub const UNIX_SEND_BUFFER_BYTES: usize = 1 << 20;
 
 /// How long running requests may take to finish when the server stops, unless configured.
 pub const STOP_GRACE_DEFAULT: Duration = Duration::from_secs(10);
 
 /// How long a client may leave replies unread before they are copied out of memory that they share with the device.
 pub const UNREAD_PATIENCE: Duration = Duration::from_millis(200);
-
-/// How long a closed connection may go on sending before it is reset.
-pub const CLOSE_PATIENCE: Duration = Duration::from_millis(500);
-
-/// Bytes read at a time, and discarded, from a connection that is closed.
-pub const CLOSE_READ_BYTES: usize = 16 << 10;
-
-/// Pause before accepting again when the process or the system has no descriptor left.
-pub const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
 /// How long a client counts as a user of its export after its connection ended without `NBD_CMD_DISC`, unless
 /// configured. It is long enough for a restart of the server and for clients whose attempts become rarer (QEMU tries
@@ -106,5 +97,5 @@ pub const RECORD_GATHER: Duration = Duration::from_millis(50);
 pub const RECORD_RETRY: Duration = Duration::from_secs(30);
 
 /// How long a client that opens an export waits for connections to it that are told to end: within
-/// [`HANDSHAKE_TIMEOUT_DEFAULT`].
+/// [`HANDSHAKE_TIMEOUT_DEFAULT`](connections::limits::HANDSHAKE_TIMEOUT_DEFAULT).
 pub const RETIRED_PATIENCE: Duration = Duration::from_secs(25);

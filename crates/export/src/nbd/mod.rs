@@ -1,10 +1,11 @@
 //! The NBD server: disks for hypervisors, backup tools and block clients.
 //!
-//! A session goes through phases, one file each: [`listener`] accepts it, [`handshake`] agrees on an export and on
-//! extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and has the work done by
-//! the session core ([`crate::session`]). Beside them: [`protocol`] (constants, headers), [`options`] and [`requests`]
-//! (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts), [`transport`] and
-//! [`tls`] (sockets and encryption), [`clients`] (which clients are connected or may reconnect), [`limits`] (bounds).
+//! A session goes through phases, one file each: [`server`] takes the connection over, [`handshake`] agrees on an export
+//! and on extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and has the work
+//! done by the session core ([`crate::session`]). Beside them: [`protocol`] (constants, headers), [`options`] and
+//! [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts), [`clients`]
+//! (which clients are connected or may reconnect), [`limits`] (bounds). Sockets, TLS and threads are those of
+//! [`connections`].
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -19,33 +20,32 @@ pub mod clients;
 pub mod handshake;
 mod inbox;
 pub mod limits;
-pub mod listener;
 pub mod options;
 pub mod protocol;
 pub mod replies;
 pub mod requests;
+pub mod server;
 pub mod status;
-pub mod tls;
 pub mod transmission;
-pub mod transport;
 
-pub use clients::{Client, Clients, Peer, Whose};
-pub use listener::{Address, Listen, Server, ServerConfig};
-pub use tls::TlsConfig;
+pub use clients::{Client, Clients, Whose};
+pub use server::{Server, ServerConfig};
 
 use crate::exports::{ExportName, Exports, ResizePolicy};
+use connections::TlsIdentity;
+use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
+use connections::transport::Transport;
 use disk::device::Device;
 use disk::pace::Foreground;
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
-use transport::Transport;
 
 /// What holds for a session.
 #[derive(Clone)]
 pub struct Terms {
     /// TLS is possible with this identity.
-    pub tls: Option<tls::TlsIdentity>,
+    pub tls: Option<TlsIdentity>,
     /// TLS comes before anything else (FORCEDTLS).
     pub tls_forced: bool,
     /// Exports are opened read-only.
@@ -63,7 +63,7 @@ impl Default for Terms {
             tls_forced: false,
             read_only: false,
             resize: ResizePolicy::default(),
-            handshake_timeout: limits::HANDSHAKE_TIMEOUT_DEFAULT,
+            handshake_timeout: HANDSHAKE_TIMEOUT_DEFAULT,
         }
     }
 }

@@ -15,14 +15,12 @@
 mod ahead;
 mod flushes;
 pub mod limits;
-mod polling;
 mod pool;
 mod reads;
 
-pub(crate) use polling::Polling;
-
 use crate::exports::Exports;
 use backend::{BLOCK_SIZE, Buffer, SharedSlice};
+use connections::polling::Polling;
 use disk::device::{Device, ReadPlan};
 use disk::pace::{Foreground, Waiting};
 use error::{IoContext, Result};

@@ -3,8 +3,9 @@
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
+use connections::{Limits, Listen, TlsConfig};
 use error::ErrorKind;
-use export::nbd::{Listen, Server, ServerConfig, TlsConfig};
+use export::nbd::{Server, ServerConfig};
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -223,7 +224,7 @@ fn a_write_cut_short_has_no_effect() {
 
 #[test]
 fn connections_beyond_the_limit_are_turned_away() {
-    let (running, _disk) = start(ServerConfig { connections_max: 3, ..ServerConfig::default() });
+    let (running, _disk) = start(ServerConfig { limits: Limits::each(3), ..ServerConfig::default() });
     let held: Vec<Client> = (0..3).map(|_| Client::open(&running.socket, "vm", Mode::Simple)).collect();
     let mut fourth = UnixStream::connect(&running.socket).unwrap();
     assert_eq!(fourth.read(&mut [0; 18]).unwrap(), 0, "closed without a greeting");

@@ -1,9 +1,10 @@
 //! Sessions without sockets: what a client says is given in advance, and what the server answers is kept.
 
 use crate::client::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
+use connections::Peer;
+use connections::transport::{Transport, Wait};
 use export::exports::Exports;
-use export::nbd::transport::{Transport, Wait};
-use export::nbd::{Clients, Peer, Terms, serve};
+use export::nbd::{Clients, Terms, serve};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;

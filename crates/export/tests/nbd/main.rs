@@ -19,8 +19,9 @@ mod tls;
 mod tools;
 mod transmission;
 
+use connections::{Address, Listen};
 use export::exports::Exports;
-use export::nbd::{Address, Listen, Server, ServerConfig};
+use export::nbd::{Server, ServerConfig};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

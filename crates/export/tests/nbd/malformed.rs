@@ -4,8 +4,9 @@
 use crate::client::{Client, Mode};
 use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
-use export::nbd::transport::Memory;
-use export::nbd::{Clients, Peer, Terms, serve};
+use connections::Peer;
+use connections::transport::Memory;
+use export::nbd::{Clients, Terms, serve};
 use std::sync::Arc;
 
 const CAPACITY: u64 = 300_000;

@@ -3,7 +3,8 @@
 use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::{Folder, Running};
-use export::nbd::{Listen, Server, ServerConfig, TlsConfig};
+use connections::{Limits, Listen, TlsConfig};
+use export::nbd::{Server, ServerConfig};
 use rcgen::{BasicConstraints, CertificateParams, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -181,6 +182,40 @@ fn strangers_are_turned_away() {
     let stream = TcpStream::connect(running.tcp_address()).unwrap();
     let mut client = upgrade(stream, ours.client(Some(&ours)));
     assert_eq!(client.option(OPT_LIST, &[]).len(), 2);
+}
+
+#[test]
+fn clients_with_certificates_have_places_of_their_own() {
+    let certificates = Certificates::new();
+    let listen = vec![Listen::Tcp("127.0.0.1:0".parse().unwrap())];
+    let limits = Limits { unix: 1, authenticated: 2, unauthenticated: 1 };
+    let tls = Some(certificates.server(true, true));
+    let config = ServerConfig { listen, tls, limits, ..ServerConfig::default() };
+    let running = Running::with(config, Shelf::of(&[&MemoryDisk::new("vm", CAPACITY, 2)]));
+    let refused = |stream: &mut TcpStream| std::io::Read::read(stream, &mut [0; 18]).unwrap() == 0;
+    let authenticated = || {
+        let stream = TcpStream::connect(running.tcp_address()).unwrap();
+        let mut client = upgrade(stream, certificates.client(Some(&certificates)));
+        assert_eq!(client.go("vm"), REP_ACK);
+        client
+    };
+    // The one place for clients that have not shown a certificate is free again after each handshake.
+    let mut clients = [authenticated(), authenticated()];
+    let mut idle = TcpStream::connect(running.tcp_address()).unwrap();
+    std::io::Read::read_exact(&mut idle, &mut [0; 18]).unwrap();
+    assert!(refused(&mut TcpStream::connect(running.tcp_address()).unwrap()));
+    for client in &mut clients {
+        assert_eq!(client.read(0, 10), [0; 10]);
+    }
+    drop(idle);
+    // A third certificate finds no place.
+    let begin = std::time::Instant::now();
+    while running.server.connections() > 2 {
+        assert!(begin.elapsed().as_secs() < 60);
+        std::thread::yield_now();
+    }
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(authenticated)).is_err());
+    Client::open(&running.socket, "vm", Mode::Simple).leave();
 }
 
 #[test]

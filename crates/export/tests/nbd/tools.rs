@@ -3,7 +3,8 @@
 use crate::Running;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::tls::Certificates;
-use export::nbd::{Listen, ServerConfig};
+use connections::Listen;
+use export::nbd::ServerConfig;
 use std::process::Command;
 use std::sync::Arc;
 

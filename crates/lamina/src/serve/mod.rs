@@ -21,11 +21,13 @@ mod spare;
 use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
+use connections::{Address, Limits, Listen, TlsConfig};
 use control::{Service, Serving, require_folder, socket, uri};
 use disk::{Datastore, OpenOptions};
 use error::{Error, Result};
 use export::nbd;
 use exports::DatastoreExports;
+use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -37,6 +39,9 @@ use std::time::Duration;
 
 /// Where the NBD server listens unless told otherwise, in the datastore's folder.
 const NBD_SOCKET: &str = "nbd.sock";
+
+/// Open files that an NBD connection takes: its socket and its ring.
+const FILES_BY_CONNECTION: usize = 2;
 
 /// Serves until asked to stop.
 pub fn run(path: &Path, arguments: &ServeArguments, form: Form) -> Result<()> {
@@ -119,12 +124,33 @@ fn serve(
     announced
 }
 
+/// How many connections are allowed; a warning where this process cannot have the files for them.
+fn limits(arguments: &ServeArguments) -> Limits {
+    let limits = Limits {
+        unix: arguments.max_unix_connections.into(),
+        authenticated: arguments.max_authenticated_connections.into(),
+        unauthenticated: arguments.max_unauthenticated_connections.into(),
+    };
+    let tcp = if arguments.tcp.is_some() { limits.authenticated + limits.unauthenticated } else { 0 };
+    let (files, needed) = (getrlimit(Resource::Nofile).current, (limits.unix + tcp) * FILES_BY_CONNECTION);
+    if files.is_some_and(|files| files < needed as u64) {
+        let files = files.unwrap_or_default();
+        tracing::warn!(
+            files,
+            needed,
+            "the connections allowed need more open files than this process may have: raise its hard limit \
+            (ulimit -Hn, LimitNOFILE of systemd) or allow fewer connections"
+        );
+    }
+    limits
+}
+
 fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConfig> {
     let socket = arguments.socket.clone().unwrap_or_else(|| path.join(NBD_SOCKET));
     let socket = std::path::absolute(&socket).map_err(|e| Error::io(format!("finding '{}'", socket.display()), e))?;
-    let unix = nbd::Listen::Unix { path: socket, mode: arguments.socket_mode };
+    let unix = Listen::Unix { path: socket, mode: arguments.socket_mode };
     let tls = match (&arguments.tls_cert, &arguments.tls_key) {
-        (Some(certificate), Some(key)) => Some(nbd::TlsConfig {
+        (Some(certificate), Some(key)) => Some(TlsConfig {
             certificate: certificate.clone(),
             key: key.clone(),
             client_authorities: arguments.tls_client_ca.clone(),
@@ -133,9 +159,10 @@ fn nbd_config(path: &Path, arguments: &ServeArguments) -> Result<nbd::ServerConf
         _ => None,
     };
     Ok(nbd::ServerConfig {
-        listen: std::iter::once(unix).chain(arguments.tcp.map(nbd::Listen::Tcp)).collect(),
+        listen: std::iter::once(unix).chain(arguments.tcp.map(Listen::Tcp)).collect(),
         tls,
         allow_insecure_tcp: arguments.insecure_tcp,
+        limits: limits(arguments),
         read_only: arguments.read_only,
         ..nbd::ServerConfig::default()
     })
@@ -154,8 +181,8 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
     };
     for address in nbd.addresses() {
         match address {
-            nbd::Address::Unix(path) => serving.socket = Some(path.clone()),
-            nbd::Address::Tcp(address) => serving.tcp = Some(*address),
+            Address::Unix(path) => serving.socket = Some(path.clone()),
+            Address::Tcp(address) => serving.tcp = Some(*address),
         }
     }
     serving

@@ -2,9 +2,9 @@
 
 use crate::cli::ServeArguments;
 use crate::machines::Bound;
+use connections::TlsConfig;
 use disk::Datastore;
 use error::{Error, ErrorKind, Result};
-use export::nbd::TlsConfig;
 use replication::{Attachments, Making, Receiver, ReceiverConfig};
 use std::path::Path;
 use std::sync::Arc;

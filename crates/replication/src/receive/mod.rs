@@ -1,30 +1,24 @@
 //! The receiving side: where senders arrive.
 //!
-//! One thread accepts, one thread serves each connection. What holds:
-//!
 //! 1. A connection is worth nothing until TLS is up and the client's certificate is one of those that are wanted.
-//! 2. The register holds exactly the connections whose threads run, and never more than the limit.
-//! 3. [`Receiver::stop`] ends every session in an orderly way: what has arrived is recorded.
+//! 2. [`Receiver::stop`] ends every session in an orderly way: what has arrived is recorded.
 
 mod session;
 mod taking;
 
-use crate::limits::{ACCEPT_RETRY, CONNECTIONS_MAX, STOP_GRACE};
-use crate::tls::{self, TlsStream};
+use crate::limits::{CONNECTIONS_MAX, SILENCE_MAX, STOP_GRACE};
+use connections::tls::CertificateName;
+use connections::{
+    Access, Address, Connection, Drain, Limits, Listen, Protocol, Service, ServiceConfig, TlsConfig, TlsIdentity,
+    TlsStream,
+};
 use disk::Datastore;
-use error::{Error, ErrorKind, Result};
-use export::nbd::TlsConfig;
-use parking_lot::{Condvar, Mutex};
-use rustls::ServerConfig;
-use rustls::pki_types::ServerName;
-
-use error::IoContext;
-use std::collections::HashMap;
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use error::{Error, ErrorKind, IoContext, Result};
+use rustix::net::sockopt::{self, Timeout};
+use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::Duration;
 
 pub use session::{Sessions, converse};
 pub use taking::take;
@@ -71,83 +65,64 @@ pub struct ReceiverConfig {
 
 /// A running receiver. Dropping it stops it.
 pub struct Receiver {
-    shared: Arc<Shared>,
+    service: Service,
     address: SocketAddr,
-    acceptor: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+/// What the threads of connections share.
+struct Receiving {
     sessions: Sessions,
-    tls: Arc<ServerConfig>,
-    clients: Vec<ServerName<'static>>,
-    stop: AtomicBool,
-    register: Mutex<Register>,
-    left: Condvar,
-}
-
-#[derive(Default)]
-struct Register {
-    next: u64,
-    connections: HashMap<u64, Arc<TcpStream>>,
-}
-
-/// A place in the register, given back when dropped.
-struct Registration {
-    shared: Arc<Shared>,
-    number: u64,
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.shared.register.lock().connections.remove(&self.number);
-        self.shared.left.notify_all();
-    }
-}
-
-/// Refuses an address beyond loopback unless clients need certificates.
-fn may_listen(config: &ReceiverConfig) -> Result<()> {
-    let authorities = config.tls.client_authorities.is_some();
-    if !config.clients.is_empty() && !authorities {
-        let text =
-            "clients can only be told apart by certificates: name the authorities that sign them (--tls-client-ca)";
-        return Err(Error::new(ErrorKind::Invalid, text));
-    }
-    if authorities || config.listen.ip().to_canonical().is_loopback() {
-        return Ok(());
-    }
-    let text = format!(
-        "not receiving on {}: no client certificates are asked for, so anyone on the network could fill the datastore; \
-         listen on 127.0.0.1, or name the authorities that sign clients (--tls-client-ca)",
-        config.listen
-    );
-    Err(Error::new(ErrorKind::Invalid, text))
+    identity: TlsIdentity,
+    clients: Vec<CertificateName>,
 }
 
 impl Receiver {
     /// Listens and begins to accept.
+    ///
+    /// # Errors
+    /// `Invalid` for certificates, keys and names that cannot be used, and those of [`Service::start`].
     pub fn start(
         config: &ReceiverConfig,
         datastore: Arc<Datastore>,
         attachments: Arc<dyn Attachments>,
     ) -> Result<Self> {
-        may_listen(config)?;
-        let during = || format!("listening on {}", config.listen);
-        let tls = tls::server_config(&config.tls)?;
-        let clients = config.clients.iter().map(|name| tls::client_name(name)).collect::<Result<_>>()?;
-        let listener = TcpListener::bind(config.listen).during(during)?;
-        let address = listener.local_addr().during(during)?;
-        let shared = Arc::new(Shared {
+        if !config.clients.is_empty() && config.tls.client_authorities.is_none() {
+            let text = "clients can only be told apart by certificates: name the authorities that sign them \
+                        (--tls-client-ca)";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        let name = |name: &String| {
+            CertificateName::parse(name).ok_or_else(|| {
+                let text = format!("'{}' cannot be the name of a certificate", name.escape_debug());
+                Error::new(ErrorKind::Invalid, text)
+            })
+        };
+        let protocol = Receiving {
             sessions: Sessions::new(datastore, attachments),
-            tls,
-            clients,
-            stop: AtomicBool::new(false),
-            register: Mutex::default(),
-            left: Condvar::new(),
+            identity: TlsIdentity::load(&config.tls)?,
+            clients: config.clients.iter().map(name).collect::<Result<_>>()?,
+        };
+        let service = ServiceConfig {
+            name: "receive",
+            listen: vec![Listen::Tcp(config.listen)],
+            access: Access {
+                // The protocol has no form without TLS.
+                tls: Some(TlsConfig { required: true, ..config.tls.clone() }),
+                insecure_tcp: false,
+                exposes: "fill the datastore",
+                remedy: "receive on 127.0.0.1, or name the authorities that sign clients (--tls-client-ca)",
+            },
+            limits: Limits::each(CONNECTIONS_MAX),
+            // A sender begins again where it was cut off.
+            drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(STOP_GRACE) },
+        };
+        let service = Service::start(service, Arc::new(protocol))?;
+        let address = service.addresses().iter().find_map(|address| match address {
+            Address::Tcp(address) => Some(*address),
+            Address::Unix(_) => None,
         });
-        let accepting = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("receive-accept".to_owned());
-        let thread = thread.spawn(move || accept(&accepting, &listener)).during(during)?;
-        Ok(Self { shared, address, acceptor: Mutex::new(Some(thread)) })
+        let address = address.ok_or_else(|| Error::new(ErrorKind::Invalid, "disks are received over TCP only"))?;
+        Ok(Self { service, address })
     }
 
     /// Where it listens.
@@ -157,100 +132,53 @@ impl Receiver {
 
     /// Connections at this moment.
     pub fn connections(&self) -> usize {
-        self.shared.register.lock().connections.len()
+        self.service.connections()
     }
 
     /// Cuts every connection, as a network may: for tests.
     pub fn cut(&self) {
-        for socket in self.shared.register.lock().connections.values() {
-            // Fails where the client is gone already.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
+        self.service.cut();
     }
 
     /// Stops accepting and ends all sessions. Again is harmless.
     pub fn stop(&self) {
-        self.shared.stop.store(true, Ordering::SeqCst);
-        if let Some(thread) = self.acceptor.lock().take() {
-            // The acceptor sleeps in the kernel: a connection wakes it.
-            let _ = TcpStream::connect(self.address);
-            let _ = thread.join();
-        }
-        self.cut();
-        let deadline = Instant::now() + STOP_GRACE;
-        let mut register = self.shared.register.lock();
-        while !register.connections.is_empty() {
-            if self.shared.left.wait_until(&mut register, deadline).timed_out() {
-                tracing::error!(connections = register.connections.len(), "senders hang in the datastore; left behind");
-                return;
-            }
-        }
+        self.service.stop();
     }
 }
 
-impl Drop for Receiver {
-    fn drop(&mut self) {
-        self.stop();
-    }
-}
-
-fn accept(shared: &Arc<Shared>, listener: &TcpListener) {
-    loop {
-        let accepted = listener.accept();
-        if shared.stop.load(Ordering::SeqCst) {
-            return;
-        }
-        match accepted {
-            Ok((socket, peer)) => welcome(shared, Arc::new(socket), peer),
-            Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
-            Err(error) => {
-                tracing::warn!(%error, "accepting a sender failed; retrying");
-                std::thread::sleep(ACCEPT_RETRY);
-            }
-        }
-    }
-}
-
-fn welcome(shared: &Arc<Shared>, socket: Arc<TcpStream>, peer: SocketAddr) {
-    let entry = {
-        let mut register = shared.register.lock();
-        if register.connections.len() >= CONNECTIONS_MAX {
-            tracing::warn!(%peer, limit = CONNECTIONS_MAX, "sender turned away: too many connections");
-            return;
-        }
-        let number = register.next;
-        register.next += 1;
-        register.connections.insert(number, Arc::clone(&socket));
-        Registration { shared: Arc::clone(shared), number }
-    };
-    let thread = std::thread::Builder::new().name(format!("receive-{}", entry.number));
-    let spawned = thread.spawn(move || {
-        let entry = entry;
-        let span = tracing::info_span!("receive", connection = entry.number, %peer);
+impl Protocol for Receiving {
+    fn serve(&self, connection: &Arc<Connection>) {
+        let peer = connection.peer();
+        let span = tracing::info_span!("receive", connection = connection.number(), %peer);
         let _entered = span.enter();
-        if let Err(error) = serve(&entry.shared, &socket, peer) {
+        if let Err(error) = self.converse(connection) {
             tracing::info!(%error, "connection ended by an error");
         }
-        // Ends the connection for the peer at once, although other threads may still hold the socket.
-        let _ = socket.shutdown(Shutdown::Both);
-    });
-    if let Err(error) = spawned {
-        tracing::error!(%error, "sender turned away: no thread for it");
+        // Other threads may still hold the socket.
+        connection.close();
+        connection.cut();
     }
 }
 
-fn serve(shared: &Shared, socket: &Arc<TcpStream>, peer: SocketAddr) -> Result<()> {
-    let during = || format!("setting up TLS with {peer}");
-    // An improvement only.
-    let _ = socket.set_nodelay(true);
-    socket.set_write_timeout(Some(crate::limits::SILENCE_MAX)).during(during)?;
-    let stream = TlsStream::accept(Arc::clone(socket), Arc::clone(&shared.tls)).during(during)?;
-    let admitted = |stream: &TlsStream| {
-        if shared.clients.is_empty() || stream.client_is(&shared.clients) {
-            return Ok(());
-        }
-        let text = "the certificate is good, but for none of the names that disks are received from (--receive-from)";
-        Err(Error::new(ErrorKind::Invalid, text))
-    };
-    session::serve(&shared.sessions, stream, Some(socket), peer.to_string(), &admitted)
+impl Receiving {
+    fn converse(&self, connection: &Arc<Connection>) -> Result<()> {
+        let peer = connection.peer();
+        let during = || format!("setting up TLS with {peer}");
+        sockopt::set_socket_timeout(connection.socket(), Timeout::Send, Some(SILENCE_MAX))
+            .map_err(io::Error::from)
+            .during(during)?;
+        let stream = TlsStream::accept(Arc::clone(connection.socket()), &self.identity).during(during)?;
+        let admitted = |stream: &TlsStream| {
+            if !self.clients.is_empty() && !stream.client_is(&self.clients) {
+                let text =
+                    "the certificate is good, but for none of the names that disks are received from (--receive-from)";
+                return Err(Error::new(ErrorKind::Invalid, text));
+            }
+            match stream.has_certificate() {
+                true => connection.authenticate().map_err(|error| Error::new(ErrorKind::Busy, error.to_string())),
+                false => Ok(()),
+            }
+        };
+        session::serve(&self.sessions, stream, Some(connection), peer.to_string(), &admitted)
+    }
 }

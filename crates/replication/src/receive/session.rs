@@ -6,17 +6,16 @@
 //! 3. The token that admits data connections is random and told on the control connection only.
 
 use super::{Attachments, taking};
-use crate::limits::{
-    HANDSHAKE_TIMEOUT, LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL,
-};
+use crate::limits::{LEAVE_MAX, SAVE_BYTES, SAVE_INTERVAL, SILENCE_MAX, STREAMS_MAX, TAKEOVER_MAX, WORKING_INTERVAL};
 use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::stream::{ByteStream, Conversation};
+use connections::Connection;
+use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use disk::Datastore;
 use disk::transfer::{Incoming, NewReception, Opened, Reception};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 use std::collections::BTreeMap;
-use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -41,10 +40,10 @@ pub(super) struct Session {
     /// Set when it ends: no data connection may join any more.
     ended: AtomicBool,
     /// Data connections.
-    streams: Mutex<Vec<Option<Arc<TcpStream>>>>,
+    streams: Mutex<Vec<Option<Arc<Connection>>>>,
     left: Condvar,
     /// The control connection.
-    control: Option<Arc<TcpStream>>,
+    control: Option<Arc<Connection>>,
     /// Bytes of data received.
     pub(super) bytes: AtomicU64,
     saved: AtomicU64,
@@ -59,8 +58,7 @@ impl Session {
     fn cut(&self) {
         let streams = self.streams.lock();
         for socket in streams.iter().flatten().chain(&self.control) {
-            // Fails where the client is gone already.
-            let _ = socket.shutdown(Shutdown::Both);
+            socket.cut();
         }
     }
 
@@ -69,14 +67,14 @@ impl Session {
         self.ended.store(true, Ordering::Release);
         let mut streams = self.streams.lock();
         for socket in streams.iter().flatten() {
-            let _ = socket.shutdown(Shutdown::Both);
+            socket.cut();
         }
         while !streams.is_empty() {
             self.left.wait(&mut streams);
         }
     }
 
-    fn join(&self, socket: Option<Arc<TcpStream>>) -> Result<()> {
+    fn join(&self, socket: Option<Arc<Connection>>) -> Result<()> {
         let mut streams = self.streams.lock();
         if self.ended.load(Ordering::Acquire) {
             return Err(Error::new(ErrorKind::Io, "the session is over"));
@@ -89,9 +87,9 @@ impl Session {
         Ok(())
     }
 
-    fn leave(&self, socket: Option<&Arc<TcpStream>>) {
+    fn leave(&self, socket: Option<&Arc<Connection>>) {
         let mut streams = self.streams.lock();
-        let same = |known: &Option<Arc<TcpStream>>| match (known, socket) {
+        let same = |known: &Option<Arc<Connection>>| match (known, socket) {
             (Some(known), Some(socket)) => Arc::ptr_eq(known, socket),
             (None, None) => true,
             _ => false,
@@ -168,12 +166,12 @@ pub fn converse<S: ByteStream>(sessions: &Sessions, stream: S, peer: String) -> 
 pub(super) fn serve<S: ByteStream>(
     sessions: &Sessions,
     stream: S,
-    socket: Option<&Arc<TcpStream>>,
+    socket: Option<&Arc<Connection>>,
     peer: String,
     admitted: &dyn Fn(&S) -> Result<()>,
 ) -> Result<()> {
     let mut line = Conversation::new(stream, peer);
-    line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT))?;
+    line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT_DEFAULT))?;
     let first = line.hear()?;
     let begun = || {
         admitted(&line.stream)?;
@@ -233,7 +231,7 @@ fn token() -> Result<String> {
 fn receive<S: ByteStream>(
     sessions: &Sessions,
     line: &mut Conversation<S>,
-    socket: Option<&Arc<TcpStream>>,
+    socket: Option<&Arc<Connection>>,
     offer: Offer,
     program: &str,
 ) -> Result<()> {
@@ -325,7 +323,7 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
 fn join<S: ByteStream>(
     sessions: &Sessions,
     line: &mut Conversation<S>,
-    socket: Option<&Arc<TcpStream>>,
+    socket: Option<&Arc<Connection>>,
     id: &str,
     token: &str,
 ) -> Result<()> {
@@ -361,7 +359,7 @@ fn join<S: ByteStream>(
 /// A data connection that leaves its session however its thread ends.
 struct Leaving<'a> {
     session: &'a Session,
-    socket: Option<&'a Arc<TcpStream>>,
+    socket: Option<&'a Arc<Connection>>,
 }
 
 impl Drop for Leaving<'_> {

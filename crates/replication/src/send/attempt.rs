@@ -4,19 +4,21 @@ use super::pace::Pace;
 use super::plan::DiskPlan;
 use super::{SendOptions, Sent, Shipment, stopped};
 use crate::frame::{Head, Kind};
-use crate::limits::{CONNECT_TIMEOUT, HANDSHAKE_TIMEOUT, PIECE_SENT, PING_INTERVAL, SILENCE_MAX};
+use crate::limits::{CONNECT_TIMEOUT, PIECE_SENT, PING_INTERVAL, SILENCE_MAX};
 use crate::message::{Known, Message, Offer, VERSIONS};
 use crate::remote::Remote;
 use crate::stream::Conversation;
-use crate::tls::TlsStream;
+use connections::TlsStream;
+use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
+use connections::tls::{CertificateName, ClientIdentity};
 use disk::Progress;
 use disk::pace::slower;
 use disk::transfer::{Extent, NewArrival, SEGMENT};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
-use rustls::ClientConfig;
-use rustls::pki_types::ServerName;
-use std::net::{Shutdown, TcpStream, ToSocketAddrs};
+use rustix::net::Shutdown;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
@@ -56,8 +58,8 @@ pub struct Attempt<'a> {
     remote: &'a Remote,
     options: &'a SendOptions,
     progress: &'a dyn Progress,
-    config: Arc<ClientConfig>,
-    server: ServerName<'static>,
+    identity: ClientIdentity,
+    server: CertificateName,
     offer: Message,
     pace: Pace,
     /// Most bytes that the receiver has said to have, whether for good or not.
@@ -70,7 +72,7 @@ struct Shared<'a> {
     plans: &'a [DiskPlan],
     /// The next segment: disk, and place in its plan.
     next: Mutex<(usize, usize)>,
-    sockets: Mutex<Vec<Arc<TcpStream>>>,
+    sockets: Mutex<Vec<Arc<OwnedFd>>>,
     stop: AtomicBool,
     failed: Mutex<Option<Failed>>,
     running: Mutex<usize>,
@@ -95,7 +97,7 @@ impl Shared<'_> {
         self.stop.store(true, Ordering::Release);
         for socket in self.sockets.lock().iter() {
             // Fails where the connection is gone already.
-            let _ = socket.shutdown(Shutdown::Both);
+            let _ = rustix::net::shutdown(socket, Shutdown::Both);
         }
     }
 
@@ -125,7 +127,7 @@ impl<'a> Attempt<'a> {
         progress: &'a dyn Progress,
     ) -> Result<Self> {
         let name = options.tls.server_name.as_ref().unwrap_or(&remote.host);
-        let server = ServerName::try_from(name.clone()).map_err(|_| {
+        let server = CertificateName::parse(name).ok_or_else(|| {
             let text = format!("'{}' cannot be the name of a server's certificate", name.escape_debug());
             Error::new(ErrorKind::Invalid, text)
         })?;
@@ -145,9 +147,9 @@ impl<'a> Attempt<'a> {
         let disks = shipment.disks.iter().map(offer).collect();
         let offer =
             Message::Offer(Offer { disks, attachment: shipment.attachment.clone(), resume_only: shipment.resume_only });
-        let config = options.tls.load()?;
+        let identity = options.tls.load()?;
         let pace = Pace::new();
-        Ok(Self { shipment, remote, options, progress, config, server, offer, pace, arrived: 0, resumed: None })
+        Ok(Self { shipment, remote, options, progress, identity, server, offer, pace, arrived: 0, resumed: None })
     }
 
     /// Most bytes that the receiver has said to have.
@@ -155,7 +157,7 @@ impl<'a> Attempt<'a> {
         self.arrived
     }
 
-    fn dial(&self) -> Result<Arc<TcpStream>> {
+    fn dial(&self) -> Result<Arc<OwnedFd>> {
         let (host, port) = (&self.remote.host, self.remote.port);
         let during = || format!("connecting to {host} port {port}");
         let addresses = (host.as_str(), port).to_socket_addrs().map_err(|error| Error::io(during(), error))?;
@@ -167,7 +169,7 @@ impl<'a> Attempt<'a> {
                     let _ = socket.set_nodelay(true);
                     let timed = socket.set_write_timeout(Some(SILENCE_MAX));
                     timed.map_err(|error| Error::io(during(), error))?;
-                    return Ok(Arc::new(socket));
+                    return Ok(Arc::new(socket.into()));
                 }
                 Err(error) => last = Some(error),
             }
@@ -177,13 +179,13 @@ impl<'a> Attempt<'a> {
     }
 
     /// A connection on which both sides have introduced themselves.
-    fn connect(&self) -> Attempted<(Line, Arc<TcpStream>)> {
+    fn connect(&self) -> Attempted<(Line, Arc<OwnedFd>)> {
         let socket = self.dial().map_err(Failed::Broken)?;
-        let stream = TlsStream::connect(Arc::clone(&socket), Arc::clone(&self.config), self.server.clone())
+        let stream = TlsStream::connect(Arc::clone(&socket), &self.identity, &self.server)
             .map_err(|error| Failed::Refused(Error::io("setting up TLS", error)))?;
         let mut line = Conversation::new(stream, format!("{}:{}", self.remote.host, self.remote.port));
         let mut introduce = || {
-            line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT))?;
+            line.set_deadline(Some(Instant::now() + HANDSHAKE_TIMEOUT_DEFAULT))?;
             let program = concat!("lamina ", env!("CARGO_PKG_VERSION")).to_owned();
             line.tell(&Message::Hello { versions: VERSIONS.to_vec(), program })?;
             line.hear()

@@ -19,8 +19,8 @@ mod plan;
 
 use crate::limits::{ATTEMPTS_MAX, BACKOFF_MAX, BACKOFF_MIN, STREAMS_MAX};
 use crate::remote::Remote;
-use crate::tls::ClientTls;
 use attempt::{Attempt, Failed};
+use connections::ClientTls;
 use disk::Progress;
 use disk::transfer::Outgoing;
 use error::{Error, ErrorKind, Result};

@@ -1,13 +1,14 @@
 //! Peers that send false values, on either side: the session ends with a clear error, and neither side loses data.
 
 use crate::site::{Keys, Random, Site, furnished, options, remote_at, same};
+use connections::tls::CertificateName;
+use connections::{TlsIdentity, TlsStream};
 use disk::transfer::{NewArrival, SEGMENT, SnapshotIdentity};
 use disk::{NoProgress, Provisioning};
 use error::ErrorKind;
 use replication::frame::{Head, Kind};
 use replication::message::{Known, Message, Offer};
-use replication::stream::{ByteStream, Conversation};
-use replication::tls::{TlsStream, server_config};
+use replication::stream::Conversation;
 use replication::{Receiver, send};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
@@ -15,9 +16,10 @@ use std::sync::Arc;
 type Line = Conversation<TlsStream>;
 
 fn dial(keys: &Keys, receiver: &Receiver) -> Line {
-    let socket = Arc::new(TcpStream::connect(receiver.address()).unwrap());
-    let config = keys.client("client").load().unwrap();
-    let stream = TlsStream::connect(socket, config, "127.0.0.1".try_into().unwrap()).unwrap();
+    let socket = TcpStream::connect(receiver.address()).unwrap();
+    let identity = keys.client("client").load().unwrap();
+    let stream =
+        TlsStream::connect(Arc::new(socket.into()), &identity, &CertificateName::parse("127.0.0.1").unwrap()).unwrap();
     let mut line = Conversation::new(stream, "the server".into());
     line.tell(&Message::Hello { versions: vec![1], program: "a hostile peer".into() }).unwrap();
     assert!(matches!(line.hear().unwrap(), Message::Welcome { version: 1, .. }));
@@ -193,10 +195,10 @@ fn invalid_offers_are_refused() {
 fn hostile_server(keys: &Keys, says: impl Fn(&mut Line, Offer) + Send + 'static) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
-    let config = server_config(&keys.server()).unwrap();
+    let identity = TlsIdentity::load(&keys.server()).unwrap();
     std::thread::spawn(move || {
         for socket in listener.incoming().map_while(Result::ok) {
-            let stream = TlsStream::accept(Arc::new(socket), Arc::clone(&config)).unwrap();
+            let stream = TlsStream::accept(Arc::new(socket.into()), &identity).unwrap();
             let mut line = Conversation::new(stream, "the client".into());
             let Ok(Message::Hello { .. }) = line.hear() else { continue };
             let _ = line.tell(&Message::Welcome { version: 1, program: "a hostile peer".into() });

@@ -18,7 +18,7 @@ fn here() -> Site {
 fn only_clients_with_the_right_certificate_are_admitted() {
     let (keys, here, there) = (Keys::new(), here(), Site::new());
     let receiver = there.receiver_for(&keys, &["client.example"]);
-    let attempt = |tls: replication::ClientTls, name: &str| {
+    let attempt = |tls: connections::ClientTls, name: &str| {
         let mut options = options(&keys, 2);
         options.tls = tls;
         send(&here.shipment(&[("web", "monday", name)]), &remote(&receiver), &options, &NoProgress)

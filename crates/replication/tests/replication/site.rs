@@ -1,13 +1,13 @@
 //! Datastores with disks of random content, certificates, and a line between them that can be cut.
 
+use connections::{ClientTls, TlsConfig};
 use disk::transfer::SEGMENT;
 use disk::{
     CheckOptions, Datastore, Device, InitOptions, NewDisk, NoProgress, OpenOptions, Provisioning, QueueChoice,
     SnapshotOptions,
 };
-use export::nbd::TlsConfig;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
-use replication::{ClientTls, NoAttachments, Receiver, ReceiverConfig, Remote, SendOptions, Shipment, ShippedDisk};
+use replication::{NoAttachments, Receiver, ReceiverConfig, Remote, SendOptions, Shipment, ShippedDisk};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};

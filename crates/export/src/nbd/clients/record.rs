@@ -3,8 +3,8 @@
 //! The layout is in `docs/format/clients.md`. A record that cannot be read is logged and counts as none: it
 //! protects against a mistake for a few minutes, and is no reason to keep a datastore closed.
 
-use super::Peer;
 use backend::Directory;
+use connections::Peer;
 use disk::sealed::{self, Kind};
 use error::{IoContext, Result};
 use serde::{Deserialize, Serialize};

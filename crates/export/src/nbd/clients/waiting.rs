@@ -4,9 +4,10 @@
 //! 2. The list is bounded. What goes first is the oldest client of the export that has the most of them, so that lost
 //!    clients of one disk take no other disk its grace.
 
+use super::State;
 use super::record::Gone;
-use super::{Peer, State};
 use crate::nbd::limits::{CLIENT_GRACE_MAX, CLIENTS_GONE_MAX};
+use connections::Peer;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 

@@ -2,9 +2,13 @@
 
 use crate::cli::size::parse_memory;
 use clap::{Args, Subcommand, ValueEnum};
+use export::nbd::limits::CONNECTIONS_DEFAULT;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// Most connections of one class that can be asked for.
+const CONNECTIONS_MAX: i64 = 16_384;
 
 /// Verbs of exports.
 #[derive(Debug, Subcommand)]
@@ -87,6 +91,15 @@ pub struct ServeArguments {
     /// Let anyone who reaches the TCP port read and write every disk, in clear text.
     #[arg(long, requires = "tcp")]
     pub insecure_tcp: bool,
+    /// Most NBD connections over the unix socket at a time.
+    #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
+    pub max_unix_connections: u16,
+    /// Most NBD connections over TCP at a time whose clients have a certificate of the authorities of --tls-client-ca.
+    #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
+    pub max_authenticated_connections: u16,
+    /// Most other NBD connections over TCP at a time, those whose TLS handshake is not at its end among them.
+    #[arg(long, value_name = "NUMBER", default_value_t = CONNECTIONS_DEFAULT as u16, value_parser = connections())]
+    pub max_unauthenticated_connections: u16,
     /// Also receive disks and machines that other lamina servers send, on this address, such as 127.0.0.1:10810; always
     /// over TLS. Beyond loopback it needs client certificates.
     #[arg(long, value_name = "ADDRESS:PORT", requires = "tls_cert")]
@@ -118,6 +131,11 @@ pub struct ServeArguments {
     /// Refuse writes of NBD clients. Verbs of this command line still work.
     #[arg(long)]
     pub read_only: bool,
+}
+
+/// How many connections may be allowed: each has a thread.
+fn connections() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(1..=CONNECTIONS_MAX)
 }
 
 /// Reads a time in milliseconds, up to a minute, with or without a fraction.

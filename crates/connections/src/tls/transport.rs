@@ -1,108 +1,12 @@
-//! TLS: who the server is, who may connect, and the encrypted transport.
-//!
-//! The session engine is rustls, which does no I/O of its own: ciphertext goes through the transport below, plaintext
-//! through ours, and what could not be sent yet stays in rustls's buffers, which are bounded. The cryptography is
-//! ring's; no process-wide provider is installed, so an embedding program keeps its own choice.
+//! TLS over another transport, for sessions that decide themselves when to wait.
 
-use super::transport::{Transport, Wait};
-use error::{Error, ErrorKind, Result};
-use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, ServerConfig, ServerConnection};
+use super::TlsIdentity;
+use crate::limits::TLS_BUFFER_BYTES_MAX;
+use crate::transport::{Transport, Wait};
+use rustls::ServerConnection;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-/// Plaintext and ciphertext that rustls may hold for us on their way out.
-const BUFFER_BYTES_MAX: usize = 512 << 10;
-
-/// Where the keys are (PEM files), and how strict to be.
-#[derive(Clone, Debug)]
-pub struct TlsConfig {
-    /// Certificate chain of the server, leaf first.
-    pub certificate: PathBuf,
-    /// Private key of the server.
-    pub key: PathBuf,
-    /// Authorities that sign clients. When given, a client without a certificate of theirs is turned away.
-    pub client_authorities: Option<PathBuf>,
-    /// Over TCP, nothing but `STARTTLS` and `ABORT` is answered before TLS (the protocol's FORCEDTLS). Without it,
-    /// and always on unix sockets, whose file permissions say who may connect, TLS is the client's choice.
-    pub required: bool,
-}
-
-/// What sessions need of it, loaded and checked.
-#[derive(Clone)]
-pub struct TlsIdentity {
-    config: Arc<ServerConfig>,
-}
-
-impl TlsIdentity {
-    /// Reads and checks the files.
-    pub fn load(config: &TlsConfig) -> Result<Self> {
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let chain = certificates(&config.certificate, "certificate")?;
-        let key = private_key(&config.key)?;
-        let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
-            .with_safe_default_protocol_versions()
-            .map_err(|error| Error::new(ErrorKind::Unsupported, format!("setting up TLS: {error}")))?;
-        let builder = match &config.client_authorities {
-            None => builder.with_no_client_auth(),
-            Some(path) => {
-                let mut roots = RootCertStore::empty();
-                for authority in certificates(path, "client authorities")? {
-                    roots.add(authority).map_err(|error| {
-                        Error::new(
-                            ErrorKind::Invalid,
-                            format!(
-                                "TLS client authorities {}: {error}; each must be a CA certificate",
-                                path.display()
-                            ),
-                        )
-                    })?;
-                }
-                let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider).build();
-                builder.with_client_cert_verifier(verifier.map_err(|error| {
-                    Error::new(ErrorKind::Invalid, format!("TLS client authorities {}: {error}", path.display()))
-                })?)
-            }
-        };
-        let server = builder.with_single_cert(chain, key).map_err(|error| {
-            Error::new(
-                ErrorKind::Invalid,
-                format!(
-                    "TLS certificate {} with key {}: {error}; the key must belong to the first certificate",
-                    config.certificate.display(),
-                    config.key.display()
-                ),
-            )
-        })?;
-        Ok(Self { config: Arc::new(server) })
-    }
-
-    /// For other protocols than this one.
-    pub fn config(&self) -> &Arc<ServerConfig> {
-        &self.config
-    }
-}
-
-/// Reads a private key from a PEM file.
-pub fn private_key(path: &Path) -> Result<PrivateKeyDer<'static>> {
-    PrivateKeyDer::from_pem_file(path).map_err(|error| {
-        let text = format!("TLS key {}: {error}; give a PEM file with one unencrypted private key", path.display());
-        Error::new(ErrorKind::Invalid, text)
-    })
-}
-
-/// Reads certificates from a PEM file: at least one. `role` says in errors what they are for.
-pub fn certificates(path: &Path, role: &str) -> Result<Vec<CertificateDer<'static>>> {
-    let wrong = |what: String| Error::new(ErrorKind::Invalid, format!("TLS {role} {}: {what}", path.display()));
-    let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(error.to_string()))?;
-    let found: std::result::Result<Vec<_>, _> = found.collect();
-    let found = found.map_err(|error| wrong(error.to_string()))?;
-    if found.is_empty() { Err(wrong("holds no certificate in PEM form".to_owned())) } else { Ok(found) }
-}
 
 /// TLS over another transport, as the server. The TLS handshake happens within the first `receive`.
 pub struct Tls {
@@ -110,14 +14,16 @@ pub struct Tls {
     session: Box<ServerConnection>,
     input: bool,
     ended: bool,
+    /// The transport below knows that the peer has shown a certificate.
+    authenticated: bool,
 }
 
 impl Tls {
     /// Begins a session; nothing is sent or received yet.
     pub fn accept(below: Box<dyn Transport>, identity: &TlsIdentity) -> io::Result<Self> {
         let mut session = ServerConnection::new(Arc::clone(&identity.config)).map_err(io::Error::other)?;
-        session.set_buffer_limit(Some(BUFFER_BYTES_MAX));
-        Ok(Self { below, session: Box::new(session), input: false, ended: false })
+        session.set_buffer_limit(Some(TLS_BUFFER_BYTES_MAX));
+        Ok(Self { below, session: Box::new(session), input: false, ended: false, authenticated: false })
     }
 
     fn read_plaintext(&mut self, into: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
@@ -202,6 +108,12 @@ impl Transport for Tls {
                         }
                     };
                     self.input = state.plaintext_bytes_to_read() > 0;
+                    if !self.authenticated && !self.session.is_handshaking() {
+                        self.authenticated = true;
+                        if self.session.peer_certificates().is_some() {
+                            self.below.authenticated()?;
+                        }
+                    }
                     self.flush()?;
                 }
                 Err(error) => return Err(error),

@@ -1,97 +1,21 @@
-//! Authentication by certificates, and the encrypted stream.
+//! TLS over a socket that blocks, for bulk data.
 //!
 //! The session engine is rustls without its buffers: ciphertext is received into memory of ours in large pieces,
-//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent. The cryptography
-//! is ring's.
+//! decrypted from there, and plaintext is encrypted from where it lies into the memory that is sent.
 
+use super::{CertificateName, ClientIdentity, TlsIdentity};
 use crate::limits::{ENCRYPT_BYTES, RECEIVE_BYTES, SEND_BYTES};
-use crate::stream::ByteStream;
-use error::{Error, ErrorKind, Result};
-use export::nbd::tls::{TlsConfig, TlsIdentity, certificates, private_key};
-use rustls::client::{Resumption, UnbufferedClientConnection};
-use rustls::crypto::{CryptoProvider, ring};
-use rustls::pki_types::{CertificateDer, ServerName};
+use rustix::io::Errno;
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{RecvFlags, SendFlags};
+use rustls::client::UnbufferedClientConnection;
+use rustls::pki_types::CertificateDer;
 use rustls::server::UnbufferedServerConnection;
 use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedStatus};
-use rustls::{CipherSuite, ClientConfig, RootCertStore, ServerConfig};
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
-use std::path::PathBuf;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
-
-/// What a sender needs to be sure of the server, and to be known to it. PEM files.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ClientTls {
-    /// Authorities that sign servers.
-    pub authorities: PathBuf,
-    /// Certificate chain and private key of the sender.
-    pub identity: Option<(PathBuf, PathBuf)>,
-    /// The name that the server's certificate has to be for, where it is not the one it is reached by.
-    pub server_name: Option<String>,
-}
-
-/// The algorithms, the fastest first: the sender's order counts, and all of them are strong.
-fn provider() -> Arc<CryptoProvider> {
-    let mut provider = ring::default_provider();
-    provider.cipher_suites.sort_by_key(|suite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256);
-    Arc::new(provider)
-}
-
-impl ClientTls {
-    /// Reads and checks the files.
-    pub fn load(&self) -> Result<Arc<ClientConfig>> {
-        let mut roots = RootCertStore::empty();
-        for authority in certificates(&self.authorities, "authorities")? {
-            roots.add(authority).map_err(|error| {
-                let path = self.authorities.display();
-                let text = format!("TLS authorities {path}: {error}; each must be a CA certificate");
-                Error::new(ErrorKind::Invalid, text)
-            })?;
-        }
-        let builder = ClientConfig::builder_with_provider(provider())
-            .with_safe_default_protocol_versions()
-            .map_err(|error| Error::new(ErrorKind::Unsupported, format!("setting up TLS: {error}")))?
-            .with_root_certificates(roots);
-        let mut config = match &self.identity {
-            None => builder.with_no_client_auth(),
-            Some((certificate, key)) => {
-                let chain = certificates(certificate, "certificate")?;
-                builder.with_client_auth_cert(chain, private_key(key)?).map_err(|error| {
-                    let (certificate, key) = (certificate.display(), key.display());
-                    let text = format!(
-                        "TLS certificate {certificate} with key {key}: {error}; the key must belong to the first \
-                         certificate"
-                    );
-                    Error::new(ErrorKind::Invalid, text)
-                })?
-            }
-        };
-        config.resumption = Resumption::disabled();
-        Ok(Arc::new(config))
-    }
-}
-
-/// The server's side, of the files that its NBD server has too.
-pub fn server_config(tls: &TlsConfig) -> Result<Arc<ServerConfig>> {
-    let mut config = ServerConfig::clone(TlsIdentity::load(tls)?.config());
-    config.send_tls13_tickets = 0;
-    Ok(Arc::new(config))
-}
-
-/// A name of clients, as certificates bear it.
-pub fn client_name(name: &str) -> Result<ServerName<'static>> {
-    ServerName::try_from(name.to_owned()).map_err(|_| {
-        let text = format!("'{}' cannot be the name of a certificate", name.escape_debug());
-        Error::new(ErrorKind::Invalid, text)
-    })
-}
-
-/// Whether a certificate is for one of the names.
-fn is_for(certificate: &CertificateDer<'_>, names: &[ServerName<'static>]) -> bool {
-    let Ok(certificate) = webpki::EndEntityCert::try_from(certificate) else { return false };
-    names.iter().any(|name| certificate.verify_is_valid_for_subject_name(name).is_ok())
-}
 
 enum Session {
     Client(Box<UnbufferedClientConnection>),
@@ -115,7 +39,7 @@ pub struct TlsStream {
 
 /// Ciphertext on its way out.
 struct Out {
-    socket: Arc<TcpStream>,
+    socket: Arc<OwnedFd>,
     bytes: Vec<u8>,
     used: usize,
     sent: u64,
@@ -147,7 +71,14 @@ impl Out {
 
     fn send(&mut self) -> io::Result<()> {
         if self.used > 0 {
-            (&*self.socket).write_all(&self.bytes[..self.used])?;
+            let mut left = &self.bytes[..self.used];
+            while !left.is_empty() {
+                match rustix::net::send(&self.socket, left, SendFlags::NOSIGNAL) {
+                    Ok(bytes) => left = &left[bytes..],
+                    Err(Errno::INTR) => {}
+                    Err(error) => return Err(error.into()),
+                }
+            }
             self.sent += self.used as u64;
             self.used = 0;
         }
@@ -213,7 +144,7 @@ fn step<D>(
 }
 
 impl TlsStream {
-    fn over(socket: Arc<TcpStream>, session: Session) -> Self {
+    fn over(socket: Arc<OwnedFd>, session: Session) -> Self {
         let out = Out { socket, bytes: Vec::new(), used: 0, sent: 0 };
         Self {
             session,
@@ -228,15 +159,21 @@ impl TlsStream {
         }
     }
 
-    /// As the client, of a server of that name.
-    pub fn connect(socket: Arc<TcpStream>, config: Arc<ClientConfig>, name: ServerName<'static>) -> io::Result<Self> {
-        let session = UnbufferedClientConnection::new(config, name).map_err(invalid)?;
+    /// As the client, of a server of that name, over a connected socket.
+    ///
+    /// # Errors
+    /// `InvalidData` when TLS cannot be set up so.
+    pub fn connect(socket: Arc<OwnedFd>, identity: &ClientIdentity, name: &CertificateName) -> io::Result<Self> {
+        let session = UnbufferedClientConnection::new(Arc::clone(&identity.config), name.0.clone()).map_err(invalid)?;
         Ok(Self::over(socket, Session::Client(Box::new(session))))
     }
 
-    /// As the server.
-    pub fn accept(socket: Arc<TcpStream>, config: Arc<ServerConfig>) -> io::Result<Self> {
-        let session = UnbufferedServerConnection::new(config).map_err(invalid)?;
+    /// As the server, over an accepted socket.
+    ///
+    /// # Errors
+    /// `InvalidData` when TLS cannot be set up so.
+    pub fn accept(socket: Arc<OwnedFd>, identity: &TlsIdentity) -> io::Result<Self> {
+        let session = UnbufferedServerConnection::new(Arc::clone(&identity.config)).map_err(invalid)?;
         Ok(Self::over(socket, Session::Server(Box::new(session))))
     }
 
@@ -245,13 +182,21 @@ impl TlsStream {
         self.out.sent
     }
 
-    /// Whether the client's certificate, which TLS has found good, is for one of the names.
-    pub fn client_is(&self, names: &[ServerName<'static>]) -> bool {
-        let chain = match &self.session {
+    /// Whether the client has shown a certificate, which TLS has found good.
+    pub fn has_certificate(&self) -> bool {
+        self.certificate().is_some()
+    }
+
+    /// Whether the client's certificate is for one of the names.
+    pub fn client_is(&self, names: &[CertificateName]) -> bool {
+        self.certificate().is_some_and(|certificate| names.iter().any(|name| name.is_of(certificate)))
+    }
+
+    fn certificate(&self) -> Option<&CertificateDer<'static>> {
+        match &self.session {
             Session::Client(_) => None,
-            Session::Server(session) => session.peer_certificates(),
-        };
-        chain.and_then(<[_]>::first).is_some_and(|certificate| is_for(certificate, names))
+            Session::Server(session) => session.peer_certificates().and_then(<[_]>::first),
+        }
     }
 
     fn advance(&mut self, take: &mut dyn FnMut(&[u8]), plain: Option<&[u8]>) -> io::Result<Step> {
@@ -326,23 +271,22 @@ impl TlsStream {
                 if left.is_zero() {
                     return Err(io::ErrorKind::TimedOut.into());
                 }
-                self.out.socket.set_read_timeout(Some(left))?;
+                sockopt::set_socket_timeout(&self.out.socket, Timeout::Recv, Some(left))?;
             }
-            match (&*self.out.socket).read(&mut self.incoming[self.end..]) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(bytes) => {
+            match rustix::net::recv(&self.out.socket, &mut self.incoming[self.end..], RecvFlags::empty()) {
+                Ok((0, _)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok((bytes, _)) => {
                     self.end += bytes;
                     return Ok(());
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
             }
         }
     }
-}
 
-impl ByteStream for TlsStream {
-    fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
+    /// Fills `into`; `UnexpectedEof` when the peer has ended before.
+    pub fn read_exact(&mut self, into: &mut [u8]) -> io::Result<()> {
         let mut filled = 0;
         while filled < into.len() {
             if self.plain_at < self.plain.len() {
@@ -380,7 +324,8 @@ impl ByteStream for TlsStream {
         Ok(())
     }
 
-    fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
+    /// Encrypts these bytes, and sends them now or later.
+    pub fn write(&mut self, parts: &[&[u8]]) -> io::Result<()> {
         // What is encrypted a little at a time is still in the processor's cache when it is sent.
         for piece in parts.iter().flat_map(|part| part.chunks(ENCRYPT_BYTES)) {
             self.encrypt(piece)?;
@@ -391,14 +336,16 @@ impl ByteStream for TlsStream {
         Ok(())
     }
 
-    fn flush(&mut self) -> io::Result<()> {
+    /// Sends what is not sent yet.
+    pub fn flush(&mut self) -> io::Result<()> {
         self.out.send()
     }
 
-    fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
+    /// When waiting for the peer ends with `TimedOut` or `WouldBlock`; `None` for never.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) -> io::Result<()> {
         self.deadline = deadline;
         if deadline.is_none() {
-            self.out.socket.set_read_timeout(None)?;
+            sockopt::set_socket_timeout(&self.out.socket, Timeout::Recv, None)?;
         }
         Ok(())
     }

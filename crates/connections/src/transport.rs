@@ -7,13 +7,14 @@
 //! 3. When [`Transport::has_input`] is false and `receive` filled less than it was given, waiting for the descriptor
 //!    to become readable misses nothing.
 
-use super::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
-use crate::session::Polling;
+use crate::connection::Connection;
+use crate::polling::Polling;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// How long `receive` may wait.
@@ -48,8 +49,14 @@ pub trait Transport: Send {
     /// What to wait on; `None` when nothing here ever waits.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
+    /// TLS over this transport has found a certificate of the peer good. An error when the peer is not served all the
+    /// same.
+    fn authenticated(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Ends the stream in the way of the transport's protocol, after everything that was sent; errors are ignored.
-    /// A socket reads on until the peer closes too, for [`CLOSE_PATIENCE`] at most.
+    /// A socket reads on until the peer closes too ([`Connection::close`]).
     fn close(&mut self) {}
 }
 
@@ -71,17 +78,17 @@ pub fn wait_for(transport: &dyn Transport, input: bool, output: bool, timeout: O
     }
 }
 
-/// A connected stream socket, unix or TCP, in blocking mode: each call says for itself whether it may wait, so that
+/// The socket of a connection, unix or TCP, in blocking mode: each call says for itself whether it may wait, so that
 /// an idle session costs one system call for each request instead of two.
 pub struct Socket {
-    descriptor: std::sync::Arc<OwnedFd>,
+    connection: Arc<Connection>,
     polling: Polling,
 }
 
 impl Socket {
-    /// Takes over a connected socket; the other owners of the descriptor only ever shut it down.
-    pub fn new(descriptor: std::sync::Arc<OwnedFd>) -> Self {
-        Self { descriptor, polling: Polling::default() }
+    /// The bytes of a connection.
+    pub fn new(connection: Arc<Connection>) -> Self {
+        Self { connection, polling: Polling::default() }
     }
 }
 
@@ -108,9 +115,9 @@ impl Transport for Socket {
             Wait::All => RecvFlags::WAITALL,
         };
         if wait != Wait::Some {
-            return receive(&self.descriptor, into, flags);
+            return receive(self.connection.socket(), into, flags);
         }
-        let look = || match receive(&self.descriptor, into, RecvFlags::DONTWAIT) {
+        let look = || match receive(self.connection.socket(), into, RecvFlags::DONTWAIT) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => None,
             received => Some(received),
         };
@@ -118,7 +125,7 @@ impl Transport for Socket {
             return received;
         }
         let began = Instant::now();
-        let received = receive(&self.descriptor, into, flags);
+        let received = receive(self.connection.socket(), into, flags);
         self.polling.slept(began.elapsed());
         received
     }
@@ -127,9 +134,9 @@ impl Transport for Socket {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         loop {
             let sent = if let [one] = slices {
-                rustix::net::send(&self.descriptor, one, flags)
+                rustix::net::send(self.connection.socket(), one, flags)
             } else {
-                rustix::net::sendmsg(&self.descriptor, slices, &mut SendAncillaryBuffer::default(), flags)
+                rustix::net::sendmsg(self.connection.socket(), slices, &mut SendAncillaryBuffer::default(), flags)
             };
             match sent {
                 Err(Errno::INTR) => continue,
@@ -139,29 +146,15 @@ impl Transport for Socket {
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.descriptor.as_fd())
+        Some(self.connection.socket().as_fd())
+    }
+
+    fn authenticated(&mut self) -> io::Result<()> {
+        self.connection.authenticate()
     }
 
     fn close(&mut self) {
-        // A socket that is closed with unread input is reset, and a reset discards replies that the peer has not read.
-        if rustix::net::shutdown(&self.descriptor, Shutdown::Write).is_err() {
-            return;
-        }
-        let deadline = Instant::now() + CLOSE_PATIENCE;
-        let mut unread = vec![0; CLOSE_READ_BYTES];
-        while Instant::now() < deadline {
-            match receive(&self.descriptor, &mut [IoSliceMut::new(&mut unread)], RecvFlags::DONTWAIT) {
-                Ok(0) => return,
-                Ok(_) => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    if wait_for(self, true, false, Some(left)).is_err() {
-                        return;
-                    }
-                }
-                Err(_) => return,
-            }
-        }
+        self.connection.close();
     }
 }
 
@@ -174,7 +167,7 @@ pub struct Memory {
     /// How far the input has been received.
     pub received: usize,
     /// What we sent; shared, so that it can be looked at when the session has ended.
-    pub output: std::sync::Arc<parking_lot::Mutex<Vec<u8>>>,
+    pub output: Arc<parking_lot::Mutex<Vec<u8>>>,
     /// Largest number of bytes that one call moves, to exercise every way a message can be cut; 0 for no limit.
     pub step: usize,
 }

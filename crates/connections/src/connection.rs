@@ -1,0 +1,133 @@
+//! One accepted connection, as its protocol and its service share it.
+
+use crate::limits::{CLOSE_PATIENCE, CLOSE_READ_BYTES};
+use crate::peer::Peer;
+use crate::service::Shared;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, Shutdown};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// An accepted connection: a stream socket in blocking mode. Its descriptor is closed with the last reference.
+pub struct Connection {
+    pub(crate) number: u64,
+    pub(crate) peer: Peer,
+    pub(crate) socket: Arc<OwnedFd>,
+    pub(crate) tcp: bool,
+    pub(crate) stop: Arc<AtomicBool>,
+    pub(crate) service: Arc<Shared>,
+}
+
+impl Connection {
+    /// Its number: no other connection of the service ever has it.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// The other end.
+    pub fn peer(&self) -> &Peer {
+        &self.peer
+    }
+
+    /// Whether it came over TCP.
+    pub fn is_tcp(&self) -> bool {
+        self.tcp
+    }
+
+    /// The socket. Only the thread of the connection reads from it.
+    pub fn socket(&self) -> &Arc<OwnedFd> {
+        &self.socket
+    }
+
+    /// Set when the protocol is to finish what it has taken up and end the connection.
+    pub fn ends(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    /// The flag behind [`Connection::ends`].
+    pub fn stop(&self) -> &Arc<AtomicBool> {
+        &self.stop
+    }
+
+    /// Tells the protocol to finish what it has taken up and end the connection. A thread that waits for input wakes up
+    /// to the end of it.
+    pub fn finish(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.shut_down(Shutdown::Read);
+    }
+
+    /// Ends the connection at once, for both sides and every thread.
+    pub fn cut(&self) {
+        self.shut_down(Shutdown::Both);
+    }
+
+    fn shut_down(&self, how: Shutdown) {
+        // Fails when the peer is gone already.
+        let _ = rustix::net::shutdown(&self.socket, how);
+    }
+
+    /// Whether the service stops.
+    pub fn service_stops(&self) -> bool {
+        self.service.stops()
+    }
+
+    /// Becomes readable (hung up) when the service stops.
+    pub fn stopping(&self) -> BorrowedFd<'_> {
+        self.service.stopping()
+    }
+
+    /// The client has proven by a certificate who it is: from now on it has one of the places for such clients.
+    ///
+    /// # Errors
+    /// `ConnectionRefused` when all these places are taken.
+    pub fn authenticate(&self) -> io::Result<()> {
+        self.service.authenticate(self)
+    }
+
+    /// Whether the peer has closed its side.
+    pub fn peer_has_gone(&self) -> bool {
+        let gone = PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR;
+        let mut entries = [PollFd::from_borrowed_fd((*self.socket).as_fd(), PollFlags::RDHUP)];
+        matches!(poll(&mut entries, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })), Ok(1..))
+            && entries[0].revents().intersects(gone)
+    }
+
+    /// Waits until no connection of the service is left whose peer has gone. False when one still is after `patience`,
+    /// and when this connection is told to end.
+    pub fn others_settled(&self, patience: Duration) -> bool {
+        self.service.settled(patience, || self.ends())
+    }
+
+    /// Closes the connection in both directions, after everything that was sent. A socket that is closed with unread
+    /// input is reset, and a reset discards what the peer has not read: input is read until the peer closes too, for
+    /// [`CLOSE_PATIENCE`] at most.
+    pub fn close(&self) {
+        if rustix::net::shutdown(&self.socket, Shutdown::Write).is_err() {
+            return;
+        }
+        let deadline = Instant::now() + CLOSE_PATIENCE;
+        let mut unread = vec![0; CLOSE_READ_BYTES];
+        loop {
+            match rustix::net::recv(&self.socket, &mut *unread, RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return,
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    let Ok(left) = Timespec::try_from(left) else { return };
+                    let mut entries = [PollFd::from_borrowed_fd((*self.socket).as_fd(), PollFlags::IN)];
+                    if matches!(poll(&mut entries, Some(&left)), Err(error) if error != Errno::INTR) {
+                        return;
+                    }
+                }
+                Err(_) => return,
+            }
+            if Instant::now() >= deadline {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,300 @@
+//! Places to listen: unix sockets with their files, and TCP addresses.
+//!
+//! 1. A unix socket has its final permissions from the moment its file exists. Its file is removed at the end if it is
+//!    still the one made here.
+//! 2. A file that is not a socket is never removed.
+//! 3. TCP beyond loopback needs TLS with client certificates, unless the operator says otherwise ([`Access`]).
+
+use crate::limits::BACKLOG;
+use crate::tls::TlsConfig;
+use error::{Error, ErrorKind, IoContext, Result};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+/// A place to listen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Listen {
+    /// A unix socket that clients name by its path, of 107 bytes at most. A socket on which no process listens any more
+    /// is replaced.
+    Unix {
+        /// Path of the socket.
+        path: PathBuf,
+        /// Permission bits, `0o600` for the owner alone: they decide which users may connect.
+        mode: u32,
+    },
+    /// A unix socket in a folder that the caller holds a lock for, with mode 0600. Any socket there belonged to an
+    /// earlier owner and is replaced. Its path may be longer than an address holds: [`connect`] reaches it.
+    Owned {
+        /// Path of the socket.
+        path: PathBuf,
+    },
+    /// A TCP address; port 0 takes a free one.
+    Tcp(SocketAddr),
+}
+
+/// A place listened on, as clients have to name it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Address {
+    /// A unix socket.
+    Unix(PathBuf),
+    /// A TCP address with its true port.
+    Tcp(SocketAddr),
+}
+
+/// What decides whether a TCP address beyond loopback may be listened on.
+#[derive(Clone, Debug)]
+pub struct Access {
+    /// TLS, if any.
+    pub tls: Option<TlsConfig>,
+    /// The operator trusts the network.
+    pub insecure_tcp: bool,
+    /// What a client of an unprotected port could do, for the error: `read every disk`.
+    pub exposes: &'static str,
+    /// What to do instead, for the error.
+    pub remedy: &'static str,
+}
+
+impl Access {
+    /// For a service that listens on unix sockets only.
+    pub const LOCAL: Self = Self { tls: None, insecure_tcp: false, exposes: "connect", remedy: "use a unix socket" };
+
+    fn check(&self, address: SocketAddr) -> Result<()> {
+        let missing = match &self.tls {
+            _ if self.insecure_tcp || address.ip().to_canonical().is_loopback() => return Ok(()),
+            None => "there is no TLS",
+            Some(tls) if !tls.required => "TLS is not required",
+            Some(tls) if tls.client_authorities.is_none() => "no client certificates are asked for",
+            Some(_) => return Ok(()),
+        };
+        let text = format!(
+            "not listening on {address}: {missing}, so anyone on the network could {}; {}",
+            self.exposes, self.remedy
+        );
+        Err(Error::new(ErrorKind::Invalid, text))
+    }
+}
+
+/// A socket that listens.
+pub(crate) struct Listener {
+    pub(crate) socket: OwnedFd,
+    pub(crate) address: Address,
+    pub(crate) file: Option<SocketFile>,
+}
+
+impl Listen {
+    /// Listens. The socket does not block.
+    pub(crate) fn bind(&self, access: &Access) -> Result<Listener> {
+        let listener = match self {
+            Self::Unix { path, mode } => bind_unix(path, *mode, false)?,
+            Self::Owned { path } => bind_unix(path, 0o600, true)?,
+            Self::Tcp(address) => {
+                access.check(*address)?;
+                let during = || format!("listening on {address}");
+                let listener = TcpListener::bind(address).during(during)?;
+                let address = Address::Tcp(listener.local_addr().during(during)?);
+                Listener { socket: listener.into(), address, file: None }
+            }
+        };
+        // A client may hang up between poll and accept.
+        rustix::io::ioctl_fionbio(&listener.socket, true)
+            .map_err(|error| Error::io("preparing a socket to listen", error.into()))?;
+        Ok(listener)
+    }
+}
+
+/// A socket file made here, known by its inode.
+pub(crate) struct SocketFile {
+    path: PathBuf,
+    inode: (u64, u64),
+}
+
+impl SocketFile {
+    fn of(path: &Path) -> Option<Self> {
+        let metadata = std::fs::symlink_metadata(path).ok()?;
+        Some(Self { path: path.to_owned(), inode: (metadata.dev(), metadata.ino()) })
+    }
+
+    /// Removes it, if the path still names this file.
+    pub(crate) fn remove(&self) {
+        if Self::of(&self.path).is_some_and(|file| file.inode == self.inode)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!(%error, path = %self.path.display(), "the socket could not be removed");
+        }
+    }
+}
+
+fn new_socket() -> rustix::io::Result<OwnedFd> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+}
+
+/// The address of a socket; where its path is too long for one, through the descriptor of its folder, which has to stay
+/// open while the address is used.
+fn address(path: &Path) -> io::Result<(SocketAddrUnix, Option<OwnedFd>)> {
+    let (folder, name) = match SocketAddrUnix::new(path) {
+        Err(Errno::NAMETOOLONG) => match (path.parent(), path.file_name()) {
+            (Some(folder), Some(name)) => (folder, name),
+            _ => return Err(Errno::NAMETOOLONG.into()),
+        },
+        address => return Ok((address?, None)),
+    };
+    let folder = rustix::fs::open(folder, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let short = Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name);
+    Ok((SocketAddrUnix::new(short)?, Some(folder)))
+}
+
+/// Connects to a unix socket, however long its path.
+pub fn connect(path: &Path) -> io::Result<UnixStream> {
+    let (address, _folder) = address(path)?;
+    let socket = new_socket()?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket.into())
+}
+
+fn bind_unix(path: &Path, mode: u32, owned: bool) -> Result<Listener> {
+    let what = || format!("listening on unix socket {}", path.display());
+    let (address, _folder) = match SocketAddrUnix::new(path) {
+        Err(error) if !owned || error != Errno::NAMETOOLONG => {
+            let text = format!("{}: {error}; a socket path may have 107 bytes at most", what());
+            return Err(Error::new(ErrorKind::Invalid, text));
+        }
+        _ => address(path).during(what)?,
+    };
+    let mode = Mode::from_raw_mode(mode);
+    let attempt = || -> rustix::io::Result<OwnedFd> {
+        let socket = new_socket()?;
+        // Linux gives the file the permissions of the socket, so there is no moment in which it is open to others.
+        rustix::fs::fchmod(&socket, mode)?;
+        rustix::net::bind(&socket, &address)?;
+        rustix::net::listen(&socket, BACKLOG)?;
+        Ok(socket)
+    };
+    let socket = match attempt() {
+        Err(Errno::ADDRINUSE) => {
+            if !is_socket(path) {
+                let text = format!("{}: there is a file that is not a socket; move it away", what());
+                return Err(Error::new(ErrorKind::Exists, text));
+            }
+            // A connection succeeds, or finds no room to wait, where a process listens.
+            let abandoned = || matches!(connect(path), Err(error) if error.kind() == io::ErrorKind::ConnectionRefused);
+            if !owned && !abandoned() {
+                let text = format!("{}: another server listens there", what());
+                return Err(Error::new(ErrorKind::Busy, text));
+            }
+            match std::fs::remove_file(path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(Error::io(what(), error)),
+                _ => attempt(),
+            }
+        }
+        outcome => outcome,
+    };
+    let socket = socket.map_err(|error| Error::io(what(), error.into()))?;
+    // The umask has taken bits away that were asked for.
+    rustix::fs::chmod(path, mode).map_err(|error| Error::io(what(), error.into()))?;
+    let file = SocketFile::of(path).ok_or_else(|| Error::new(ErrorKind::Io, format!("{}: it vanished", what())))?;
+    Ok(Listener { socket, address: Address::Unix(path.to_owned()), file: Some(file) })
+}
+
+fn is_socket(path: &Path) -> bool {
+    std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn unix(path: &Path, mode: u32) -> Listen {
+        Listen::Unix { path: path.to_owned(), mode }
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_a_live_one_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        for mode in [0o600, 0o660, 0o666] {
+            let listener = unix(&path, mode).bind(&Access::LOCAL).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, mode);
+            let error = unix(&path, mode).bind(&Access::LOCAL).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Busy, "{error}");
+            connect(&path).unwrap();
+            // As a process that is killed leaves it.
+            drop(listener);
+            assert!(path.exists());
+            assert_eq!(connect(&path).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        }
+        assert_eq!(
+            unix(&path.join("x".repeat(120)), 0o600).bind(&Access::LOCAL).err().unwrap().kind(),
+            ErrorKind::Invalid
+        );
+    }
+
+    #[test]
+    fn the_owner_of_a_folder_replaces_any_socket_and_may_have_a_long_path() {
+        let folder = tempfile::tempdir().unwrap();
+        let long = folder.path().join("d".repeat(120));
+        std::fs::create_dir(&long).unwrap();
+        for path in [folder.path().join("s"), long.join("s")] {
+            assert_eq!(connect(&path).unwrap_err().kind(), io::ErrorKind::NotFound);
+            let first = Listen::Owned { path: path.clone() }.bind(&Access::LOCAL).unwrap();
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+            let second = Listen::Owned { path: path.clone() }.bind(&Access::LOCAL).unwrap();
+            connect(&path).unwrap();
+            first.file.unwrap().remove();
+            assert!(path.exists(), "the file of a later owner is not removed");
+            second.file.unwrap().remove();
+            assert!(!path.exists());
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_a_socket_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        std::fs::write(&path, "mine").unwrap();
+        for listen in [unix(&path, 0o600), Listen::Owned { path: path.clone() }] {
+            let error = listen.bind(&Access::LOCAL).err().unwrap();
+            assert_eq!(error.kind(), ErrorKind::Exists);
+            assert!(error.to_string().contains("not a socket"), "{error}");
+            assert_eq!(std::fs::read(&path).unwrap(), b"mine");
+        }
+    }
+
+    #[test]
+    fn tcp_beyond_loopback_needs_client_certificates_or_trust() {
+        let tls = |clients: bool, required| TlsConfig {
+            certificate: "c".into(),
+            key: "k".into(),
+            client_authorities: clients.then(|| "a".into()),
+            required,
+        };
+        let access = |tls, insecure_tcp| Access { tls, insecure_tcp, ..Access::LOCAL };
+        let refused = |address: &str, access: Access| {
+            access.check(address.parse().unwrap()).map_err(|error| error.to_string()).err()
+        };
+        for (beyond, within) in
+            [("0.0.0.0:1", "127.0.0.1:1"), ("[::]:1", "[::1]:1"), ("[::ffff:192.0.2.1]:1", "127.3.2.1:1")]
+        {
+            for (cause, tls) in [
+                (Some("there is no TLS"), None),
+                (Some("TLS is not required"), Some(tls(true, false))),
+                (Some("no client certificates"), Some(tls(false, true))),
+                (None, Some(tls(true, true))),
+            ] {
+                let found = refused(beyond, access(tls.clone(), false));
+                assert_eq!(found.is_some(), cause.is_some(), "{beyond} {found:?}");
+                assert!(found.is_none_or(|text| text.contains(cause.unwrap())), "{beyond} {cause:?}");
+                assert_eq!(refused(within, access(tls.clone(), false)), None);
+                assert_eq!(refused(beyond, access(tls, true)), None);
+            }
+        }
+    }
+}

@@ -1,0 +1,59 @@
+//! The other end of a connection.
+
+use rustix::net::sockopt;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
+
+/// The other end of a connection.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Peer {
+    /// A process on this machine, over a unix socket.
+    Process {
+        /// Its number.
+        pid: i32,
+        /// Its user.
+        user: u32,
+    },
+    /// A TCP address.
+    Address(SocketAddr),
+    /// The system does not say.
+    #[default]
+    Unknown,
+}
+
+impl Peer {
+    /// The peer of a connected socket.
+    pub fn of(socket: impl AsFd) -> Self {
+        let address = rustix::net::getpeername(&socket).ok().flatten();
+        if let Some(Ok(address)) = address.map(SocketAddr::try_from) {
+            return Self::Address(address);
+        }
+        match sockopt::socket_peercred(&socket) {
+            Ok(peer) => Self::Process { pid: peer.pid.as_raw_nonzero().get(), user: peer.uid.as_raw() },
+            Err(_) => Self::Unknown,
+        }
+    }
+
+    /// Whether a connection from `other` can be the same client again: the same process, or the same host, whose port
+    /// is another one each time. Two clients of which nothing is known are two clients.
+    pub fn may_be(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Unknown, _) | (_, Self::Unknown) => false,
+            (Self::Address(one), Self::Address(two)) => one.ip().to_canonical() == two.ip().to_canonical(),
+            _ => self == other,
+        }
+    }
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Process { pid, user } => write!(out, "process {pid} of user {user}"),
+            Self::Address(address) => write!(out, "{address}"),
+            Self::Unknown => write!(out, "unknown"),
+        }
+    }
+}

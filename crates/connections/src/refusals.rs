@@ -1,0 +1,57 @@
+//! Refusals in the log, at a bounded rate: a client that connects again and again does not fill the log.
+
+use crate::limits::REFUSAL_LOG_INTERVAL;
+use std::time::{Duration, Instant};
+
+/// Refusals of one cause. The first one is logged at once; those that follow within [`REFUSAL_LOG_INTERVAL`] are counted
+/// and logged at its end as one line.
+#[derive(Debug, Default)]
+pub struct Refusals {
+    logged: Option<Instant>,
+    pending: u64,
+}
+
+impl Refusals {
+    /// Counts one refusal.
+    pub fn count(&mut self) {
+        self.pending += 1;
+    }
+
+    /// How many refusals are to be logged now: all since the last line, when the interval has passed.
+    pub fn due(&mut self, now: Instant) -> Option<u64> {
+        if self.pending == 0 || !self.wait(now).is_some_and(|wait| wait.is_zero()) {
+            return None;
+        }
+        self.logged = Some(now);
+        Some(std::mem::take(&mut self.pending))
+    }
+
+    /// How long until refusals are due; `None` when there are none.
+    pub fn wait(&self, now: Instant) -> Option<Duration> {
+        let due = |logged: Instant| (logged + REFUSAL_LOG_INTERVAL).saturating_duration_since(now);
+        (self.pending > 0).then(|| self.logged.map_or(Duration::ZERO, due))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_refusal_is_logged_at_once_and_the_others_together_after_the_interval() {
+        let (mut refusals, begin) = (Refusals::default(), Instant::now());
+        assert_eq!((refusals.wait(begin), refusals.due(begin)), (None, None));
+        refusals.count();
+        assert_eq!(refusals.due(begin), Some(1));
+        for _ in 0..500 {
+            refusals.count();
+            assert_eq!(refusals.due(begin + REFUSAL_LOG_INTERVAL / 2), None);
+        }
+        assert_eq!(refusals.wait(begin + REFUSAL_LOG_INTERVAL / 2), Some(REFUSAL_LOG_INTERVAL / 2));
+        assert_eq!(refusals.due(begin + REFUSAL_LOG_INTERVAL), Some(500));
+        assert_eq!(
+            (refusals.wait(begin + REFUSAL_LOG_INTERVAL), refusals.due(begin + REFUSAL_LOG_INTERVAL * 9)),
+            (None, None)
+        );
+    }
+}

@@ -1,0 +1,462 @@
+//! Accepting connections, counting and refusing them, a thread for each, and stopping.
+//!
+//! One thread accepts on each address, one thread serves each connection. What holds:
+//!
+//! 1. The register holds exactly the connections whose threads run; a thread leaves it however it ends. Each class of
+//!    connections has its own limit ([`Limits`]), and no class ever has more connections than that.
+//! 2. A TCP connection is unauthenticated until its client has proven by a certificate who it is.
+//! 3. [`Service::stop`] accepts no more, and ends the connections in the steps and times of [`Drain`]. Only a thread
+//!    that hangs outside of its socket outlives it.
+//! 4. Refusals are logged at a bounded rate, however often clients try.
+
+use crate::connection::Connection;
+use crate::limits::{ACCEPT_RETRY, BACKLOG, Limits, SETTLE_LOOK};
+use crate::listen::{Access, Address, Listen, Listener, SocketFile};
+use crate::peer::Peer;
+use crate::refusals::Refusals;
+use error::{Error, ErrorKind, IoContext, Result};
+use parking_lot::{Condvar, Mutex};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, sockopt};
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// What is done with connections.
+pub trait Protocol: Send + Sync {
+    /// Serves a connection, on a thread of its own. The connection is over when this returns.
+    fn serve(&self, connection: &Arc<Connection>);
+
+    /// Tells a client that is not served why. Called on the thread that accepts: it must not wait.
+    fn refuse(&self, _socket: &OwnedFd, _why: Refusal) {}
+}
+
+/// Why a client is not served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refusal {
+    /// All places for its class of connections are taken.
+    Full(Class, usize),
+    /// The service stops.
+    Stopping,
+}
+
+/// A class of connections, each with its own limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// Over a unix socket: the permissions of its file have said who may connect.
+    Unix,
+    /// Over TCP, with a client certificate that TLS has found good.
+    Authenticated,
+    /// Over TCP, without one, or not that far yet.
+    Unauthenticated,
+}
+
+impl Class {
+    const ALL: [Self; 3] = [Self::Unix, Self::Authenticated, Self::Unauthenticated];
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Self::Unix => "unix",
+            Self::Authenticated => "authenticated TCP",
+            Self::Unauthenticated => "unauthenticated TCP",
+        })
+    }
+}
+
+/// How connections end when the service stops. Each step is left early when no connection is left.
+#[derive(Clone, Copy, Debug)]
+pub struct Drain {
+    /// How long they go on as if nothing was.
+    pub undisturbed: Duration,
+    /// How long they have to finish what they have taken up, once they are told to.
+    pub finish: Duration,
+    /// How long threads of connections that are cut off are waited for; `None` for as long as they take.
+    pub cut: Option<Duration>,
+}
+
+/// What a service does.
+#[derive(Clone, Debug)]
+pub struct ServiceConfig {
+    /// Its name, in the names of its threads and in the log.
+    pub name: &'static str,
+    /// Places to listen.
+    pub listen: Vec<Listen>,
+    /// Whether TCP beyond loopback is allowed.
+    pub access: Access,
+    /// Connections at a time.
+    pub limits: Limits,
+    /// How connections end when it stops.
+    pub drain: Drain,
+}
+
+/// A running service. Dropping it stops it.
+pub struct Service {
+    shared: Arc<Shared>,
+    protocol: Arc<dyn Protocol>,
+    addresses: Vec<Address>,
+    acceptors: Mutex<Vec<JoinHandle<()>>>,
+    files: Mutex<Vec<SocketFile>>,
+    drain: Drain,
+}
+
+/// What the threads share.
+pub(crate) struct Shared {
+    name: &'static str,
+    limits: Limits,
+    stop: AtomicBool,
+    /// Becomes readable (hung up) when the service stops: the other end is dropped.
+    stopping: OwnedFd,
+    stopper: Mutex<Option<OwnedFd>>,
+    register: Mutex<Register>,
+    /// A connection has ended.
+    left: Condvar,
+}
+
+#[derive(Default)]
+struct Register {
+    next: u64,
+    places: HashMap<u64, Place>,
+    /// Places of each class.
+    counts: [usize; 3],
+    refusals: [Refusals; 3],
+}
+
+struct Place {
+    connection: Arc<Connection>,
+    class: Class,
+}
+
+/// A connection in the register, removed when dropped.
+struct Entry {
+    // Dropped in this order: when the register is empty, sockets are closed.
+    connection: Arc<Connection>,
+    registration: Registration,
+}
+
+struct Registration {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let mut register = self.shared.register.lock();
+        if let Some(place) = register.places.remove(&self.number) {
+            register.counts[place.class as usize] -= 1;
+        }
+        drop(register);
+        self.shared.left.notify_all();
+    }
+}
+
+impl Service {
+    /// Listens and begins to accept. On return every address takes connections.
+    ///
+    /// # Errors
+    /// `Invalid` without an address and for one that may not be listened on, `Busy` where another server listens,
+    /// `Exists` where a file is in the way of a unix socket, and errors of the system.
+    pub fn start(config: ServiceConfig, protocol: Arc<dyn Protocol>) -> Result<Self> {
+        let name = config.name;
+        if config.listen.is_empty() {
+            return Err(Error::new(ErrorKind::Invalid, format!("the {name} server needs at least one address")));
+        }
+        let during = || format!("starting the {name} server");
+        let (stopping, stopper) = io::pipe().during(during)?;
+        let shared = Arc::new(Shared {
+            name,
+            limits: config.limits,
+            stop: AtomicBool::new(false),
+            stopping: stopping.into(),
+            stopper: Mutex::new(Some(stopper.into())),
+            register: Mutex::default(),
+            left: Condvar::new(),
+        });
+        let mut service = Self {
+            shared,
+            protocol,
+            addresses: Vec::new(),
+            acceptors: Mutex::default(),
+            files: Mutex::default(),
+            drain: config.drain,
+        };
+        // On failure the service is dropped, which removes the sockets and stops the threads that have begun.
+        let mut listeners = Vec::new();
+        for listen in &config.listen {
+            let mut listener = listen.bind(&config.access)?;
+            service.files.lock().extend(listener.file.take());
+            service.addresses.push(listener.address.clone());
+            listeners.push(listener);
+        }
+        for listener in listeners {
+            let (shared, protocol) = (Arc::clone(&service.shared), Arc::clone(&service.protocol));
+            let thread = std::thread::Builder::new().name(format!("{name}-accept"));
+            let thread = thread.spawn(move || accept(&shared, &protocol, &listener)).during(during)?;
+            service.acceptors.lock().push(thread);
+        }
+        Ok(service)
+    }
+
+    /// Where it listens, in the order of the configuration.
+    pub fn addresses(&self) -> &[Address] {
+        &self.addresses
+    }
+
+    /// Connections at this moment.
+    pub fn connections(&self) -> usize {
+        self.shared.register.lock().places.len()
+    }
+
+    /// Cuts every connection off, as a network may.
+    pub fn cut(&self) {
+        self.shared.each(Connection::cut);
+    }
+
+    /// Accepts no more, and ends all connections in the steps of [`Drain`]. Again is harmless.
+    pub fn stop(&self) {
+        let (shared, name) = (&self.shared, self.shared.name);
+        shared.stop.store(true, Ordering::SeqCst);
+        drop(shared.stopper.lock().take());
+        for thread in self.acceptors.lock().drain(..) {
+            if thread.join().is_err() {
+                tracing::error!(service = name, "the thread that accepts connections had panicked");
+            }
+        }
+        for file in self.files.lock().drain(..) {
+            file.remove();
+        }
+        if shared.emptied(Some(self.drain.undisturbed)) {
+            return;
+        }
+        if !self.drain.undisturbed.is_zero() {
+            tracing::info!(
+                service = name,
+                connections = self.connections(),
+                "ending requests that are still under way"
+            );
+        }
+        shared.each(Connection::finish);
+        if shared.emptied(Some(self.drain.finish)) {
+            return;
+        }
+        if !self.drain.finish.is_zero() {
+            let connections = self.connections();
+            tracing::warn!(
+                service = name,
+                connections,
+                "connections are cut off: their requests outlast the grace time"
+            );
+        }
+        self.cut();
+        if !shared.emptied(self.drain.cut) {
+            tracing::error!(service = name, connections = self.connections(), "connections hang; left behind");
+        }
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    pub(crate) fn stops(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    pub(crate) fn stopping(&self) -> BorrowedFd<'_> {
+        self.stopping.as_fd()
+    }
+
+    fn limit(&self, class: Class) -> usize {
+        match class {
+            Class::Unix => self.limits.unix,
+            Class::Authenticated => self.limits.authenticated,
+            Class::Unauthenticated => self.limits.unauthenticated,
+        }
+    }
+
+    fn each(&self, act: impl Fn(&Connection)) {
+        for place in self.register.lock().places.values() {
+            act(&place.connection);
+        }
+    }
+
+    /// Waits until no connection is left; false when one still is after `patience`.
+    fn emptied(&self, patience: Option<Duration>) -> bool {
+        let deadline = patience.map(|patience| Instant::now() + patience);
+        let mut register = self.register.lock();
+        while !register.places.is_empty() {
+            match deadline {
+                None => self.left.wait(&mut register),
+                Some(deadline) => {
+                    if self.left.wait_until(&mut register, deadline).timed_out() {
+                        return register.places.is_empty();
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    /// Waits until no connection is left whose peer has gone.
+    pub(crate) fn settled(&self, patience: Duration, interrupted: impl Fn() -> bool) -> bool {
+        let deadline = Instant::now() + patience;
+        let mut register = self.register.lock();
+        while register.places.values().any(|place| place.connection.peer_has_gone()) {
+            if Instant::now() >= deadline || interrupted() {
+                return false;
+            }
+            // Another client may go meanwhile without ending a connection.
+            self.left.wait_for(&mut register, SETTLE_LOOK);
+        }
+        true
+    }
+
+    /// Takes a connection into the register, or gives its socket back with the reason why not.
+    fn enter(
+        self: &Arc<Self>,
+        socket: OwnedFd,
+        peer: Peer,
+        class: Class,
+    ) -> std::result::Result<Entry, (OwnedFd, Refusal)> {
+        let mut register = self.register.lock();
+        if self.stops() {
+            return Err((socket, Refusal::Stopping));
+        }
+        let limit = self.limit(class);
+        if register.counts[class as usize] >= limit {
+            register.refusals[class as usize].count();
+            return Err((socket, Refusal::Full(class, limit)));
+        }
+        let number = register.next;
+        register.next += 1;
+        let (socket, tcp, stop) = (Arc::new(socket), class != Class::Unix, Arc::default());
+        let connection = Arc::new(Connection { number, peer, socket, tcp, stop, service: Arc::clone(self) });
+        register.places.insert(number, Place { connection: Arc::clone(&connection), class });
+        register.counts[class as usize] += 1;
+        Ok(Entry { connection, registration: Registration { shared: Arc::clone(self), number } })
+    }
+
+    /// Moves a connection to the places for authenticated clients.
+    pub(crate) fn authenticate(&self, connection: &Connection) -> io::Result<()> {
+        let mut register = self.register.lock();
+        let (count, limit) = (register.counts[Class::Authenticated as usize], self.limits.authenticated);
+        let Some(place) = register.places.get_mut(&connection.number) else { return Ok(()) };
+        if place.class != Class::Unauthenticated {
+            return Ok(());
+        }
+        if count < limit {
+            place.class = Class::Authenticated;
+            register.counts[Class::Unauthenticated as usize] -= 1;
+            register.counts[Class::Authenticated as usize] += 1;
+            return Ok(());
+        }
+        register.refusals[Class::Authenticated as usize].count();
+        drop(register);
+        self.log_refusals();
+        let text = format!("all {limit} places for clients with certificates are taken");
+        Err(io::Error::new(io::ErrorKind::ConnectionRefused, text))
+    }
+
+    /// Logs what is due; gives how long until more is.
+    fn log_refusals(&self) -> Option<Duration> {
+        let now = Instant::now();
+        let mut register = self.register.lock();
+        let due = Class::ALL.map(|class| (class, register.refusals[class as usize].due(now)));
+        let wait = register.refusals.iter().filter_map(|refusals| refusals.wait(now)).min();
+        drop(register);
+        for (class, refused) in due {
+            if let Some(refused) = refused {
+                let (service, limit) = (self.name, self.limit(class));
+                tracing::warn!(service, %class, limit, refused, "clients turned away: too many connections");
+            }
+        }
+        wait
+    }
+}
+
+fn accept(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener) {
+    let (service, address) = (shared.name, &listener.address);
+    loop {
+        let timeout = shared.log_refusals().and_then(|wait| Timespec::try_from(wait).ok());
+        let mut waiting =
+            [PollFd::new(&listener.socket, PollFlags::IN), PollFd::from_borrowed_fd(shared.stopping(), PollFlags::IN)];
+        match poll(&mut waiting, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!(%error, service, ?address, "waiting for connections failed; retrying");
+                std::thread::sleep(ACCEPT_RETRY);
+            }
+        }
+        if shared.stops() {
+            break;
+        }
+        if waiting[0].revents().is_empty() {
+            continue;
+        }
+        match rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) {
+            Ok(socket) => welcome(shared, protocol, listener, socket),
+            Err(Errno::INTR | Errno::AGAIN | Errno::CONNABORTED) => {}
+            Err(error) => {
+                // The connection stays in the backlog; others may end meanwhile.
+                tracing::warn!(%error, service, ?address, "accepting a connection failed; retrying");
+                std::thread::sleep(ACCEPT_RETRY);
+            }
+        }
+    }
+    // Clients that connected in time are told that the service stops. Others may come as fast as these are told.
+    for _ in 0..=BACKLOG {
+        let Ok(socket) = rustix::net::accept_with(&listener.socket, SocketFlags::CLOEXEC) else { break };
+        protocol.refuse(&socket, Refusal::Stopping);
+    }
+}
+
+fn welcome(shared: &Arc<Shared>, protocol: &Arc<dyn Protocol>, listener: &Listener, socket: OwnedFd) {
+    let peer = Peer::of(&socket);
+    let class = match listener.address {
+        Address::Unix(_) => Class::Unix,
+        Address::Tcp(_) => Class::Unauthenticated,
+    };
+    let entry = match shared.enter(socket, peer, class) {
+        Ok(entry) => entry,
+        Err((socket, why)) => {
+            protocol.refuse(&socket, why);
+            return;
+        }
+    };
+    if entry.connection.tcp {
+        tune(&entry.connection.socket);
+    }
+    let protocol = Arc::clone(protocol);
+    let thread = std::thread::Builder::new().name(format!("{}-{}", shared.name, entry.registration.number));
+    let spawned = thread.spawn(move || {
+        // The register is left last, and by a panic too.
+        let entry = entry;
+        protocol.serve(&entry.connection);
+    });
+    if let Err(error) = spawned {
+        tracing::error!(%error, service = shared.name, "client turned away: no thread for it");
+    }
+}
+
+/// Options of TCP sockets; each is an improvement only, so failures do not matter.
+fn tune(socket: &OwnedFd) {
+    let _ = sockopt::set_tcp_nodelay(socket, true);
+    // A peer that vanished without a word is noticed within minutes.
+    let _ = sockopt::set_socket_keepalive(socket, true);
+    let _ = sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
+    let _ = sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
+    let _ = sockopt::set_tcp_keepcnt(socket, 8);
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,337 @@
+//! A service with a small protocol: limits, refusals, and every way to stop.
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicUsize;
+
+/// Longer than anything takes on a busy machine, and shorter than a test that hangs.
+const PATIENCE: Duration = Duration::from_secs(60);
+const MOMENT: Duration = Duration::from_millis(50);
+
+/// Answers bytes: `e` by itself, `a` after the client counts as authenticated, `p` by a panic, `w` by writing until the
+/// client has read all of it, `h` by working on until it is told to end. Anything else ends the connection.
+#[derive(Default)]
+struct Small {
+    working: AtomicUsize,
+    finished: AtomicUsize,
+}
+
+fn send(mut socket: &std::fs::File, bytes: &[u8]) -> bool {
+    socket.write_all(bytes).is_ok()
+}
+
+impl Protocol for Small {
+    fn serve(&self, connection: &Arc<Connection>) {
+        let socket = std::fs::File::from(connection.socket().try_clone().unwrap());
+        let mut byte = [0];
+        while matches!((&socket).read(&mut byte), Ok(1)) {
+            let go_on = match byte[0] {
+                b'e' => send(&socket, &byte),
+                b'a' => connection.authenticate().is_ok() && send(&socket, &byte),
+                b'p' => panic!("a fault in the protocol"),
+                b'w' => {
+                    self.working.fetch_add(1, Ordering::SeqCst);
+                    send(&socket, &vec![0; 64 << 20])
+                }
+                b'h' => {
+                    self.working.fetch_add(1, Ordering::SeqCst);
+                    while !connection.ends() {
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                    self.finished.fetch_add(1, Ordering::SeqCst);
+                    send(&socket, b"h")
+                }
+                _ => false,
+            };
+            if !go_on {
+                break;
+            }
+        }
+        connection.close();
+    }
+
+    fn refuse(&self, socket: &OwnedFd, why: Refusal) {
+        let text: &[u8] = match why {
+            Refusal::Full(..) => b"full",
+            Refusal::Stopping => b"stopping",
+        };
+        let _ = rustix::io::write(socket, text);
+    }
+}
+
+struct World {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+    protocol: Arc<Small>,
+    service: Service,
+}
+
+const QUICK: Drain = Drain { undisturbed: Duration::ZERO, finish: PATIENCE, cut: Some(PATIENCE) };
+
+fn start(limits: Limits, drain: Drain) -> World {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let protocol = Arc::new(Small::default());
+    let config = ServiceConfig {
+        name: "small",
+        listen: vec![Listen::Unix { path: path.clone(), mode: 0o600 }, Listen::Tcp("127.0.0.1:0".parse().unwrap())],
+        access: Access::LOCAL,
+        limits,
+        drain,
+    };
+    let service = Service::start(config, Arc::clone(&protocol) as Arc<dyn Protocol>).unwrap();
+    World { _folder: folder, path, protocol, service }
+}
+
+/// A connected client.
+trait Stream: Read + Write {}
+impl<S: Read + Write> Stream for S {}
+
+impl World {
+    fn unix(&self) -> Box<dyn Stream> {
+        let stream = UnixStream::connect(&self.path).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Box::new(stream)
+    }
+
+    fn tcp(&self) -> Box<dyn Stream> {
+        let Address::Tcp(address) = self.service.addresses()[1] else { panic!("TCP is the second address") };
+        let stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Box::new(stream)
+    }
+
+    fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+        let begin = Instant::now();
+        while !condition(self) {
+            assert!(begin.elapsed() < PATIENCE, "never: {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn working(&self, number: usize) {
+        self.until("requests begin", |world| world.protocol.working.load(Ordering::SeqCst) == number);
+    }
+}
+
+/// Whether a client is served.
+fn ask(stream: &mut dyn Stream, byte: u8) -> bool {
+    let mut answer = [0];
+    stream.write_all(&[byte]).is_ok() && stream.read_exact(&mut answer).is_ok() && answer[0] == byte
+}
+
+fn rest(stream: &mut dyn Stream) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn each_class_has_places_of_its_own() {
+    let world = start(Limits { unix: 3, authenticated: 1, unauthenticated: 2 }, QUICK);
+    let mut tcp: Vec<_> = (0..2).map(|_| world.tcp()).collect();
+    assert!(tcp.iter_mut().all(|stream| ask(stream, b'e')));
+    assert_eq!(rest(&mut world.tcp()), "full");
+    let mut unix: Vec<_> = (0..3).map(|_| world.unix()).collect();
+    assert!(unix.iter_mut().all(|stream| ask(stream, b'e')), "TCP clients keep out those of the unix socket");
+    assert_eq!(rest(&mut world.unix()), "full");
+    // A client that proves who it is makes room for another one that has not; beyond the limit it is not served.
+    assert!(ask(&mut tcp[0], b'a') && ask(&mut tcp[0], b'a'));
+    tcp.push(world.tcp());
+    assert!(ask(&mut tcp[2], b'e'));
+    assert_eq!(rest(&mut world.tcp()), "full");
+    assert!(!ask(&mut tcp[1], b'a'), "there is one place for authenticated clients");
+    // Places are free again when connections end, of authenticated ones too.
+    drop((unix.remove(0), tcp.remove(0)));
+    world.until("connections end", |world| world.service.connections() == 3);
+    assert!(ask(&mut world.unix(), b'e'));
+    assert!(ask(&mut tcp[1], b'a'), "the place of the authenticated client that has gone");
+    world.until("two unix clients and one of TCP are left", |world| world.service.connections() == 3);
+}
+
+#[test]
+fn idle_connections_of_one_class_lock_no_other_one_out() {
+    let world = start(Limits::each(256), QUICK);
+    let idle: Vec<_> = (0..260).map(|_| world.tcp()).collect();
+    world.until("the places are taken", |world| world.service.connections() == 256);
+    assert!(ask(&mut world.unix(), b'e'));
+    drop(idle);
+    world.until("the places are free", |world| world.service.connections() == 0);
+    assert!(ask(&mut world.tcp(), b'e'));
+}
+
+#[test]
+fn a_panic_gives_the_place_back() {
+    let world = start(Limits::each(1), QUICK);
+    for _ in 0..3 {
+        let mut stream = world.unix();
+        assert!(ask(&mut stream, b'e'));
+        assert!(!ask(&mut stream, b'p'));
+        world.until("the place is free", |world| world.service.connections() == 0);
+    }
+}
+
+#[test]
+fn requests_under_way_are_finished_and_answered() {
+    let world = start(Limits::each(8), QUICK);
+    let mut clients = [world.unix(), world.tcp()];
+    for client in &mut clients {
+        client.write_all(b"h").unwrap();
+    }
+    let idle = [world.unix(), world.tcp()];
+    world.working(2);
+    world.service.stop();
+    assert_eq!(world.service.connections(), 0);
+    assert_eq!(world.protocol.finished.load(Ordering::SeqCst), 2);
+    for client in &mut clients {
+        assert_eq!(rest(client), "h");
+    }
+    drop(idle);
+    assert!(!world.path.exists(), "the socket file is removed");
+    world.service.stop();
+}
+
+#[test]
+fn what_may_go_on_undisturbed_is_told_to_end_only_afterwards() {
+    let world = start(Limits::each(8), Drain { undisturbed: MOMENT, ..QUICK });
+    let mut client = world.unix();
+    client.write_all(b"h").unwrap();
+    world.working(1);
+    let begin = Instant::now();
+    world.service.stop();
+    assert!(begin.elapsed() >= MOMENT);
+    assert_eq!(rest(&mut client), "h");
+}
+
+#[test]
+fn a_client_that_reads_nothing_is_cut_off() {
+    for listen in [World::unix, World::tcp] {
+        let world = start(Limits::each(8), Drain { undisturbed: Duration::ZERO, finish: MOMENT, cut: Some(PATIENCE) });
+        let mut client = listen(&world);
+        client.write_all(b"w").unwrap();
+        world.working(1);
+        let begin = Instant::now();
+        world.service.stop();
+        assert!(begin.elapsed() >= MOMENT && begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
+        assert_eq!(world.service.connections(), 0);
+    }
+}
+
+#[test]
+fn a_thread_that_hangs_is_left_behind() {
+    struct Hanging(AtomicBool);
+    impl Protocol for Hanging {
+        fn serve(&self, _connection: &Arc<Connection>) {
+            while !self.0.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let protocol = Arc::new(Hanging(AtomicBool::new(false)));
+    let config = ServiceConfig {
+        name: "hanging",
+        listen: vec![Listen::Owned { path: path.clone() }],
+        access: Access::LOCAL,
+        limits: Limits::each(1),
+        drain: Drain { undisturbed: Duration::ZERO, finish: Duration::ZERO, cut: Some(MOMENT) },
+    };
+    let service = Service::start(config, Arc::clone(&protocol) as Arc<dyn Protocol>).unwrap();
+    let _client = crate::listen::connect(&path).unwrap();
+    while service.connections() == 0 {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    service.stop();
+    assert_eq!(service.connections(), 1);
+    protocol.0.store(true, Ordering::SeqCst);
+    assert!(service.shared.emptied(Some(PATIENCE)));
+}
+
+#[test]
+fn stopping_while_clients_connect_serves_no_client_afterwards() {
+    for _ in 0..8 {
+        let world = start(Limits::each(64), QUICK);
+        let stopped = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while !stopped.load(Ordering::SeqCst) {
+                        let Ok(mut stream) = UnixStream::connect(&world.path) else { break };
+                        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+                        let _ = stream.write_all(b"e");
+                        let mut answer = [0; 16];
+                        // Served, told that it is not, or cut off: never left waiting.
+                        match stream.read(&mut answer) {
+                            Ok(bytes) => assert!(matches!(&answer[..bytes], b"" | b"e" | b"full" | b"stopping")),
+                            Err(error) => assert_eq!(error.kind(), io::ErrorKind::ConnectionReset),
+                        }
+                    }
+                });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+            world.service.stop();
+            stopped.store(true, Ordering::SeqCst);
+            assert_eq!(world.service.connections(), 0);
+        });
+        assert!(UnixStream::connect(&world.path).is_err());
+    }
+}
+
+#[test]
+fn clients_that_connected_in_time_are_told_that_the_service_stops() {
+    let world = start(Limits::each(0), QUICK);
+    // The register is locked, so that the thread that accepts comes to no second connection before it stops.
+    let register = world.service.shared.register.lock();
+    let first = UnixStream::connect(&world.path).unwrap();
+    let mut second = UnixStream::connect(&world.path).unwrap();
+    world.service.shared.stop.store(true, Ordering::SeqCst);
+    drop(register);
+    world.service.stop();
+    assert_eq!(rest(&mut second), "stopping");
+    drop(first);
+}
+
+#[test]
+fn replies_arrive_although_the_client_sends_on_after_the_end() {
+    let world = start(Limits::each(8), QUICK);
+    for connect in [World::unix, World::tcp] {
+        let mut client = connect(&world);
+        client.write_all(b"eee.").unwrap();
+        // As the notice that ends a TLS session.
+        std::thread::sleep(MOMENT);
+        client.write_all(&[b'e'; 64]).unwrap();
+        std::thread::sleep(MOMENT);
+        assert_eq!(rest(&mut client), "eee");
+        drop(client);
+    }
+    // A client that never closes is not waited for longer than a moment.
+    let mut endless = world.unix();
+    endless.write_all(b".").unwrap();
+    let begin = Instant::now();
+    while endless.write_all(b"e").is_ok() {
+        assert!(begin.elapsed() < PATIENCE, "never reset");
+    }
+}
+
+#[test]
+fn a_start_that_fails_leaves_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let (good, bad) = (folder.path().join("good"), folder.path().join("bad"));
+    std::fs::write(&bad, "mine").unwrap();
+    let start = |listen| {
+        let config =
+            ServiceConfig { name: "small", listen, access: Access::LOCAL, limits: Limits::each(1), drain: QUICK };
+        Service::start(config, Arc::new(Small::default())).err().unwrap()
+    };
+    let error = start([&good, &bad].map(|path| Listen::Unix { path: path.clone(), mode: 0o600 }).into());
+    assert_eq!(error.kind(), ErrorKind::Exists, "{error}");
+    assert!(!good.exists() && bad.exists());
+    assert_eq!(start(Vec::new()).kind(), ErrorKind::Invalid);
+    let error = start(vec![Listen::Tcp("0.0.0.0:0".parse().unwrap())]);
+    assert!(error.to_string().contains("there is no TLS"), "{error}");
+}
