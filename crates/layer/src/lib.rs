@@ -27,7 +27,8 @@
 //!    what fits.
 //! 5. A range is never called [`Content::Data`] before its bytes are in the file, so that reads need no lock: the map
 //!    is asked first, the I/O is done without it. Places are not reused while [`Layer::epoch`] of an older answer is
-//!    held.
+//!    held ([`epochs`], [`retirement`]).
+//! 6. All callers that wait for a commit share the next one ([`group_commit`]).
 
 #![forbid(unsafe_code)]
 
@@ -35,8 +36,10 @@ mod aligned;
 mod backing;
 mod cache;
 pub mod descriptor;
+mod epochs;
 mod extents;
 pub mod flat;
+mod group_commit;
 pub mod hosted;
 pub mod image;
 #[cfg(test)]
@@ -45,6 +48,7 @@ pub mod ova;
 #[cfg(test)]
 mod proving;
 pub mod qcow2;
+mod retirement;
 mod runs;
 pub mod sesparse;
 pub mod stream;

@@ -1,20 +1,17 @@
 //! Where new grains go, and when the place of an old one may be used again.
 //!
 //! Grains are appended; the file grows in steps, as a hole, and [`Space::used`] is what closing cuts it to. A grain
-//! that no table names any more is *retired*. Its place is used again only after
-//!
-//! 1. a commit that took the table without it has ended, so that no crash brings the name back, and
-//! 2. every thread that asked the map before that commit has dropped its [`Epoch`]: reads go to places without a lock,
-//!    and writes in place too.
-//!
-//! Between the two it is punched, so that every free place reads as zeros. Places that a crash leaves without a name
-//! are found when the image is opened for writing the next time.
+//! that no table names any more is *retired* ([`crate::retirement`]): when no table on the medium names it and no
+//! operation uses it, it is punched and free, so that every free place reads as zeros. Places that a crash leaves
+//! without a name are found when the image is opened for writing the next time.
 
+use crate::epochs::Epochs;
+use crate::retirement::Retirement;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::File;
 use parking_lot::Mutex;
-use std::collections::{BTreeMap, VecDeque};
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Bytes by which the file grows at a time.
 const GROWTH: u64 = 64 << 20;
@@ -25,14 +22,8 @@ const FREE_RUNS_MAX: usize = 1 << 16;
 /// First sector that no 32-bit entry can name as the start of a grain; the largest number is kept for damage.
 const SECTORS_END: u64 = u32::MAX as u64;
 
-/// Held by each operation while it uses places that the map gave it.
-pub(super) struct Epoch;
-
-/// Grains retired in one epoch.
-pub(super) struct Retired {
-    epoch: Arc<Epoch>,
-    places: Vec<u32>,
-}
+/// Most runs of retired places remembered; more stay dead likewise.
+const RETIRED_RUNS_MAX: usize = 1 << 20;
 
 /// Sectors next to each other in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,9 +38,8 @@ struct SpaceState {
     /// Length of the file, in sectors.
     length: u64,
     free: BTreeMap<u64, u64>,
-    epoch: Arc<Epoch>,
-    retired: Vec<u32>,
-    waiting: VecDeque<Retired>,
+    /// In sectors.
+    retirement: Retirement,
     /// What is left of the last place taken for tables.
     tables: SectorRun,
 }
@@ -58,6 +48,8 @@ struct SpaceState {
 pub(super) struct Space {
     image: String,
     grain: u64,
+    /// Held by each operation while it uses places that the map gave it.
+    pub(super) epochs: Epochs,
     state: Mutex<SpaceState>,
 }
 
@@ -69,17 +61,10 @@ impl Space {
             used,
             length: 0,
             free: BTreeMap::new(),
-            epoch: Arc::new(Epoch),
-            retired: Vec::new(),
-            waiting: VecDeque::new(),
+            retirement: Retirement::new(RETIRED_RUNS_MAX),
             tables: SectorRun { start: 0, sectors: 0 },
         };
-        Self { image: image.to_owned(), grain, state: Mutex::new(state) }
-    }
-
-    /// What is to be held while places are used.
-    pub(super) fn epoch(&self) -> Arc<Epoch> {
-        Arc::clone(&self.state.lock().epoch)
+        Self { image: image.to_owned(), grain, epochs: Epochs::new(), state: Mutex::new(state) }
     }
 
     /// First sector never used.
@@ -170,40 +155,42 @@ impl Space {
 
     /// Takes note of grains that no table in memory names any more.
     pub(super) fn retire(&self, places: impl Iterator<Item = u32>) {
-        self.state.lock().retired.extend(places);
+        let mut state = self.state.lock();
+        for place in places.map(u64::from) {
+            give_up(&mut state.retirement, place..place + self.grain);
+        }
     }
 
     /// Gives back places that were allocated and never named.
     pub(super) fn give_back(&self, runs: &[SectorRun]) {
-        let grain = self.grain as usize;
-        let places = runs.iter().flat_map(|run| (run.start..run.start + run.sectors).step_by(grain));
-        self.retire(places.filter_map(|place| u32::try_from(place).ok()));
-    }
-
-    /// Ends the epoch: what was retired in it, to be handed to [`Space::release`] once the tables are committed.
-    pub(super) fn end_epoch(&self) -> Retired {
         let mut state = self.state.lock();
-        let epoch = std::mem::replace(&mut state.epoch, Arc::new(Epoch));
-        Retired { epoch, places: std::mem::take(&mut state.retired) }
+        for run in runs {
+            give_up(&mut state.retirement, run.start..run.start + run.sectors);
+        }
     }
 
-    /// After a commit: frees what no reader can reach any more. Commits do not overlap, and neither do calls.
-    pub(super) fn release(&self, retired: Retired, file: &dyn File) {
-        let mut places: Vec<u32> = Vec::new();
+    /// A commit begins, and takes the tables after this.
+    pub(super) fn begin_commit(&self) {
+        self.state.lock().retirement.begin_commit(&self.epochs);
+    }
+
+    /// That commit is durable: frees what no operation uses any more. Commits do not overlap, and neither do calls.
+    pub(super) fn complete_commit(&self, file: &dyn File) {
+        let mut ready: Vec<Range<u64>> = Vec::new();
         {
             let mut state = self.state.lock();
-            state.waiting.push_back(retired);
-            while state.waiting.front().is_some_and(|front| Arc::strong_count(&front.epoch) == 1) {
-                places.extend(state.waiting.pop_front().into_iter().flat_map(|front| front.places));
+            state.retirement.complete_commit();
+            while let Some(places) = state.retirement.next_ready(&self.epochs, u64::MAX) {
+                ready.push(places);
             }
         }
-        places.sort_unstable();
-        places.dedup();
+        ready.sort_unstable_by_key(|places| places.start);
         let mut runs: Vec<SectorRun> = Vec::new();
-        for place in places {
-            push(&mut runs, SectorRun { start: u64::from(place), sectors: self.grain });
+        for places in ready {
+            push(&mut runs, SectorRun { start: places.start, sectors: places.end - places.start });
         }
         runs.into_iter().for_each(|run| self.free_run(run, file));
+        self.state.lock().retirement.released();
     }
 
     /// Punches a run that no table names and makes it free. What cannot be punched stays dead: only space is lost.
@@ -217,6 +204,11 @@ impl Space {
             insert_free(&mut state.free, run);
         }
     }
+}
+
+/// What is too much to be remembered stays dead: opening the image for writing finds it.
+fn give_up(retirement: &mut Retirement, places: Range<u64>) {
+    let _remembered = retirement.give_up(places);
 }
 
 /// Appends a run, to the last one where it adjoins.

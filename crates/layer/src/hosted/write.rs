@@ -12,15 +12,16 @@
 
 use super::directory::{ENTRY_ABSENT, ENTRY_BAD, ENTRY_ZERO, Places};
 use super::header::{FLAG_ZERO_GRAINS, UNCLEAN_OFFSET};
-use super::space::{Epoch, SectorRun, Space};
+use super::space::{SectorRun, Space};
 use super::tables::Table;
 use super::{Hosted, check_range};
 use crate::backing::Backing;
+use crate::epochs::Epoch;
+use crate::group_commit::{GroupCommit, Turn};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
-use parking_lot::{Mutex, MutexGuard, RwLock, RwLockWriteGuard};
+use parking_lot::{RwLock, RwLockWriteGuard};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Changed tables beyond which a writer commits by itself.
 const CHANGED_TABLES_MAX: usize = 1024;
@@ -36,20 +37,19 @@ pub(super) struct Writer {
     pub(super) space: Space,
     parent: bool,
     gate: RwLock<bool>,
-    commit: Mutex<()>,
-    stopped: AtomicBool,
+    commits: GroupCommit<()>,
     /// Tables and parts of the directories that have their space.
     backing: Backing,
 }
 
 impl Writer {
     /// Keeps commits from beginning.
-    pub(super) fn between_commits(&self) -> MutexGuard<'_, ()> {
-        self.commit.lock()
+    pub(super) fn between_commits(&self) -> Turn<'_, ()> {
+        self.commits.turn()
     }
 
     pub(super) fn epoch(&self) -> Arc<Epoch> {
-        self.space.epoch()
+        self.space.epochs.enter()
     }
 }
 
@@ -86,9 +86,8 @@ impl Hosted {
                 space.free_run(run, self.file.as_ref());
             }
         }
-        let stopped = AtomicBool::new(false);
-        let (gate, commit, backing) = (RwLock::new(true), Mutex::new(()), Backing::default());
-        self.writer = Some(Writer { space, parent, gate, commit, stopped, backing });
+        let (gate, commits, backing) = (RwLock::new(true), GroupCommit::new(()), Backing::default());
+        self.writer = Some(Writer { space, parent, gate, commits, backing });
         Ok(())
     }
 
@@ -106,14 +105,14 @@ impl Hosted {
             return self.check_open(writer, true);
         }
         self.commit(writer)?;
-        let _commit = writer.commit.lock();
+        let _between = writer.between_commits();
         let closed = || {
             writer.space.cut(self.file.as_ref())?;
             self.file.sync().during(|| format!("{}: cannot flush", self.image))?;
             self.mark(false)
         };
         *open = false;
-        closed().inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+        closed().inspect_err(|_| writer.commits.stop())
     }
 
     /// Makes all changes durable, and keeps others from beginning.
@@ -130,21 +129,14 @@ impl Hosted {
     }
 
     fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        if writer.stopped.load(Ordering::Acquire) {
-            let what = format!("{}: an earlier write or flush failed; close and open the image again", self.image);
-            return Err(Error::new(ErrorKind::Stopped, what));
-        }
-        if !open {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{}: it was closed", self.image)));
-        }
-        Ok(())
+        writer.commits.check_changeable(&self.image, open)
     }
 
     /// After an error of the medium nothing is written any more. A full file system or damaged tables are no such
     /// error.
     fn stop_after(&self, writer: &Writer, error: Error) -> Error {
         if !matches!(error.kind(), ErrorKind::NoSpace | ErrorKind::Corrupt | ErrorKind::Invalid) {
-            writer.stopped.store(true, Ordering::Release);
+            writer.commits.stop();
         }
         error
     }
@@ -397,16 +389,18 @@ impl Hosted {
 
     /// Makes everything written before durable.
     fn commit(&self, writer: &Writer) -> Result<()> {
-        let _commit = writer.commit.lock();
+        let turn = writer.commits.turn_for(writer.commits.call());
         self.check_open(writer, true)?;
-        self.commit_alone(writer).inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+        let Some(mut turn) = turn else { return Ok(()) };
+        self.commit_alone(writer, &mut turn).inspect_err(|_| writer.commits.stop())
     }
 
-    fn commit_alone(&self, writer: &Writer) -> Result<()> {
+    fn commit_alone(&self, writer: &Writer, turn: &mut Turn<'_, ()>) -> Result<()> {
         let flush = || self.file.sync().during(|| format!("{}: cannot flush", self.image));
         let what = || format!("{}: cannot write grain tables", self.image);
+        turn.begin();
         // In this order: whatever was retired until now is not named by the tables taken after.
-        let retired = writer.space.end_epoch();
+        writer.space.begin_commit();
         let mut batch = self.tables.take_changes();
         for (_, places, bytes) in &batch.fresh {
             for place in places.iter().filter(|place| **place != 0) {
@@ -424,7 +418,8 @@ impl Hosted {
             flush()?;
         }
         self.tables.written();
-        writer.space.release(retired, self.file.as_ref());
+        turn.complete();
+        writer.space.complete_commit(self.file.as_ref());
         Ok(())
     }
 }

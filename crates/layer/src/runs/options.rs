@@ -1,6 +1,4 @@
-//! What a redo log and a delta object have alike when they are opened, and when they are changed no more.
-
-use crate::{Error, ErrorKind, Result, read_only};
+//! What a redo log and a delta object have alike when they are opened.
 
 /// Memory for the mapping of one image, unless told otherwise: 8 MiB are a million fragments.
 pub const CACHE_BYTES: usize = 8 << 20;
@@ -27,17 +25,5 @@ impl OpenOptions {
     /// For writing an image over a parent.
     pub fn writing(image: impl Into<String>) -> Self {
         Self { writable: true, ..Self::reading(image) }
-    }
-}
-
-/// Refuses changes after the medium failed, and after closing.
-pub(crate) fn check_open(image: &str, format: &str, stopped: bool, open: bool) -> Result<()> {
-    if stopped {
-        let what = format!("{image}: an earlier failure of the medium stopped all changes");
-        return Err(Error::new(ErrorKind::Stopped, format!("{what}: open it again")));
-    }
-    match open {
-        true => Ok(()),
-        false => Err(read_only(&format!("closed {format}")).context(image)),
     }
 }

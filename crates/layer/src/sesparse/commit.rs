@@ -14,7 +14,7 @@
 //!   together. So a page is written whole, torn or not.
 //! * A table that names a grain becomes durable in 2; its bytes, its bit and its owner did in 1.
 //! * A bit is cleared, and an owner forgotten, only by a commit that begins after the table that gave the grain up was
-//!   durable ([`super::epoch`]).
+//!   durable ([`crate::retirement`]).
 //! * A slot that names a new table becomes durable in 2; the table and the count did in 1. What a table names while no
 //!   slot names it has no owner.
 //! * The journal stays empty and `replayJournal` zero, so that no reader has to replay what it cannot check.
@@ -22,10 +22,12 @@
 //! What a cut between 1 and 2 leaves is allocated and named by nothing; the mark says where to look for it.
 
 use super::cache::{Captured, Kind};
+use super::entry::GrainRun;
 use super::header::{PAGE_BITS, PAGE_ENTRIES, Volatile};
 use super::state::by_bitmap_page;
 use super::touched::Touched;
 use super::{Options, SeSparse};
+use crate::group_commit::Turn;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{BLOCK_SIZE, Buffer};
 use std::sync::atomic::Ordering;
@@ -37,46 +39,33 @@ const RELEASED_PAGES: u64 = 32;
 /// Commits that closing makes at the most to write what readers release only then.
 const CLOSING_COMMITS: usize = 64;
 
-/// What the lock of commits protects.
-pub(super) struct Committed {
-    /// Flushes asked for when the last commit began.
-    pub flushes: u64,
-    /// The first block of the file.
-    pub block: Buffer,
-}
-
 /// What a commit writes.
 struct Work {
     pages: Vec<Captured>,
     header: Option<Volatile>,
     mark: Option<(Touched, u64)>,
-    number: u64,
 }
 
 impl SeSparse {
     /// Serves every flush asked for before it begins.
     pub(super) fn commit_for_flush(&self) -> Result<()> {
-        let ticket = self.flushes.fetch_add(1, Ordering::AcqRel) + 1;
-        let mut committed = self.committed.lock();
-        if committed.flushes >= ticket {
-            return Ok(());
+        match self.commits.turn_for(self.commits.call()) {
+            Some(mut turn) => self.commit(&mut turn),
+            None => Ok(()),
         }
-        let covered = self.flushes.load(Ordering::Acquire);
-        self.commit(&mut committed)?;
-        committed.flushes = covered;
-        Ok(())
     }
 
     /// A commit for its own sake.
     pub(super) fn commit_at_once(&self) -> Result<()> {
-        self.commit(&mut self.committed.lock())
+        self.commit(&mut self.commits.turn())
     }
 
     /// One commit. Afterwards it frees the retired grains that no operation uses any more.
-    pub(super) fn commit(&self, committed: &mut Committed) -> Result<()> {
+    pub(super) fn commit(&self, turn: &mut Turn<'_, Buffer>) -> Result<()> {
         self.check_changeable()?;
+        turn.begin();
         let work = self.capture();
-        if let Err(error) = self.write_work(committed, &work) {
+        if let Err(error) = self.write_work(turn, &work) {
             return Err(self.stop(error));
         }
         {
@@ -91,8 +80,9 @@ impl SeSparse {
                 }
             }
             state.cache.settled(&work.pages);
-            state.retirement.complete(work.number);
+            state.retirement.complete_commit();
         }
+        turn.complete();
         self.free_ready()
     }
 
@@ -110,22 +100,20 @@ impl SeSparse {
                 };
             }
             for run in state.retirement.open() {
-                for part in by_bitmap_page(*run) {
+                for part in by_bitmap_page(run.clone().into()) {
                     marked |= touched.insert(part.start);
                 }
             }
         }
         let mark = state.touched.clone().filter(|_| marked).map(|touched| (touched, state.header.next_sequence));
         let header = std::mem::take(&mut state.header_dirty).then_some(state.header);
-        if !state.retirement.open().is_empty() {
-            state.retirement.rotate(&mut self.token.lock());
-        }
-        Work { pages: state.cache.capture(), header, mark, number: state.retirement.begin() }
+        state.retirement.begin_commit(&self.epochs);
+        Work { pages: state.cache.capture(), header, mark }
     }
 
-    fn write_work(&self, committed: &mut Committed, work: &Work) -> Result<()> {
+    fn write_work(&self, block: &mut Buffer, work: &Work) -> Result<()> {
         if work.mark.is_some() || work.header.is_some() {
-            self.write_block(committed, work.header, work.mark.as_ref())?;
+            self.write_block(block, work.header, work.mark.as_ref())?;
         }
         let early = |page: &Captured| page.fresh || matches!(page.key.kind(), Kind::Bitmap | Kind::Backmap);
         let (first, second): (Vec<&Captured>, Vec<&Captured>) = work.pages.iter().partition(|page| early(page));
@@ -142,19 +130,14 @@ impl SeSparse {
     }
 
     /// Writes the first block, durably if it carries a mark: what follows must not overtake it.
-    fn write_block(
-        &self,
-        committed: &mut Committed,
-        header: Option<Volatile>,
-        mark: Option<&(Touched, u64)>,
-    ) -> Result<()> {
+    fn write_block(&self, block: &mut Buffer, header: Option<Volatile>, mark: Option<&(Touched, u64)>) -> Result<()> {
         if let Some(header) = header {
-            header.encode(&mut committed.block[SECTOR as usize..]);
+            header.encode(&mut block[SECTOR as usize..]);
         }
         if let Some((touched, sequence)) = mark {
-            touched.encode(&mut committed.block, *sequence);
+            touched.encode(block, *sequence);
         }
-        let written = self.file.write_at(&[&committed.block], 0, mark.is_some());
+        let written = self.file.write_at(&[block], 0, mark.is_some());
         written.during(|| format!("writing the headers of {}", self.name))
     }
 
@@ -176,7 +159,7 @@ impl SeSparse {
 
     /// From here on nothing is changed: what the medium has of a failed commit is not known.
     fn stop(&self, error: Error) -> Error {
-        self.stopped.store(true, Ordering::Release);
+        self.commits.stop();
         tracing::error!(image = %self.name, %error, "writes stopped: what the medium has is not known");
         error
     }
@@ -185,13 +168,20 @@ impl SeSparse {
     /// Stops when that has dirtied much, so that what comes next finds room in the cache.
     fn free_ready(&self) -> Result<()> {
         loop {
-            let ready = {
+            let mut ready: Vec<GrainRun> = Vec::new();
+            {
                 let mut state = self.state.lock();
                 if state.cache.is_half_pressed() {
                     return Ok(());
                 }
-                state.retirement.take_ready(RELEASED_PAGES)
-            };
+                let mut left = RELEASED_PAGES;
+                while left > 0
+                    && let Some(grains) = state.retirement.next_ready(&self.epochs, left * PAGE_ENTRIES)
+                {
+                    left = left.saturating_sub(1 + (grains.end - grains.start) / PAGE_ENTRIES);
+                    ready.push(grains.into());
+                }
+            }
             if ready.is_empty() {
                 return Ok(());
             }
@@ -204,7 +194,7 @@ impl SeSparse {
     }
 
     /// Gives long runs back to the file system, where that is asked for. They are not handed out yet.
-    fn punch_runs(&self, runs: &[super::entry::GrainRun]) -> Result<()> {
+    fn punch_runs(&self, runs: &[GrainRun]) -> Result<()> {
         let Options { punch: Some(least), .. } = self.options else { return Ok(()) };
         let grain = super::entry::GRAIN;
         for run in runs.iter().filter(|run| run.count * grain >= least) {
@@ -224,11 +214,11 @@ impl SeSparse {
         self.closing.store(true, Ordering::Release);
         let _no_work = self.maintenance.lock();
         let _alone = self.gate.write();
-        let mut committed = self.committed.lock();
+        let mut turn = self.commits.turn();
         if self.closed.load(Ordering::Acquire) {
             return Ok(());
         }
-        let closed = self.write_closed(&mut committed);
+        let closed = self.write_closed(&mut turn);
         match closed {
             Ok(()) => self.closed.store(true, Ordering::Release),
             Err(_) => self.closing.store(false, Ordering::Release),
@@ -236,10 +226,10 @@ impl SeSparse {
         closed
     }
 
-    fn write_closed(&self, committed: &mut Committed) -> Result<()> {
+    fn write_closed(&self, turn: &mut Turn<'_, Buffer>) -> Result<()> {
         // One makes what was given up free, the next writes that.
         for _ in 0..CLOSING_COMMITS {
-            self.commit(committed)?;
+            self.commit(turn)?;
             if self.state.lock().cache.dirty().is_empty() {
                 break;
             }
@@ -256,7 +246,7 @@ impl SeSparse {
             }
             (state.header, state.touched.clone().map(|touched| (touched, sequence)))
         };
-        let written = self.write_block(committed, Some(header), mark.as_ref()).and_then(|()| self.sync());
+        let written = self.write_block(turn, Some(header), mark.as_ref()).and_then(|()| self.sync());
         written.map_err(|error| self.stop(error))
     }
 }

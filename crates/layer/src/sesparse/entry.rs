@@ -3,6 +3,8 @@
 //! A number read from the medium becomes one of these types only through `decode`, which refuses what the format does
 //! not have. Whether the place lies within its area is checked by the caller, which has the areas.
 
+use std::ops::Range;
+
 /// Bytes of a grain.
 pub(super) const GRAIN: u64 = 4096;
 /// Entries of a grain table.
@@ -35,6 +37,12 @@ pub(super) struct GrainRun {
 impl GrainRun {
     pub(super) fn end(self) -> u64 {
         self.start + self.count
+    }
+}
+
+impl From<Range<u64>> for GrainRun {
+    fn from(grains: Range<u64>) -> Self {
+        Self { start: grains.start, count: grains.end - grains.start }
     }
 }
 

@@ -21,19 +21,18 @@
 //!    names is allocated in the bitmap and owned in the backmap; what a slot of the directory names is below the number
 //!    of tables handed out, and written. A crash leaves only grains and tables that nothing names.
 //! 3. A grain is given to a new owner only after no table on the medium names it and every reader that saw it there is
-//!    done (`epoch`).
+//!    done ([`crate::retirement`]).
 //! 4. An allocated grain is overwritten in place. A move announces the grain first, waits for the writes that were
 //!    under way already, and gives up when a write comes meanwhile (`relocate`).
 //! 5. After a failed write of metadata or a failed flush nothing is changed any more until the image is opened again.
 //!
 //! Locks, in the order in which they are taken: `maintenance`, `gate` (shared by every change, exclusive for a repair
-//! and `close`), `committed`, `length`, `state`, `token`. No I/O happens under the last two.
+//! and `close`), `commits`, `length`, `state`, `epochs`. No I/O happens under the last two.
 
 mod cache;
 mod check;
 mod commit;
 mod entry;
-mod epoch;
 mod header;
 mod heads;
 mod journal;
@@ -58,11 +57,11 @@ pub use journal::Replayed;
 pub use shrink::ShrinkReport;
 pub use wipe::WipeReport;
 
+use crate::epochs::Epochs;
+use crate::group_commit::GroupCommit;
 use crate::{Error, ErrorKind, Extent, Layer, Result, Usage};
-use backend::File;
-use commit::Committed;
+use backend::{Buffer, File};
 use entry::Grain;
-use epoch::Token;
 use header::Layout;
 use journal::Overlay;
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -112,20 +111,16 @@ pub struct SeSparse {
     state: Mutex<LayerState>,
     /// Signalled when a page has been read.
     loaded: Condvar,
-    /// Held while an answer of the map is in use.
-    token: Mutex<Arc<Token>>,
-    /// Held during a commit.
-    committed: Mutex<Committed>,
+    epochs: Epochs,
+    /// With the first block of the file.
+    commits: GroupCommit<Buffer>,
     /// Held while the file's length changes.
     length: Mutex<()>,
     gate: RwLock<()>,
     /// One piece of long work at a time.
     maintenance: Mutex<()>,
-    /// Flushes asked for: a commit that begins later serves all of them.
-    flushes: AtomicU64,
     /// Grains were written since the last flush of the file.
     unsynced: AtomicBool,
-    stopped: AtomicBool,
     /// `close` has begun; it still changes the image.
     closing: AtomicBool,
     closed: AtomicBool,
@@ -161,14 +156,7 @@ impl SeSparse {
         if !self.options.write {
             return Err(crate::read_only(self.format()));
         }
-        if self.closed.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::ReadOnly, format!("{} has been closed", self.name)));
-        }
-        if self.stopped.load(Ordering::Acquire) {
-            let text = format!("{}: an earlier failure of the medium stopped all writes; open it again", self.name);
-            return Err(Error::new(ErrorKind::Stopped, text));
-        }
-        Ok(())
+        self.commits.check_changeable(&self.name, !self.closed.load(Ordering::Acquire))
     }
 
     /// Refuses a range beyond the end, or not in whole grains.
@@ -237,7 +225,7 @@ impl Layer for SeSparse {
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
         // The chain asks the map for what it does not know already; long work is to notice the other reads too.
         self.count_request();
-        self.options.write.then(|| Arc::clone(&*self.token.lock()) as Arc<dyn Any + Send + Sync>)
+        self.options.write.then(|| self.epochs.enter() as _)
     }
 
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {

@@ -5,17 +5,18 @@
 //! when it is read.
 
 use super::cache::{Cache, Kind};
-use super::commit::Committed;
-use super::epoch::{Retirement, Token};
 use super::header::{Layout, Volatile, capacity_to_create, put_journal_header};
 use super::heads;
 use super::journal::{self, Overlay, Replayed};
 use super::read::read_sectors;
 use super::recover::NamedTables;
 use super::space::Space;
-use super::state::LayerState;
+use super::state::{LayerState, RETIRED_RUNS_MAX};
 use super::touched::Touched;
 use super::{DirtyJournal, Options, SeSparse};
+use crate::epochs::Epochs;
+use crate::group_commit::GroupCommit;
+use crate::retirement::Retirement;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{BLOCK_SIZE, Buffer, File, IoMode};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -166,7 +167,7 @@ impl SeSparse {
             suspect: mark,
             touched,
             mark_dirty: false,
-            retirement: Retirement::default(),
+            retirement: Retirement::new(RETIRED_RUNS_MAX),
             moving: FxHashMap::default(),
             census: None,
             readable: if options.write { held.min(grains) } else { held },
@@ -184,14 +185,12 @@ impl SeSparse {
             options,
             state: Mutex::new(state),
             loaded: Condvar::new(),
-            token: Mutex::new(Arc::new(Token)),
-            committed: Mutex::new(Committed { flushes: 0, block }),
+            epochs: Epochs::new(),
+            commits: GroupCommit::new(block),
             length: Mutex::new(()),
             gate: RwLock::new(()),
             maintenance: Mutex::new(()),
-            flushes: AtomicU64::new(0),
             unsynced: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             closed: AtomicBool::new(false),
             requests: AtomicU64::new(0),

@@ -174,7 +174,7 @@ impl SeSparse {
     pub(super) fn count_usage(&self) -> Result<Usage> {
         let (held, waiting) = {
             let state = self.state.lock();
-            let waiting = state.retirement.waiting().map(|run| run.count).sum::<u64>();
+            let waiting = state.retirement.waiting().map(|run| run.end - run.start).sum::<u64>();
             (state.space.fresh.min(self.layout.grains_max()), waiting)
         };
         let mut set = 0;

@@ -3,7 +3,7 @@
 //! Guest writes go to grains in place without a lock. So a move of grains
 //!
 //! 1. announces them: a write that is planned from now on marks them as disturbed;
-//! 2. waits until every token taken before is dropped: no write that was planned earlier is still under way;
+//! 2. waits until every epoch entered before is over: no write that was planned earlier is still under way;
 //! 3. copies, without a lock;
 //! 4. points the tables to the copies, but for grains that were disturbed, or whose entry changed meanwhile: those
 //!    copies are thrown away.
@@ -13,10 +13,10 @@
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner};
-use super::epoch::Token;
 use super::header::PAGE_BITS;
 use super::maintain::Work;
 use super::state::{LayerState, Step, page_index, table_page};
+use crate::epochs::Epoch;
 use crate::{IoContext, Result};
 use backend::Buffer;
 use std::sync::Arc;
@@ -43,7 +43,7 @@ pub(super) struct Announced<'a> {
     layer: &'a SeSparse,
     grains: Vec<Grain>,
     /// What an entry gives up from now on has no new owner before this is dropped.
-    _token: Arc<Token>,
+    _epoch: Arc<Epoch>,
 }
 
 impl Drop for Announced<'_> {
@@ -58,15 +58,14 @@ impl Drop for Announced<'_> {
 impl SeSparse {
     /// Announces grains and waits until every write that was planned before the announcement has ended.
     pub(super) fn announce<'a>(&'a self, held: &[Held], work: &mut Work) -> Result<Announced<'a>> {
-        let (number, announced) = {
+        let (before, announced) = {
             let mut state = self.state.lock();
-            let mut current = self.token.lock();
-            let number = state.retirement.rotate(&mut current);
+            let before = state.retirement.close(&self.epochs);
             state.moving.extend(held.iter().map(|held| (held.grain, false)));
             let grains = held.iter().map(|held| held.grain).collect();
-            (number, Announced { layer: self, grains, _token: Arc::clone(&current) })
+            (before, Announced { layer: self, grains, _epoch: self.epochs.enter() })
         };
-        while !self.state.lock().retirement.is_quiet(number) {
+        while !self.epochs.is_over(before) {
             work.ask()?;
             std::thread::sleep(QUIET_PAUSE);
         }

@@ -6,19 +6,22 @@
 
 use super::cache::{Cache, Kind, PageBytes, PageKey};
 use super::entry::{Entry, Grain, GrainRun, Owner, Table, decode_slot, encode_slot};
-use super::epoch::{Retirement, WAITING_MAX};
 use super::header::{Layout, PAGE_BITS, PAGE_ENTRIES, TABLE_PAGES, Volatile};
 use super::recover::NamedTables;
 use super::space::{Choice, Space};
 use super::touched::Touched;
 use super::wipe::Census;
+use crate::retirement::Retirement;
 use crate::{Error, ErrorKind};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
+/// Runs of freed grains that wait at the most; beyond it grains stay allocated until the image is opened again.
+pub(super) const RETIRED_RUNS_MAX: usize = if cfg!(test) { 1 << 12 } else { 1 << 20 };
+
 /// Runs of freed grains that call for a commit of their own: long before more wait than are remembered.
-const FREED_MAX: usize = WAITING_MAX / 16;
+const FREED_MAX: usize = RETIRED_RUNS_MAX / 16;
 
 /// Owners of grains that are free by the bitmap looked at in one step: each may need a page of a table.
 const OWNERS_MAX: usize = 64;
@@ -35,7 +38,7 @@ pub(super) enum Need {
     Growth,
     /// A commit: too much is dirty or freed.
     Commit,
-    /// A free grain; there may be some after a commit, if the caller drops its token.
+    /// A free grain; there may be some after a commit, if the caller drops its epoch.
     Full,
     /// Nothing helps.
     Failed(Error),
@@ -188,7 +191,7 @@ impl LayerState {
         if let Some(Entry::Data(grain)) = before
             && Entry::Data(grain) != entry
         {
-            if !self.retirement.give_up(grain.0) {
+            if !self.retirement.give_up(grain.0..grain.0 + 1) {
                 // It stays allocated: marked beyond closing, so that opening finds it.
                 for marks in [&mut self.touched, &mut self.suspect].into_iter().flatten() {
                     self.mark_dirty |= marks.insert(grain.0);

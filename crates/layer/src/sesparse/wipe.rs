@@ -221,10 +221,10 @@ impl SeSparse {
     pub(super) fn begin_census(&self, window: Range<u64>) {
         let mut census = Census { accounted: GrainSet::new(window) };
         // Nothing is on its way from waiting to free while commits are held off.
-        let _no_commit = self.committed.lock();
+        let _no_commit = self.commits.turn();
         let mut state = self.state.lock();
         for run in state.retirement.waiting() {
-            census.account(run);
+            census.account(run.into());
         }
         state.census = Some(census);
     }

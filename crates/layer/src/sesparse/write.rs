@@ -6,7 +6,7 @@
 //!
 //! Of two writers to one grain without a place both take one, and the later entry wins: they were not ordered. A writer
 //! that zeroes a grain while another overwrites it in place wins likewise, and the place is not reused before the other
-//! writer drops its token: each step takes the current token before it looks for places.
+//! writer drops its epoch: each step enters the current epoch before it looks for places.
 
 use super::SeSparse;
 use super::entry::{Entry, GRAIN, Grain, GrainRun, Owner, TABLE_ENTRIES, TABLE_SPAN, Table};
@@ -15,7 +15,6 @@ use super::state::{LayerState, Need, Step, page_index, table_page};
 use crate::{Error, ErrorKind, IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer, IoMode};
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -76,20 +75,20 @@ impl SeSparse {
         let length = slices.iter().map(|slice| slice.len() as u64).sum::<u64>();
         let entries = at % TABLE_SPAN / GRAIN..(at % TABLE_SPAN + length) / GRAIN;
         let mut pauses = 0;
-        let (plan, _token) = loop {
+        let (plan, _epoch) = loop {
             // Taken before any grain is: a wipe waits for every writer that has taken grains and not entered them.
-            let token = Arc::clone(&self.token.lock());
+            let epoch = self.epochs.enter();
             let mut claimed = Vec::new();
             let planned = self.settle(|state| match Self::plan(state, at / TABLE_SPAN, &entries, &mut claimed) {
                 Err(Need::Full) => Ok(None),
                 plan => plan.map(Some),
             });
             match planned {
-                Ok(Some(plan)) => break (plan, token),
-                // What is freed meanwhile may wait for this very token.
+                Ok(Some(plan)) => break (plan, epoch),
+                // What is freed meanwhile may wait for this very epoch.
                 Ok(None) => {
                     self.give_back(&claimed);
-                    drop(token);
+                    drop(epoch);
                     self.wait_for_grains(&mut pauses)?;
                 }
                 Err(error) => {
@@ -216,7 +215,7 @@ impl SeSparse {
     pub(super) fn zero_range(&self, range: Range<u64>, keep: bool) -> Result<()> {
         let mut at = range.start;
         while at < range.end {
-            let _token = Arc::clone(&self.token.lock());
+            let _epoch = self.epochs.enter();
             let end = ((at / PAGE_SPAN + 1) * PAGE_SPAN).min(range.end);
             let first = at % TABLE_SPAN / GRAIN;
             let entries = first..first + (end - at).div_ceil(GRAIN);

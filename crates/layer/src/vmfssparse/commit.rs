@@ -16,16 +16,13 @@ use super::header::{GRAIN_SECTORS_WRITTEN_MAX, HEADER_SECTORS, Header, TABLE_SEC
 use super::space::{ALIGNMENT, Space};
 use super::tables::PARTS_ALL;
 use crate::backing::Backing;
+use crate::epochs::Epochs;
+use crate::group_commit::{GroupCommit, Turn};
 use crate::runs::cache::Captured;
-use crate::runs::options::check_open;
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 use rustc_hash::FxHashMap;
-use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
 
 /// Tables that may wait to be written; beyond it a write commits. Each takes a few hundred bytes as a rule, and 32 KiB
 /// if it was written sector by sector at random.
@@ -39,11 +36,7 @@ const SURVEYED_TABLES_MAX: u64 = 4096;
 pub(super) struct Writer {
     /// True while it is open.
     pub(super) gate: RwLock<bool>,
-    stopped: AtomicBool,
-    /// Commits begun, and the last one that has ended: a caller waits until one that began after its call has ended.
-    begun: AtomicU64,
-    ended: AtomicU64,
-    pub(super) commit: Mutex<()>,
+    pub(super) commits: GroupCommit<()>,
     pub(super) space: Mutex<Space>,
     /// Tables that are not written at their place yet, with what the file's directory says of them.
     pub(super) unnamed: Mutex<FxHashMap<u32, u32>>,
@@ -83,10 +76,7 @@ impl VmfsSparse {
         self.file.write_at(&[mark], place, true).during(|| context("mark it as open"))?;
         self.writer = Some(Writer {
             gate: RwLock::new(true),
-            stopped: AtomicBool::new(false),
-            begun: AtomicU64::new(0),
-            ended: AtomicU64::new(0),
-            commit: Mutex::new(()),
+            commits: GroupCommit::new(()),
             space: Mutex::new(Space::new(free, self.file.is_direct())),
             unnamed: Mutex::new(FxHashMap::default()),
             backing: Backing::default(),
@@ -99,7 +89,7 @@ impl VmfsSparse {
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        check_open(&self.image, "vmfssparse", writer.stopped.load(Ordering::Acquire), open)
+        writer.commits.check_changeable(&self.image, open)
     }
 
     pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {
@@ -114,8 +104,8 @@ impl VmfsSparse {
             return Ok(());
         }
         // While one thread commits the others go on, within twice the bound.
-        match writer.commit.try_lock() {
-            Some(commit) => self.commit_alone(writer, &commit),
+        match writer.commits.try_turn() {
+            Some(mut turn) => self.commit_alone(writer, &mut turn),
             None if changed <= 2 * CHANGED_TABLES_MAX => Ok(()),
             None => self.commit(writer),
         }
@@ -123,27 +113,25 @@ impl VmfsSparse {
 
     /// Makes everything written before durable; the caller holds the gate.
     pub(super) fn commit(&self, writer: &Writer) -> Result<()> {
-        let begun = writer.begun.load(Ordering::SeqCst);
-        let commit = writer.commit.lock();
-        if writer.ended.load(Ordering::SeqCst) > begun {
-            return self.check_open(writer, true);
+        match writer.commits.turn_for(writer.commits.call()) {
+            Some(mut turn) => self.commit_alone(writer, &mut turn),
+            None => self.check_open(writer, true),
         }
-        self.commit_alone(writer, &commit)
     }
 
-    fn commit_alone(&self, writer: &Writer, _: &parking_lot::MutexGuard<'_, ()>) -> Result<()> {
+    fn commit_alone(&self, writer: &Writer, turn: &mut Turn<'_, ()>) -> Result<()> {
         self.check_open(writer, true)?;
-        let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
+        turn.begin();
         let mut captured = self.tables.cache.capture();
         let result = self.write_tables(writer, &mut captured);
         match &result {
             Ok(()) => {
                 self.tables.cache.release(&captured);
-                writer.ended.store(number, Ordering::SeqCst);
+                turn.complete();
             }
             // Nothing is lost: what could not be written is written again by the next commit.
             Err((error, false)) if error.kind() == ErrorKind::NoSpace => self.tables.cache.restore(&captured),
-            Err(_) => writer.stopped.store(true, Ordering::Release),
+            Err(_) => writer.commits.stop(),
         }
         result.map_err(|(error, _)| error)
     }
@@ -208,7 +196,7 @@ impl VmfsSparse {
         *open = false;
         self.commit(writer)?;
         let closed = self.mark_closed(writer);
-        closed.inspect_err(|_| writer.stopped.store(true, Ordering::Release))
+        closed.inspect_err(|_| writer.commits.stop())
     }
 
     fn mark_closed(&self, writer: &Writer) -> Result<()> {
@@ -245,51 +233,4 @@ fn runs_of_parts(parts: u64, place: u64) -> Vec<Range<u32>> {
         }
     }
     runs
-}
-
-/// Operations that were given places: places that no table names any more are cut off when the last of these has ended.
-pub(super) struct Epochs {
-    current: Mutex<Arc<Epoch>>,
-}
-
-#[derive(Default)]
-struct Over {
-    is: Mutex<bool>,
-    changed: Condvar,
-}
-
-struct Epoch {
-    over: Arc<Over>,
-}
-
-impl Drop for Epoch {
-    fn drop(&mut self) {
-        *self.over.is.lock() = true;
-        self.over.changed.notify_all();
-    }
-}
-
-impl Epochs {
-    fn new() -> Self {
-        Self { current: Mutex::new(Arc::new(Epoch { over: Arc::default() })) }
-    }
-
-    /// Held by each operation while it uses places that the map gave it.
-    pub(super) fn enter(&self) -> Arc<dyn Any + Send + Sync> {
-        Arc::clone(&*self.current.lock()) as Arc<dyn Any + Send + Sync>
-    }
-
-    /// Begins a new epoch, and waits until every operation has left the one before; false when that takes too long.
-    pub(super) fn leave_behind(&self, patience: Duration) -> bool {
-        let before = std::mem::replace(&mut *self.current.lock(), Arc::new(Epoch { over: Arc::default() }));
-        let over = Arc::clone(&before.over);
-        drop(before);
-        let mut is = over.is.lock();
-        while !*is {
-            if over.changed.wait_for(&mut is, patience).timed_out() {
-                return *is;
-            }
-        }
-        true
-    }
 }

@@ -181,7 +181,7 @@ impl Layer for VmfsSparse {
     }
 
     fn epoch(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        self.writer.as_ref().map(|writer| writer.epochs.enter())
+        self.writer.as_ref().map(|writer| writer.epochs.enter() as _)
     }
 
     fn write(&self, start: u64, slices: &[&[u8]]) -> Result<()> {

@@ -23,7 +23,7 @@ use super::tables::{DATA, PARTS_ALL, parts_of};
 use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
 use crate::{Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
 const STEP_SECTORS: u64 = 2048;
@@ -33,6 +33,9 @@ const ROUNDS_MAX: usize = 8;
 
 /// How long a read may use what it was told before shrinking gives up.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Between two looks whether such reads are over.
+const PAUSE: Duration = Duration::from_micros(200);
 
 /// What shrinking did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,13 +123,15 @@ impl VmfsSparse {
     /// Makes all changes durable, and waits for every operation that may use places that no table names any more.
     fn settle(&self, writer: &Writer) -> Result<()> {
         self.flush_writes(writer)?;
-        match writer.epochs.leave_behind(PATIENCE) {
-            true => Ok(()),
-            false => {
+        let (epoch, begun) = (writer.epochs.end(), Instant::now());
+        while !writer.epochs.is_over(epoch) {
+            if begun.elapsed() > PATIENCE {
                 let what = format!("{}: reads have been under way for {} s", self.image, PATIENCE.as_secs());
-                Err(Error::new(ErrorKind::Busy, format!("{what}: shrink it later")))
+                return Err(Error::new(ErrorKind::Busy, format!("{what}: shrink it later")));
             }
+            std::thread::sleep(PAUSE);
         }
+        Ok(())
     }
 
     fn move_all(&self, round: &mut Round<'_>, before: u64, watch: Watch<'_>) -> Result<()> {
@@ -181,7 +186,7 @@ impl VmfsSparse {
         // From here on there are no writes and no commits; reads may go on.
         let open = round.writer.gate.write();
         self.check_open(round.writer, *open)?;
-        let _commit = round.writer.commit.lock();
+        let _between_commits = round.writer.commits.turn();
         if table_beyond && self.move_table(round, index)? {
             round.moved += TABLE_SECTORS;
             return Ok(true);

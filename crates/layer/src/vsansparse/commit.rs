@@ -25,11 +25,10 @@ use super::map::CapturedRoot;
 use super::page::{self, Kind};
 use crate::aligned::AlignedFile;
 use crate::backing::Backing;
+use crate::group_commit::{GroupCommit, Turn};
 use crate::runs::cache::Captured;
-use crate::runs::options::check_open;
 use crate::{IoContext, Result};
 use parking_lot::{Mutex, MutexGuard, RwLock};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Changes that may wait to be logged; beyond it a write commits.
 const PENDING_MAX: usize = 4096;
@@ -52,12 +51,9 @@ const _: () = assert!(blocks_of(PENDING_LIMIT) <= LOG_KEPT);
 pub(super) struct Writer {
     /// True while it is open.
     pub(super) gate: RwLock<bool>,
-    stopped: AtomicBool,
-    /// Commits begun, and the last one that has ended: a caller waits until one that began after its call has ended.
-    begun: AtomicU64,
-    ended: AtomicU64,
     checkpoint: Mutex<Checkpoint>,
-    pub(super) log: Mutex<Log>,
+    /// Changes go to the log under its turn. What comes behind that, a checkpoint, needs `checkpoint` alone.
+    pub(super) commits: GroupCommit<Log>,
     pub(super) order: RwLock<()>,
     pub(super) pending: Mutex<Pending>,
     pub(super) space: Mutex<Space>,
@@ -141,11 +137,8 @@ impl VsanSparse {
         let changed = self.map.pages.changed() > 0 || log.used() > 0;
         self.writer = Some(Writer {
             gate: RwLock::new(true),
-            stopped: AtomicBool::new(false),
-            begun: AtomicU64::new(0),
-            ended: AtomicU64::new(0),
             checkpoint: Mutex::new(Checkpoint { header, count: 0 }),
-            log: Mutex::new(log),
+            commits: GroupCommit::new(log),
             order: RwLock::new(()),
             pending: Mutex::new(Pending::default()),
             space: Mutex::new(Space { next, reserved }),
@@ -159,7 +152,7 @@ impl VsanSparse {
     }
 
     pub(super) fn check_open(&self, writer: &Writer, open: bool) -> Result<()> {
-        check_open(&self.image, "vsansparse", writer.stopped.load(Ordering::Acquire), open)
+        writer.commits.check_changeable(&self.image, open)
     }
 
     pub(super) fn flush_writes(&self, writer: &Writer) -> Result<()> {
@@ -208,27 +201,28 @@ impl VsanSparse {
 
     /// Makes everything written before durable; the caller holds the gate. With `full`, the log is emptied as well.
     pub(super) fn commit(&self, writer: &Writer, mut full: bool) -> Result<()> {
-        let begun = writer.begun.load(Ordering::SeqCst);
+        let call = writer.commits.call();
         loop {
             let held = full.then(|| writer.checkpoint.lock());
-            let log = writer.log.lock();
+            let turn = match full {
+                true => Some(writer.commits.turn()),
+                false => writer.commits.turn_for(call),
+            };
             self.check_open(writer, true)?;
-            if !full && writer.ended.load(Ordering::SeqCst) > begun {
-                return Ok(());
-            }
+            let Some(mut turn) = turn else { return Ok(()) };
             // From here on no thread changes the map: what is counted now is what is taken.
             let order = writer.order.write();
             let needed = blocks_of(writer.pending.lock().len());
-            if !full && log.used() + needed > LOG_BLOCKS - LOG_KEPT {
+            if !full && turn.used() + needed > LOG_BLOCKS - LOG_KEPT {
                 full = true;
                 continue;
             }
-            let is_due = log.used() + needed > LOG_DUE || self.map.pages.changed() > CHANGED_PAGES_MAX;
+            let is_due = turn.used() + needed > LOG_DUE || self.map.pages.changed() > CHANGED_PAGES_MAX;
             let held = match held {
                 None if is_due => writer.checkpoint.try_lock(),
                 held => held,
             };
-            let number = writer.begun.fetch_add(1, Ordering::SeqCst) + 1;
+            turn.begin();
             let records = writer.pending.lock().take();
             let job = held.map(|checkpoint| Job {
                 checkpoint,
@@ -237,24 +231,23 @@ impl VsanSparse {
                 next: writer.space.lock().next(),
             });
             drop(order);
-            let done = self.commit_captured(writer, log, number, &records, job);
-            return done.inspect_err(|_| writer.stopped.store(true, Ordering::Release));
+            let done = self.commit_captured(writer, turn, &records, job);
+            return done.inspect_err(|_| writer.commits.stop());
         }
     }
 
     fn commit_captured(
         &self,
         writer: &Writer,
-        mut log: MutexGuard<'_, Log>,
-        number: u64,
+        mut turn: Turn<'_, Log>,
         records: &[Record],
         job: Option<Job<'_>>,
     ) -> Result<()> {
         self.sync()?;
-        log.append(&self.file, records).map_err(|error| error.context(&self.image))?;
-        writer.ended.store(number, Ordering::SeqCst);
-        let end = *log;
-        drop(log);
+        turn.append(&self.file, records).map_err(|error| error.context(&self.image))?;
+        turn.complete();
+        let end = *turn;
+        drop(turn);
         match job {
             Some(job) => self.write_checkpoint(writer, job, end),
             None => Ok(()),
@@ -294,7 +287,7 @@ impl VsanSparse {
         header.next = job.next;
         header.write(&self.file).map_err(|error| error.context(&self.image))?;
         self.map.pages.release(&job.pages);
-        writer.log.lock().tail = end.head;
+        writer.commits.turn().tail = end.head;
         Ok(())
     }
 
@@ -309,7 +302,7 @@ impl VsanSparse {
         checkpoint.header.clean = true;
         for _ in 0..2 {
             let written = checkpoint.header.write(&self.file);
-            written.inspect_err(|_| writer.stopped.store(true, Ordering::Release))?;
+            written.inspect_err(|_| writer.commits.stop())?;
         }
         Ok(())
     }

@@ -223,7 +223,7 @@ fn what_is_forgotten_is_found_when_opened_again() {
         layer.flush().unwrap();
         let reader = layer.epoch();
         let grains = 64 * MIB / GRAIN;
-        assert!(grains / 2 > super::super::epoch::WAITING_MAX as u64);
+        assert!(grains / 2 > super::super::state::RETIRED_RUNS_MAX as u64);
         for grain in (0..grains).step_by(2) {
             layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap();
         }

@@ -144,7 +144,7 @@ fn no_more_changes_wait_than_the_log_holds() {
     (0..1000).step_by(2).for_each(|grain| write(grain, 1));
     layer.flush().unwrap();
     let writer = layer.writer().unwrap();
-    assert!(writer.log.lock().used() > 0, "what was flushed is in the log only");
+    assert!(writer.commits.turn().used() > 0, "what was flushed is in the log only");
     let record = |grain: u64| {
         let Content::Data { offset, .. } = content(&layer, grain * BLOCK) else { panic!("it was written") };
         Record { grain, count: 1, place: Some(offset / BLOCK) }
@@ -160,7 +160,7 @@ fn no_more_changes_wait_than_the_log_holds() {
             0 => write(1001 + 2 * round as u64, 2),
             _ => layer.zero(1001 * BLOCK..1500 * BLOCK, false).unwrap(),
         }
-        assert!(writer.pending.lock().len() <= PENDING_LIMIT && writer.log.lock().used() <= LOG_BLOCKS);
+        assert!(writer.pending.lock().len() <= PENDING_LIMIT && writer.commits.turn().used() <= LOG_BLOCKS);
         assert_eq!(writer.pending.lock().reserved, 0);
     }
     assert_eq!(layer.check().unwrap().problems, Vec::<String>::new());
