@@ -1,9 +1,9 @@
 //! Options, one behaviour each.
 
 use crate::Running;
-use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
 use export::nbd::{ResizePolicy, ServerConfig};
+use testkit::protocol::*;
 
 const MIB: u64 = 1 << 20;
 
