@@ -6,22 +6,11 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Buffer, Directory, File, IoMode, SharedSlice};
 use std::io::ErrorKind;
 use std::sync::Arc;
+use testkit::Random;
 
 const SECTOR: u64 = 512;
 const SECTORS: u64 = 256;
 const PAGE: u64 = 4096;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) % bound
-    }
-}
 
 /// What each sector may hold after a power cut. A sector's content is named by one number, repeated through it; zero
 /// means zeros.

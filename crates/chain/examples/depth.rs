@@ -17,18 +17,15 @@
 #[allow(dead_code)]
 #[path = "../tests/chain/formats.rs"]
 mod formats;
-#[allow(dead_code)]
-#[path = "../tests/chain/random.rs"]
-mod random;
 
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Buffer, Directory, File, IoMode};
 use chain::{Chain, Options, Place};
 use formats::Format;
 use layer::Layer;
-use random::Random;
 use std::sync::Arc;
 use std::time::Instant;
+use testkit::Random;
 
 const GRAIN: u64 = 4096;
 const DEPTH: u64 = 32;

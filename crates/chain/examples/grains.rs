@@ -178,11 +178,9 @@ fn offsets(plan: &Plan, cell: Cell, seed: u64) -> Vec<u64> {
     let count = (plan.bytes / cell.size).min(REQUESTS_MAX).min(all);
     let mut numbers: Vec<u64> = (0..all).collect();
     if cell.random {
-        let mut state = seed;
+        let mut random = testkit::Random(seed);
         for index in 0..count {
-            state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-            let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            let other = index + (mixed ^ (mixed >> 27)) % (all - index);
+            let other = index + random.below(all - index);
             numbers.swap(index as usize, other as usize);
         }
     }

@@ -6,17 +6,14 @@
 #[allow(dead_code)]
 #[path = "chain/mock.rs"]
 mod mock;
-#[allow(dead_code)]
-#[path = "chain/random.rs"]
-mod random;
 
 use chain::{Chain, Options, Tunables};
 use layer::Layer;
 use mock::{Manner, Mock};
-use random::Random;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use testkit::Random;
 
 /// Rounds up as glibc does: 8 bytes of header, multiples of 16.
 struct Counting;

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
+use testkit::Random;
 
 const CAPACITY: usize = 6 << 20;
 /// The formats, and how native ones take their space.
@@ -25,21 +26,6 @@ const FORMATS: [(&str, Provisioning); 9] = [
     ("monolithicsparse", Provisioning::Thin),
     ("2gbflat", Provisioning::Thin),
 ];
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    }
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-}
 
 fn open(path: &Path) -> Arc<Datastore> {
     let options = OpenOptions {

@@ -2,11 +2,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod process;
-
-use process::{Done, files, lamina, run};
 use std::collections::BTreeSet;
 use std::fs::File;
+use testkit::process;
+use testkit::process::{Done, files, lamina, run};
 
 /// A verb as it is typed, with arguments that are right.
 struct Verb {

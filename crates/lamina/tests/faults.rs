@@ -3,15 +3,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::{Client, EIO, Failure};
-use process::Store;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use testkit::nbd::{Client, EIO, Failure};
+use testkit::process::Store;
+use testkit::{pattern, process};
 
 const BLOCK: usize = 4096;
 const BLOCKS: u64 = 64;

@@ -2,11 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod process;
-
-use process::{Store, tool, until};
 use std::path::Path;
+use testkit::process::{Store, tool, until};
+use testkit::{mounted, process};
 
 /// Nothing is to be warned of.
 fn is_good(folder: &Path, name: &str) {

@@ -9,20 +9,16 @@
 #![allow(clippy::unwrap_used)]
 
 mod filled;
-mod history;
-mod mounted;
-mod nbd;
-mod pattern;
-mod process;
 
 use filled::{Filled, Mix};
-use mounted::{fill_with_names, leave, make_room, take_the_rest};
-use nbd::{Client, ENOSPC, Failure};
-use pattern::Random;
-use process::{Serving, Store, tool, until};
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::mounted::{fill_with_names, leave, make_room, take_the_rest};
+use testkit::nbd::{Client, ENOSPC, Failure};
+use testkit::process::{Serving, Store, tool, until};
+use testkit::{mounted, pattern, process};
 
 /// Fills of one datastore.
 const FILLS_OF_ONE: u64 = 4;

@@ -3,9 +3,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod process;
-
-use process::{Store, tool};
+use testkit::process::{Store, tool};
 
 fn fio(store: &Store, disk: &str, arguments: &[&str]) {
     let uri = format!("--uri={}", store.uri(disk));

@@ -3,16 +3,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod nbd;
-mod pattern;
-mod process;
-
-use mounted::{fill_rest, leave, make_room, on_ext4, on_tmpfs, take_the_rest};
-use nbd::{Client, ENOSPC, Failure};
-use pattern::Random;
-use process::{Store, until};
 use std::path::Path;
+use testkit::Random;
+use testkit::mounted::{fill_rest, leave, make_room, on_ext4, on_tmpfs, take_the_rest};
+use testkit::nbd::{Client, ENOSPC, Failure};
+use testkit::pattern;
+use testkit::process::{Store, until};
 
 const BLOCK: u64 = 4096;
 #[test]

@@ -3,15 +3,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod nbd;
-mod pattern;
-mod process;
-
-use mounted::{fill_with_names, make_room};
-use nbd::{Client, ENOSPC, Failure};
-use process::{Store, until};
 use std::path::Path;
+use testkit::mounted::{fill_with_names, make_room};
+use testkit::nbd::{Client, ENOSPC, Failure};
+use testkit::process::{Store, until};
+use testkit::{mounted, pattern};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 512;

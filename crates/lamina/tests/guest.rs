@@ -4,19 +4,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod process;
-
-use process::{Store, tool};
-use std::path::{Path, PathBuf};
-
-/// The guest's folder, made at need.
-fn guest() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    // Beside what cargo builds, whichever folder that is.
-    let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
-    tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
-    folder
-}
+use std::path::Path;
+use testkit::process;
+use testkit::process::{Store, tool};
 
 /// Boots a guest on a disk for one phase; what its console said.
 fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
@@ -41,7 +31,7 @@ fn boot(store: &Store, guest: &Path, disk: &str, phase: &str) -> String {
 
 #[test]
 fn a_guest_lives_on_a_disk_and_another_on_its_clone() {
-    let guest = guest();
+    let guest = testkit::machines::guest();
     let store = Store::new();
     store.run("disk create vm1 256M").ok();
     let mut server = store.serve("");

@@ -3,17 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod history;
-mod nbd;
-mod pattern;
-mod process;
-
-use history::{History, read_export};
-use nbd::Client;
 use parking_lot::Mutex;
-use process::{Store, tool};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use testkit::history::{History, read_export};
+use testkit::nbd::Client;
+use testkit::process::{Store, tool};
+use testkit::{pattern, process};
 
 const SIZE: usize = 24 << 20;
 

@@ -3,12 +3,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod process;
-
-use process::{Done, Store, files, lamina, send, tool, until, wait, wait_until_interruptible};
 use std::path::Path;
 use std::process::Stdio;
+use testkit::Random;
+use testkit::process::{Done, Store, files, lamina, send, tool, until, wait, wait_until_interruptible};
+use testkit::{mounted, process};
 
 const MIB: usize = 1 << 20;
 
@@ -191,18 +190,6 @@ fn interrupted_it_leaves_nothing() {
     }
 }
 
-/// Bytes of a generator (xorshift).
-fn incompressible(length: usize) -> Vec<u8> {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state.to_le_bytes()
-    };
-    (0..length / 8).flat_map(|_| next()).collect()
-}
-
 #[test]
 fn a_full_folder_is_left_as_it_was() {
     mounted::on_tmpfs("a_full_folder_is_left_as_it_was", 24, fill_by_converting);
@@ -212,7 +199,7 @@ fn fill_by_converting(target: &Path) {
     let folder = tempfile::tempdir().unwrap();
     let raw = folder.path().join("a.raw");
     // No format can make this fit.
-    std::fs::write(&raw, incompressible(40 * MIB)).unwrap();
+    std::fs::write(&raw, Random(1).bytes(40 * MIB)).unwrap();
     for format in [
         "thin",
         "zeroedthick",

@@ -2,13 +2,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod process;
-
-use nbd::Client;
-use process::{Store, tool, until};
 use serde_json::{Value, json};
 use std::process::{Child, Command, Stdio};
+use testkit::nbd::Client;
+use testkit::process::{Store, tool, until};
 
 const FORMATS: [&str; 2] = ["native", "vmdk"];
 

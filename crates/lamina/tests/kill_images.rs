@@ -9,19 +9,15 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod history;
-mod nbd;
-mod pattern;
-mod process;
-
-use history::{History, read_export};
-use nbd::{Client, Failure};
 use parking_lot::Mutex;
-use pattern::Random;
-use process::{Store, tool};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::history::{History, read_export};
+use testkit::nbd::{Client, Failure};
+use testkit::process;
+use testkit::process::{Store, tool};
 
 const KILLS: u64 = 42;
 const SIZE: usize = 8 << 20;

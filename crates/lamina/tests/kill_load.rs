@@ -7,16 +7,14 @@
 #![allow(clippy::unwrap_used)]
 
 mod family;
-mod nbd;
-mod pattern;
-mod process;
 
 use family::{Family, Tally};
-use pattern::Random;
-use process::Store;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::process;
+use testkit::process::Store;
 
 const KILLS: u64 = 20;
 /// Capacity of each family's disks: small ones are read whole, the large one makes the map wide.

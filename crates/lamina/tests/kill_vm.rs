@@ -7,16 +7,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod fleet;
-mod nbd;
-mod pattern;
-mod process;
-
-use fleet::{Fleet, contains, holds, write};
-use pattern::Random;
 use std::collections::BTreeSet;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::fleet::{Fleet, contains, holds, write};
+use testkit::process;
 
 const KILLS: u64 = 60;
 /// The latest moment of a kill after the command began.

@@ -2,16 +2,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::Client;
-use process::{Store, tool};
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
+use testkit::nbd::Client;
+use testkit::pattern;
+use testkit::process::{Store, tool};
 
 fn json(arguments: &[&str]) -> Value {
     serde_json::from_str(&tool("nbdinfo", arguments)).unwrap()
@@ -30,7 +27,7 @@ fn map(option: &str, uri: &str) -> Vec<(u64, u64, String)> {
 fn image(path: &Path, seed: u64, size: u64) {
     let file = File::create(path).unwrap();
     file.set_len(size).unwrap();
-    let mut random = pattern::Random(seed);
+    let mut random = testkit::Random(seed);
     for _ in 0..24 {
         let length = (512 << random.below(11)).min(size);
         let offset = random.below((size - length) / 512 + 1) * 512;

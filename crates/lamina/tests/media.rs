@@ -11,18 +11,15 @@
 
 mod doubted;
 mod medium;
-mod mounted;
-mod nbd;
-mod pattern;
-mod process;
 
 use doubted::{Doubted, Snapshot};
 use medium::{Medium, Request};
-use nbd::Client;
-use pattern::Random;
-use process::{Done, Serving, Store, tool};
 use std::process::{Command, Stdio};
 use std::time::Instant;
+use testkit::Random;
+use testkit::nbd::Client;
+use testkit::process;
+use testkit::process::{Done, Serving, Store, tool};
 
 const SIZE: usize = 6 << 20;
 const SNAPSHOTS: usize = 3;

@@ -3,11 +3,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod process;
-
-use process::{Done, Store, files, lamina};
 use std::path::{Path, PathBuf};
+use testkit::process;
+use testkit::process::{Done, Store, files, lamina};
 
 const MIB: usize = 1 << 20;
 /// Where SEsparse images of up to 16 TiB have their directory and tables.

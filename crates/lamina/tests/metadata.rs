@@ -7,18 +7,16 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::{Client, EIO, Failure};
-use pattern::{Random, SECTOR};
-use process::{Done, Serving, Store, lamina, run};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use testkit::Random;
+use testkit::nbd::{Client, EIO, Failure};
+use testkit::pattern::SECTOR;
+use testkit::process::{Done, Serving, Store, lamina, run};
+use testkit::{pattern, process};
 
 const FILES: [&str; 9] =
     ["superblock", "journal", "checkpoint", "map", "map.table", "map.summary", "data.table", "data.summary", "catalog"];

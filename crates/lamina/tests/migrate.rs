@@ -2,16 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::{Client, Command, Failure};
-use pattern::{Random, SECTOR};
-use process::Store;
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::nbd::{Client, Command, Failure};
+use testkit::pattern::SECTOR;
+use testkit::process::Store;
+use testkit::{pattern, process};
 
 const KILLS: u64 = 40;
 const SECTORS: usize = (8 << 20) / SECTOR;

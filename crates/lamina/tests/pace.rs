@@ -2,14 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::Client;
-use process::Store;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use testkit::nbd::Client;
+use testkit::pattern;
+use testkit::process::Store;
 
 const BLOCK: usize = 4096;
 const SIZE: u64 = 48 << 20;

@@ -3,11 +3,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod pattern;
-mod process;
-
-use process::{Store, tool};
 use serde_json::Value;
+use testkit::pattern;
+use testkit::process::{Store, tool};
 
 /// Runs commands of qemu-io on an export; a pattern that is not found fails.
 fn io(store: &Store, export: &str, commands: &[&str]) {

@@ -3,14 +3,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod mounted;
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::{Client, EIO, Failure};
-use process::{Store, tool};
 use std::path::Path;
+use testkit::nbd::{Client, EIO, Failure};
+use testkit::process::{Store, tool};
+use testkit::{mounted, pattern};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 600;

@@ -3,16 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::Client;
-use pattern::Random;
-use process::{Done, Serving, Store, tool, until};
 use serde_json::Value;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::nbd::Client;
+use testkit::process;
+use testkit::process::{Done, Serving, Store, tool, until};
 
 const SIZE: u64 = 64 << 20;
 const PIECE: u64 = 1 << 20;

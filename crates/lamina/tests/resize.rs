@@ -3,21 +3,16 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod fleet;
-mod nbd;
-mod newest;
-mod pattern;
-mod process;
-
-use fleet::Fleet;
-use nbd::{Client, Failure};
-use process::{Store, until, wait};
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
+use testkit::fleet::Fleet;
+use testkit::nbd::{Client, Failure};
+use testkit::process::{Store, until, wait};
+use testkit::{fleet, nbd, newest, pattern, process};
 
 const MIB: u64 = 1 << 20;
 

@@ -2,17 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::Client;
-use process::{Store, run};
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use testkit::nbd::Client;
+use testkit::pattern;
+use testkit::process::{Store, run};
 
 const CAPACITY: usize = 4 << 20;
 const PAGE: usize = 4096;

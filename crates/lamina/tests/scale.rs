@@ -2,15 +2,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::Client;
-use pattern::Random;
-use process::Store;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use testkit::Random;
+use testkit::nbd::Client;
+use testkit::pattern;
+use testkit::process::Store;
 
 const BLOCK: u64 = 4096;
 

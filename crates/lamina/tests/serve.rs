@@ -2,15 +2,14 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod process;
-
-use process::{Serving, Store, lamina, send, tool, until, wait, wait_until_interruptible};
 use serde_json::Value;
 use std::io::Read;
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::process::Stdio;
+use testkit::process;
+use testkit::process::{Serving, Store, lamina, send, tool, until, wait, wait_until_interruptible};
 
 #[test]
 fn ready_means_ready_and_stop_leaves_nothing() {

@@ -2,14 +2,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod nbd;
-mod pattern;
-mod process;
-
-use nbd::{Client, Failure};
-use process::{Store, tool};
 use std::os::unix::fs::MetadataExt;
 use std::time::{Duration, Instant};
+use testkit::nbd::{Client, Failure};
+use testkit::process::{Store, tool};
+use testkit::{pattern, process};
 
 const MIB: u64 = 1 << 20;
 

@@ -3,13 +3,10 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod authority;
-mod process;
-
-use authority::authority;
-use process::{Store, tool};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use testkit::authority::authority;
+use testkit::process::{Store, tool};
 
 fn succeeds(program: &str, arguments: &[&str]) -> bool {
     let mut command = Command::new(program);

@@ -2,10 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod process;
-
-use process::{Store, run};
 use serde_json::Value;
+use testkit::process;
+use testkit::process::{Store, run};
 
 #[test]
 fn init_makes_a_datastore_once() {

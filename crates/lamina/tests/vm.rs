@@ -3,17 +3,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod fleet;
-mod nbd;
-mod pattern;
-mod process;
-
-use fleet::{Fleet, MEMORY, MIB, holds, write};
-use nbd::Client;
-use process::{lamina, wait};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::process::Stdio;
+use testkit::fleet::{Fleet, MEMORY, MIB, holds, write};
+use testkit::nbd::Client;
+use testkit::process;
+use testkit::process::{lamina, wait};
 
 #[test]
 fn a_machine_from_its_making_to_its_end() {

@@ -6,10 +6,7 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod machines;
-mod process;
-
-use machines::Room;
+use testkit::machines::Room;
 
 const ROLLBACK: &str = "/ledger/rollback.db";
 const WAL: &str = "/mnt/wal.db";

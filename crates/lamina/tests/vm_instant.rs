@@ -3,13 +3,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-mod machines;
-mod process;
-
-use machines::{Room, ticks};
 use std::collections::BTreeSet;
 use std::os::unix::fs::PermissionsExt;
 use std::time::Instant;
+use testkit::machines::{Room, ticks};
+use testkit::process;
 
 /// How often a manager is killed.
 const ROUNDS: u32 = 10;

@@ -7,26 +7,7 @@ use backend::{File, IoMode};
 use rustc_hash::FxHashMap;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Seeded numbers (splitmix64).
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x7061_7274)
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let word = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    }
-
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-}
+pub(crate) use testkit::Random;
 
 /// A sector's content as a number: what it was stamped with when it was written.
 pub(crate) const ABSENT: u64 = 0;

@@ -7,35 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-
-/// A small generator (splitmix64): the same seed gives the same run.
-#[derive(Clone, Debug)]
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn new(seed: u64) -> Self {
-        Self(mix(seed ^ 0x6c61_7965_7273))
-    }
-
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-
-    pub(crate) fn percent(&mut self, chance: u64) -> bool {
-        self.below(100) < chance
-    }
-}
-
-fn mix(mut word: u64) -> u64 {
-    word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    word ^ (word >> 31)
-}
+pub(crate) use testkit::Random;
 
 /// Bytes that follow from `seed`, different in every word.
 pub(crate) fn pattern(seed: u64, length: usize) -> Vec<u8> {

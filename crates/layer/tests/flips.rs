@@ -17,25 +17,10 @@ use layer::{Content, Layer};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use testkit::Random;
 
 const NAME: &str = "image.vmdk";
 const SECTOR: u64 = 512;
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-}
 
 /// An image on a disk of its own, and what each of its grains holds: the number of the write, 0 for zeros.
 struct World {

@@ -14,6 +14,7 @@ use layer::vsansparse::{self, VsanSparse};
 use layer::{Content, Layer};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use testkit::Random;
 
 const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 96 * MIB;
@@ -37,19 +38,6 @@ const FORMATS: [Format; 6] = [
     Format::Hosted(false),
     Format::Hosted(true),
 ];
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
-        self.0 >> 29
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound
-    }
-}
 
 impl Format {
     fn create(self, file: Arc<dyn File>) {

@@ -132,7 +132,7 @@ pub const SNAPSHOTS_MAX: usize = 24;
 
 /// The next operation of a run.
 pub fn generate(random: &mut Random, profile: Profile) -> Operation {
-    let disk = random.next_u64();
+    let disk = random.next();
     let special = match profile {
         Profile::Model => 0,
         Profile::PowerCuts => 12,
@@ -145,19 +145,19 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
     if random.below(1000) < special {
         return match profile {
             Profile::Errors if random.percent(60) => Operation::FailRequests {
-                fault: *random.choose(&Fault::ALL),
+                fault: *random.pick(&Fault::ALL),
                 after: random.below(30),
-                times: *random.choose(&[1, 1, 3, 20, FOR_EVER]),
+                times: *random.pick(&[1, 1, 3, 20, FOR_EVER]),
             },
             Profile::Errors if random.percent(30) => Operation::FailSyncs { count: random.between(1, 2) },
             Profile::Errors => Operation::FailOperation { after: random.below(30) },
             Profile::Full => {
-                let most = *random.choose(&[0, 64 << 10, 1 << 20, 16 << 20, 1 << 30]);
+                let most = *random.pick(&[0, 64 << 10, 1 << 20, 16 << 20, 1 << 30]);
                 Operation::Room { bytes: random.below(most + 1) }
             }
             _ => {
                 let again = random.percent(30).then(|| random.below(40));
-                Operation::Cut { after: random.below(*random.clone().choose(&[3, 20, 200])), again }
+                Operation::Cut { after: random.below(*random.clone().pick(&[3, 20, 200])), again }
             }
         };
     }
@@ -168,7 +168,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         0..400 => Operation::Write {
             disk,
             span: span(random),
-            fill: random.next_u64(),
+            fill: random.next(),
             again: random.percent(3),
             fua: random.percent(3),
         },
@@ -181,8 +181,8 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
         720..741 => Operation::BeginRead { title: disk, span: span(random) },
         741..745 => Operation::EndReads,
         745..775 => Operation::Status { title: disk, span: span(random) },
-        775..785 => Operation::Diff { disk, from: random.next_u64(), to: random.next_u64() },
-        785..797 => Operation::Create { capacity: capacity(random), kind: random.next_u64() },
+        775..785 => Operation::Diff { disk, from: random.next(), to: random.next() },
+        785..797 => Operation::Create { capacity: capacity(random), kind: random.next() },
         797..812 => Operation::Resize { disk, capacity: capacity(random), by_device: random.percent(30) },
         812..817 => Operation::Rename { disk },
         817..827 => Operation::Delete { disk, promote: random.percent(60) },
@@ -207,7 +207,7 @@ pub fn generate(random: &mut Random, profile: Profile) -> Operation {
 /// As [`generate`], for [`Profile::Tight`].
 fn tight(random: &mut Random, disk: u64) -> Operation {
     match random.below(100) {
-        0..44 => Operation::Write { disk, span: span(random), fill: random.next_u64(), again: false, fua: false },
+        0..44 => Operation::Write { disk, span: span(random), fill: random.next(), again: false, fua: false },
         44..56 => Operation::Discard { disk, span: span(random), fua: false },
         56..66 => Operation::BeginRead { title: disk, span: span(random) },
         66..68 => Operation::EndReads,
@@ -240,7 +240,7 @@ fn span(random: &mut Random) -> Span {
         38 => random.between(1, 256) * 4096,
         _ => random.between(1, 1 << 20),
     };
-    Span { at: random.next_u64(), length, align }
+    Span { at: random.next(), length, align }
 }
 
 fn capacity(random: &mut Random) -> u64 {

@@ -46,7 +46,7 @@ impl World {
             Profile::Scattered => Self { thick_max: THICK_WIDE_MAX, metadata_caches: [1 << 20, 32 << 20], ..usual },
             Profile::Maps => Self { metadata_caches: [256 << 10, 1 << 20], ..usual },
             Profile::Journals => {
-                let journal_size = *random.choose(&[JOURNAL_SIZE, JOURNAL_SIZE, 8 * MIB, 32 * MIB, JOURNAL_DEFAULT]);
+                let journal_size = *random.pick(&[JOURNAL_SIZE, JOURNAL_SIZE, 8 * MIB, 32 * MIB, JOURNAL_DEFAULT]);
                 Self { journal_size, ..usual }
             }
             Profile::NearlyFull => Self { room: Some(random.between(40, 96) * MIB), ..usual },
@@ -92,31 +92,31 @@ pub(crate) fn extend(random: &mut Random, profile: Profile, out: &mut Vec<Operat
 }
 
 fn scatter(random: &mut Random, disk: u64, places: u64) -> Operation {
-    Operation::Scatter { disk, places, fill: random.next_u64() }
+    Operation::Scatter { disk, places, fill: random.next() }
 }
 
 /// A cut some way ahead: within a step, within a batch, within a checkpoint.
 fn cut(random: &mut Random, farthest: &[u64]) -> Operation {
-    let after = *random.choose(farthest);
+    let after = *random.pick(farthest);
     Operation::Cut { after: random.below(after), again: random.percent(30).then(|| random.below(60)) }
 }
 
 fn span(random: &mut Random, blocks: u64) -> Span {
-    Span { at: random.next_u64(), length: 4096 * random.between(1, blocks), align: 4096 }
+    Span { at: random.next(), length: 4096 * random.between(1, blocks), align: 4096 }
 }
 
 fn write(random: &mut Random, blocks: u64) -> Operation {
-    let (disk, fill) = (random.next_u64(), random.next_u64());
+    let (disk, fill) = (random.next(), random.next());
     Operation::Write { disk, span: span(random, blocks), fill, again: false, fua: random.percent(10) }
 }
 
 fn discard_large(random: &mut Random) -> Operation {
-    let most = *random.choose(&[MIB, 1 << 30, 200 << 30, 4 * TIB, WIDE]);
-    Operation::DiscardLarge { disk: random.next_u64(), at: random.next_u64(), length: random.between(1, most) }
+    let most = *random.pick(&[MIB, 1 << 30, 200 << 30, 4 * TIB, WIDE]);
+    Operation::DiscardLarge { disk: random.next(), at: random.next(), length: random.between(1, most) }
 }
 
 fn scattered(random: &mut Random) -> Operation {
-    let number = random.next_u64();
+    let number = random.next();
     match random.below(100) {
         0..34 => {
             let places = random.between(20, 500);
@@ -139,7 +139,7 @@ fn scattered(random: &mut Random) -> Operation {
 }
 
 fn maps(random: &mut Random) -> Operation {
-    let number = random.next_u64();
+    let number = random.next();
     match random.below(100) {
         0..34 => {
             let places = random.between(50, 400);
@@ -155,7 +155,7 @@ fn maps(random: &mut Random) -> Operation {
         74..79 => Operation::CloneLinked { source: number, head: random.percent(50), count: 1 },
         79..81 => Operation::Revert { snapshot: number },
         81..83 => Operation::Delete { disk: number, promote: true },
-        83..85 => Operation::Diff { disk: number, from: random.next_u64(), to: random.next_u64() },
+        83..85 => Operation::Diff { disk: number, from: random.next(), to: random.next() },
         85..87 => Operation::Read { title: number, span: span(random, 64) },
         87 => Operation::Reopen,
         _ => cut(random, &[3, 30, 300, 2000]),
@@ -163,8 +163,8 @@ fn maps(random: &mut Random) -> Operation {
 }
 
 fn wide(random: &mut Random) -> Operation {
-    let number = random.next_u64();
-    let capacity = *random.choose(&[WIDE, WIDE - 512, WIDE / 2 + 4096, TIB, 100 << 30, 10_240]);
+    let number = random.next();
+    let capacity = *random.pick(&[WIDE, WIDE - 512, WIDE / 2 + 4096, TIB, 100 << 30, 10_240]);
     match random.below(100) {
         0..10 => {
             let places = random.between(5, 60);
@@ -179,7 +179,7 @@ fn wide(random: &mut Random) -> Operation {
 }
 
 fn journals(random: &mut Random) -> Operation {
-    let number = random.next_u64();
+    let number = random.next();
     match random.below(100) {
         // What is flushed before write-back has taken it home goes through the journal with its payload.
         0..30 => write(random, 64),
@@ -191,7 +191,7 @@ fn journals(random: &mut Random) -> Operation {
 }
 
 fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
-    let number = random.next_u64();
+    let number = random.next();
     match random.below(100) {
         0..24 => write(random, 256),
         24..30 => Operation::Flush { disk: number },
@@ -208,7 +208,7 @@ fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
         }
         63..65 => Operation::Room { bytes: 32 * MIB },
         41..44 => {
-            let most = *random.choose(&[0, 64 << 10, MIB, 16 * MIB]);
+            let most = *random.pick(&[0, 64 << 10, MIB, 16 * MIB]);
             Operation::Room { bytes: random.below(most + 1) }
         }
         44..47 => Operation::Delete { disk: number, promote: true },
@@ -221,7 +221,7 @@ fn nearly_full(random: &mut Random, out: &mut Vec<Operation>) -> Operation {
 
 /// Two heads that share blocks although no snapshot says so any more, and writes to the same places of both.
 fn shared(random: &mut Random, out: &mut Vec<Operation>) {
-    let disk = random.next_u64();
+    let disk = random.next();
     if random.percent(40) {
         out.push(match random.below(10) {
             0..3 => Operation::Pump { rounds: random.between(1, 3) },
@@ -238,7 +238,7 @@ fn shared(random: &mut Random, out: &mut Vec<Operation>) {
     let at = |disk: u64, random: &mut Random| Operation::Write {
         disk,
         span: place,
-        fill: random.next_u64(),
+        fill: random.next(),
         again: random.percent(5),
         fua: random.percent(10),
     };
@@ -255,33 +255,33 @@ fn shared(random: &mut Random, out: &mut Vec<Operation>) {
         cut_at = cut_at.wrapping_sub(1);
         out.push(operation);
     };
-    step(Operation::Detach { disk: random.next_u64() }, random);
-    step(Operation::Detach { disk: random.next_u64() }, random);
+    step(Operation::Detach { disk: random.next() }, random);
+    step(Operation::Detach { disk: random.next() }, random);
     for _ in 0..2 {
-        step(Operation::DeleteSnapshot { snapshot: random.next_u64() }, random);
+        step(Operation::DeleteSnapshot { snapshot: random.next() }, random);
     }
     if random.percent(40) {
         step(Operation::Pump { rounds: 2 }, random);
     }
     // Every head that there may be, in no order.
     for _ in 0..random.between(2, 5) {
-        let write = at(random.next_u64(), random);
+        let write = at(random.next(), random);
         step(write, random);
         if random.percent(25) {
-            step(Operation::Flush { disk: random.next_u64() }, random);
+            step(Operation::Flush { disk: random.next() }, random);
         }
         if random.percent(30) {
             step(Operation::Pump { rounds: 1 }, random);
         }
         if random.percent(30) {
-            step(Operation::Read { title: random.next_u64(), span: place }, random);
+            step(Operation::Read { title: random.next(), span: place }, random);
         }
     }
 }
 
 /// Down, looked at, overwritten, flushed, and down again; recovery itself is cut off several times in a row.
 fn again(random: &mut Random, out: &mut Vec<Operation>) {
-    let disk = random.next_u64();
+    let disk = random.next();
     for _ in 0..random.below(4) {
         out.push(generate(random, Profile::PowerCuts));
     }
@@ -289,7 +289,7 @@ fn again(random: &mut Random, out: &mut Vec<Operation>) {
     let write = |random: &mut Random| Operation::Write {
         disk,
         span: place,
-        fill: random.next_u64(),
+        fill: random.next(),
         again: false,
         fua: random.percent(15),
     };

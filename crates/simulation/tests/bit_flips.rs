@@ -50,7 +50,7 @@ fn a_flipped_bit_in_data_is_an_error_of_that_block_only_and_check_names_it() {
         if blocks.is_empty() {
             continue;
         }
-        let bad = *random.choose(&blocks);
+        let bad = *random.pick(&blocks);
         let plan = device.plan_read(bad * BLOCK, BLOCK_SIZE).unwrap();
         let Segment::Media(media) = &plan.segments[0] else { panic!("{name}: block {bad} is not on the medium") };
         let (offset, bit) = (media.offset + random.below(BLOCK), random.below(8) as u8);

@@ -61,7 +61,7 @@ fn a_full_datastore_goes_on_and_recovers_without_being_opened_again() {
     thick.flush().unwrap();
     // Overwrites of what a disk has go on.
     for _ in 0..500 {
-        let block = *random.choose(&written[1]);
+        let block = *random.pick(&written[1]);
         write(&*b, block, block + 1).unwrap();
     }
     b.flush().unwrap();

@@ -54,7 +54,7 @@ fn write_and_flush(datastore: &Datastore, disk: &SimulatedDisk, number: u64) -> 
     let mut mine = Mine { name, image: Image::default(), requests: 0, longest: Duration::ZERO };
     loop {
         mine.requests += 1;
-        let blocks = *random.choose(&[1, 1, 1, 1, 16, 128]);
+        let blocks = *random.pick(&[1, 1, 1, 1, 16, 128]);
         // Half of the requests hit a few blocks again and again, the others lie anywhere.
         let places = if random.percent(50) { 64 } else { CAPACITY / BLOCK_SIZE as u64 - blocks };
         let (offset, length) = (random.below(places) * BLOCK_SIZE as u64, blocks * BLOCK_SIZE as u64);

@@ -32,7 +32,7 @@ fn place(random: &mut Random) -> (u64, u64) {
         8 => random.between(1, 64) * 4096,
         _ => random.between(32, 128) * 4096,
     };
-    let align = *random.choose(&[4096, 4096, 4096, 512, 1]);
+    let align = *random.pick(&[4096, 4096, 4096, 512, 1]);
     (random.below(CAPACITY - length) / align * align, length)
 }
 

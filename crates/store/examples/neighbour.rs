@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use store::catalog::Provisioning;
 use store::engine::{CheckOptions, InitParameters, NewDisk};
 use store::{Engine, EngineOptions};
+use testkit::Random;
 
 const HOT_BLOCKS: u64 = 4096;
 const READERS: u64 = 4;
@@ -109,15 +110,6 @@ impl File for SlowFile {
     }
     fn local(&self) -> Option<LocalPart<'_>> {
         self.inner.local()
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
     }
 }
 

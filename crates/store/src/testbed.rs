@@ -4,46 +4,7 @@ use crate::pages::{PageFile, PageKey, Pages};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Block, File, IoMode};
 use std::sync::Arc;
-
-/// A small seeded generator (SplitMix64): the same seed, the same test.
-pub struct Random(pub u64);
-
-impl Random {
-    /// The next number.
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    /// True `percent` times of 100.
-    pub fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-
-    /// A number below `limit`, small ones as likely as large ones.
-    pub fn scaled(&mut self, limit: u64) -> u64 {
-        let bits = 64 - limit.leading_zeros() as u64;
-        (self.next() >> (64 - bits).min(63) >> self.below(bits)) % limit
-    }
-
-    /// Bytes.
-    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.next() as u8).collect()
-    }
-
-    /// One of the items.
-    pub fn pick<'a, T>(&mut self, items: &'a [T]) -> &'a T {
-        &items[self.below(items.len() as u64) as usize]
-    }
-}
+pub use testkit::Random;
 
 /// A disk that does what it is told, in order.
 pub fn plain_disk() -> SimulatedDisk {

@@ -13,26 +13,11 @@ use std::sync::Arc;
 use store::catalog::Provisioning;
 use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Salvage};
 use store::{Engine, EngineOptions};
+use testkit::Random;
 
 const BLOCKS: u64 = 1500;
 const DISKS: u64 = 10;
 const RING: u64 = 4 << 20;
-
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-}
 
 /// What each block of each object holds: its number of the write, 0 for zeros.
 type Model = BTreeMap<u64, BTreeMap<u64, u32>>;

@@ -13,6 +13,7 @@ use store::engine::{CheckOptions, InitParameters, NewDisk, NewSnapshot, Part, Re
 use store::pages::{HEADER_SIZE, PageFile, PageKey, sealed, verify};
 use store::space::TABLE_ENTRIES;
 use store::{Engine, EngineOptions};
+use testkit::Random;
 
 const RING: u64 = 4 << 20;
 const BLOCKS: u64 = 6000;
@@ -27,15 +28,6 @@ const SMALL: EngineOptions = EngineOptions {
     write_through: true,
     threads: true,
 };
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % limit
-    }
-}
 
 fn disk() -> SimulatedDisk {
     let disk = SimulatedDisk::new(1, SimulatedOptions { reorder: false, ..SimulatedOptions::default() });

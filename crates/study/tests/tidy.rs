@@ -50,7 +50,8 @@ fn files(ending: &str) -> Vec<Text> {
 }
 
 fn is_test(path: &str) -> bool {
-    path.contains("/tests/")
+    path.starts_with("crates/testkit/")
+        || path.contains("/tests/")
         || path.contains("/examples/")
         || path.ends_with("/tests.rs")
         || path.ends_with("/testbed.rs")

@@ -1,25 +1,26 @@
 //! Files, names, locks and space.
 
 use crate::queues::drain;
-use crate::{Random, SPAN};
+use crate::{SPAN, fill, range};
 use backend::{BLOCK_SIZE, Buffer, Directory, File, IoMode};
 use std::io::ErrorKind;
+use testkit::Random;
 
 pub fn random_script_matches_bytes(directory: &dyn Directory, mode: IoMode, seed: u64) {
     let mut random = Random(seed);
     let mut file = directory.create("script", mode).unwrap();
     let mut model: Vec<u8> = Vec::new();
     for step in 0..300 {
-        let (start, length) = random.range(mode);
+        let (start, length) = range(&mut random, mode);
         let end = start + length;
-        let choice = random.below(100);
+        let choice = random.index(100);
         match choice {
             0..45 => {
                 let mut data = Buffer::with_bytes(length);
-                random.fill(&mut data);
+                fill(&mut random, &mut data);
                 let unit = if mode == IoMode::Direct { BLOCK_SIZE } else { 1 };
-                let cut = random.below(length / unit + 1) * unit;
-                let durable = random.below(8) == 0;
+                let cut = random.index(length / unit + 1) * unit;
+                let durable = random.index(8) == 0;
                 file.write_at(&[&data[..cut], &[], &data[cut..length]], start as u64, durable).unwrap();
                 model.resize(model.len().max(end), 0);
                 model[start..end].copy_from_slice(&data[..length]);

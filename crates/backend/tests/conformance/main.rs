@@ -13,39 +13,24 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use testkit::Random;
 
 /// Where the random script may reach in its file.
 const SPAN: usize = 96 * BLOCK_SIZE;
 
-/// A small generator (splitmix64): the tests need repeatable choices, not good randomness.
-struct Random(u64);
+/// A range within the span, in whole blocks for direct I/O.
+fn range(random: &mut Random, mode: IoMode) -> (usize, usize) {
+    let unit = if mode == IoMode::Direct || random.below(2) == 0 { BLOCK_SIZE } else { 1 };
+    let start = random.index(SPAN / unit);
+    let length = 1 + random.index((SPAN / unit - start).min(12 * BLOCK_SIZE / unit));
+    (start * unit, length * unit)
+}
 
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, bound: usize) -> usize {
-        (self.next() % bound as u64) as usize
-    }
-
-    /// A range within the span, in whole blocks for direct I/O.
-    fn range(&mut self, mode: IoMode) -> (usize, usize) {
-        let unit = if mode == IoMode::Direct || self.below(2) == 0 { BLOCK_SIZE } else { 1 };
-        let start = self.below(SPAN / unit);
-        let length = 1 + self.below((SPAN / unit - start).min(12 * BLOCK_SIZE / unit));
-        (start * unit, length * unit)
-    }
-
-    fn fill(&mut self, bytes: &mut [u8]) {
-        let seed = self.next();
-        for (at, byte) in bytes.iter_mut().enumerate() {
-            *byte = (seed.rotate_left((at / 512 % 64) as u32) as u8).wrapping_add((at % 251) as u8) | 1;
-        }
+/// Bytes of which none is zero.
+fn fill(random: &mut Random, bytes: &mut [u8]) {
+    let seed = random.next();
+    for (at, byte) in bytes.iter_mut().enumerate() {
+        *byte = (seed.rotate_left((at / 512 % 64) as u32) as u8).wrapping_add((at % 251) as u8) | 1;
     }
 }
 

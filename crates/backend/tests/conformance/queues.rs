@@ -1,11 +1,12 @@
 //! Queues: overlapping operations, polls, waiting, dropping, moving.
 
-use crate::{Random, SPAN};
+use crate::{SPAN, fill};
 use backend::{BLOCK_SIZE, Buffer, Completion, Directory, File, IoMode, Queue, SharedSlice};
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use testkit::Random;
 
 /// Waits until nothing is in flight.
 pub fn drain(queue: &mut dyn Queue) -> Vec<Completion> {
@@ -36,24 +37,24 @@ pub fn run_queued_script(queue: &mut dyn Queue, file: &Arc<dyn File>, mode: IoMo
     let mut finished = 0u64;
     while finished < 600 {
         while pushed < 600 && queue.in_flight() < 16 && busy.iter().any(|busy| !busy) {
-            let lane = random.below(busy.len());
+            let lane = random.index(busy.len());
             if busy[lane] {
                 continue;
             }
             let unit = if mode == IoMode::Direct { BLOCK_SIZE } else { 1 };
-            let from = random.below(LANE / unit) * unit;
-            let length = (1 + random.below((LANE - from) / unit)) * unit;
+            let from = random.index(LANE / unit) * unit;
+            let length = (1 + random.index((LANE - from) / unit)) * unit;
             let start = lane * LANE + from;
-            match random.below(10) {
+            match random.index(10) {
                 0..5 => {
                     let mut data = Buffer::with_bytes(length);
-                    random.fill(&mut data);
+                    fill(&mut random, &mut data);
                     model[start..start + length].copy_from_slice(&data[..length]);
                     let data = Arc::new(data);
-                    let cut = random.below(length / unit + 1) * unit;
+                    let cut = random.index(length / unit + 1) * unit;
                     let slices =
                         vec![SharedSlice::new(data.clone(), 0..cut), SharedSlice::new(data.clone(), cut..length)];
-                    queue.write(file, start as u64, slices, random.below(4) == 0, pushed);
+                    queue.write(file, start as u64, slices, random.index(4) == 0, pushed);
                     running.insert(pushed, (lane, 0, 0));
                 }
                 5 => {
@@ -62,7 +63,7 @@ pub fn run_queued_script(queue: &mut dyn Queue, file: &Arc<dyn File>, mode: IoMo
                 }
                 _ => {
                     // Buffers are whole blocks; the lane's start keeps the read inside the lane.
-                    let blocks = 1 + random.below(LANE / BLOCK_SIZE);
+                    let blocks = 1 + random.index(LANE / BLOCK_SIZE);
                     let mut buffer = Buffer::zeroed(blocks);
                     buffer.fill(0xee);
                     let start = lane * LANE;
@@ -72,11 +73,11 @@ pub fn run_queued_script(queue: &mut dyn Queue, file: &Arc<dyn File>, mode: IoMo
             }
             busy[lane] = true;
             pushed += 1;
-            if random.below(5) == 0 {
+            if random.index(5) == 0 {
                 queue.submit().unwrap();
             }
         }
-        let timeout = if random.below(3) == 0 { Some(Duration::ZERO) } else { None };
+        let timeout = if random.index(3) == 0 { Some(Duration::ZERO) } else { None };
         queue.wait(&mut completions, timeout).unwrap();
         for completion in completions.drain(..) {
             completion.result.unwrap();
@@ -101,7 +102,7 @@ pub fn many_slices_in_one_write(directory: &dyn Directory, mode: IoMode) {
     let file = directory.create("slices", mode).unwrap();
     let mut random = Random(11);
     let mut data = Buffer::zeroed(2600);
-    random.fill(&mut data);
+    fill(&mut random, &mut data);
     let data = Arc::new(data);
     let mut slices = Vec::new();
     for block in 0..data.blocks() {

@@ -4,15 +4,7 @@ use super::entry::CachedExtent;
 use super::shard::Shard;
 use super::*;
 use crate::mapping::To;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % bound
-    }
-}
+use testkit::Random;
 
 fn data(start: u64, length: u64, level: u8, sector: u64) -> Mapping {
     let to = To::Data { level, file: 3, offset: sector * SECTOR };

@@ -1,12 +1,12 @@
 //! What the caches guarantee, seen from outside: walks, prefetches, sizes, and files that are read in blocks only.
 
 use crate::mock::{DirectFile, Manner, MemoryFile, Mock, Table};
-use crate::random::Random;
 use chain::{Chain, Options, Place, Tunables};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use testkit::Random;
 
 /// `depth` levels of which each holds every `depth`-th grain.
 fn striped(depth: u64, capacity: u64, options: Options) -> (Chain, Vec<Arc<Mock>>) {

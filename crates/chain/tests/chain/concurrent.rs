@@ -7,12 +7,12 @@
 //! an error.
 
 use crate::mock::{Manner, Mock};
-use crate::random::Random;
 use chain::{Chain, Options, Tunables};
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
 
 pub const SECTOR: usize = 512;
 
@@ -101,11 +101,11 @@ fn run(seed: u64, setup: Setup) {
     const WRITERS: usize = 3;
     let capacity = (CELLS * SECTOR) as u64;
     let make = |random: &mut Random| {
-        let grain = if random.percent(70) { setup.grain } else { random.choose(&[512, 1024, 4096, 16384]) };
+        let grain = if random.percent(70) { setup.grain } else { *random.pick(&[512, 1024, 4096, 16384]) };
         let layer = Mock::new(Manner { moves: setup.moves, ..Manner::new(capacity, grain) });
         // Answers grow old before they are used.
-        layer.faults.map_delay.store(random.choose(&[0, 0, 20]), Ordering::Relaxed);
-        layer.faults.write_delay.store(random.choose(&[0, 0, 20]), Ordering::Relaxed);
+        layer.faults.map_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
+        layer.faults.write_delay.store(*random.pick(&[0, 0, 20]), Ordering::Relaxed);
         layer
     };
     let mut random = Random::new(seed);

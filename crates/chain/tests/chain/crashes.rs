@@ -7,7 +7,6 @@
 
 use crate::formats::Format;
 use crate::mock::{Manner, Mock, Table};
-use crate::random::Random;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, IoMode};
 use chain::{Chain, LevelKey, Options, Watch};
@@ -15,6 +14,7 @@ use layer::Layer;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use testkit::Random;
 
 const CAPACITY: u64 = 1 << 20;
 const SECTOR: usize = 512;
@@ -56,7 +56,7 @@ impl World {
         let name = format!("layer-{}", self.files);
         if self.real {
             let flat = self.record.is_empty() && self.random.percent(50);
-            let format = if flat { Format::Flat } else { self.random.choose(&Format::DELTAS) };
+            let format = if flat { Format::Flat } else { *self.random.pick(&Format::DELTAS) };
             let mode = if self.random.percent(30) { IoMode::Direct } else { IoMode::Buffered };
             let layer = format.create(&*self.directory, &name, CAPACITY, mode).ok()?;
             self.directory.sync().ok()?;
@@ -64,7 +64,7 @@ impl World {
         }
         let file = self.directory.create(&name, IoMode::Buffered).ok()?;
         self.directory.sync().ok()?;
-        let grain = self.random.choose(&[512, 4096, 16384]);
+        let grain = *self.random.pick(&[512, 4096, 16384]);
         let moves = self.random.percent(40);
         let manner = Manner { moves, frees_at_flush: true, ..Manner::new(CAPACITY, grain) };
         let mock = Mock::over(manner, file, Table::default());

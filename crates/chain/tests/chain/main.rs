@@ -12,5 +12,4 @@ mod merges;
 mod mock;
 mod model;
 mod objects;
-mod random;
 mod snapshots;

@@ -2,13 +2,13 @@
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
-use crate::random::Random;
 use chain::{Chain, Options, Watch};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
 
 /// A chain of `depth` levels with random content, and that content.
 pub fn filled(depth: usize, capacity: u64, grain: u64, seed: u64) -> (Chain, Vec<Arc<Mock>>, Vec<u8>) {

@@ -4,10 +4,10 @@
 //! spoils a snapshot, or lets something shine through that was hidden, does not pass.
 
 use crate::mock::{Manner, Mock};
-use crate::random::Random;
 use chain::{Chain, Condition, Options, Tunables};
 use layer::Layer;
 use std::sync::Arc;
+use testkit::Random;
 
 const CAPACITIES: [u64; 4] = [300 * 1024 + 512, 1 << 20, 777 * 512, 123_457];
 const LEVELS_MAX: usize = 32;
@@ -20,7 +20,7 @@ struct History {
 }
 
 fn manner(random: &mut Random, capacity: u64) -> Manner {
-    let mut manner = Manner::new(capacity, random.choose(&[512, 512, 1024, 4096, 4096, 65536]));
+    let mut manner = Manner::new(capacity, *random.pick(&[512, 512, 1024, 4096, 4096, 65536]));
     manner.moves = random.percent(50);
     manner.overwrites = random.percent(50);
     manner
@@ -28,9 +28,9 @@ fn manner(random: &mut Random, capacity: u64) -> Manner {
 
 fn tunables(random: &mut Random) -> Tunables {
     Tunables {
-        entries: random.choose(&[0, 1, 7, 64, 1000, 65_536]),
-        prefetch_bytes: random.choose(&[0, 4096, 10_000, 1 << 20, 4 << 20]),
-        prefetch_extents: random.choose(&[0, 1, 8, 64, 128]),
+        entries: *random.pick(&[0, 1, 7, 64, 1000, 65_536]),
+        prefetch_bytes: *random.pick(&[0, 4096, 10_000, 1 << 20, 4 << 20]),
+        prefetch_extents: *random.pick(&[0, 1, 8, 64, 128]),
     }
 }
 
@@ -48,8 +48,8 @@ fn base(random: &mut Random, capacity: u64) -> (Arc<Mock>, Vec<u8>) {
 }
 
 fn range(random: &mut Random, capacity: u64) -> (usize, usize) {
-    let unit = random.choose(&[1, 512, 512, 4096]);
-    let longest = random.choose(&[1, 2, 16, 64]) * unit.max(512);
+    let unit = *random.pick(&[1, 512, 512, 4096]);
+    let longest = *random.pick(&[1, 2, 16, 64]) * unit.max(512);
     let start = random.below(capacity) / unit * unit;
     let length = (1 + random.below(longest)).next_multiple_of(unit);
     (start as usize, (start + length).min(capacity) as usize)
@@ -58,11 +58,11 @@ fn range(random: &mut Random, capacity: u64) -> (usize, usize) {
 impl History {
     fn new(seed: u64) -> Self {
         let mut random = Random::new(seed);
-        let capacity = random.choose(&CAPACITIES);
+        let capacity = *random.pick(&CAPACITIES);
         let (layer, content) = base(&mut random, capacity);
         let options = Options {
             metadata: tunables(&mut random),
-            data_cache: random.choose(&[0, 0, 100_000, 1 << 20]),
+            data_cache: *random.pick(&[0, 0, 100_000, 1 << 20]),
             ..Options::default()
         };
         let chain = Chain::open("model", vec![layer.clone() as Arc<dyn Layer>], options).unwrap();
@@ -102,7 +102,7 @@ impl History {
             89..91 if self.levels.len() > 1 => self.merge(),
             91..93 => self.check_status(start, end),
             93 => self.chain.set_tunables(tunables(&mut self.random)).unwrap(),
-            94 => self.chain.set_data_cache(self.random.choose(&[0, 50_000, 1 << 20])).unwrap(),
+            94 => self.chain.set_data_cache(*self.random.pick(&[0, 50_000, 1 << 20])).unwrap(),
             95..97 => self.chain.flush().unwrap(),
             _ => {}
         }

@@ -2,13 +2,13 @@
 //! space in units of 4 MiB; as many levels as the limit allows, and a clear word beyond.
 
 use crate::formats::Format;
-use crate::random::Random;
 use backend::IoMode;
 use backend::local::{LocalDirectory, LocalQueues};
 use chain::{Chain, Options};
 use error::ErrorKind;
 use layer::{Content, Layer};
 use std::sync::Arc;
+use testkit::Random;
 
 const MIB: u64 = 1 << 20;
 const UNIT: u64 = 4 * MIB;

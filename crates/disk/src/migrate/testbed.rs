@@ -7,35 +7,15 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
+use testkit::Random;
 
-/// A small generator (splitmix64).
-pub(super) struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut word = self.0;
-        word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        word ^ (word >> 31)
-    }
-
-    pub fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-
-    pub fn percent(&mut self, chance: u64) -> bool {
-        self.below(100) < chance
-    }
-
-    /// A range of a disk at any alignment, mostly short.
-    pub fn range(&mut self, capacity: u64, most: u64) -> (u64, u64) {
-        let align = [1, 512, 4096][self.below(3) as usize];
-        let most = [8192, most, most / 8][self.below(3) as usize].min(capacity);
-        let length = (1 + self.below(most)).next_multiple_of(align).min(capacity);
-        let start = self.below(capacity - length + 1) / align * align;
-        (start, length)
-    }
+/// A range of a disk at any alignment, mostly short.
+pub(super) fn range(random: &mut Random, capacity: u64, most: u64) -> (u64, u64) {
+    let align = [1, 512, 4096][random.index(3)];
+    let most = [8192, most, most / 8][random.index(3)].min(capacity);
+    let length = (1 + random.below(most)).next_multiple_of(align).min(capacity);
+    let start = random.below(capacity - length + 1) / align * align;
+    (start, length)
 }
 
 /// Bytes to write, `lead` bytes behind the beginning of a block of memory, with other bytes around them.

@@ -3,22 +3,19 @@
 #![allow(clippy::unwrap_used, missing_docs)]
 
 #[allow(dead_code)]
-#[path = "../nbd/client.rs"]
-mod client;
-#[allow(dead_code)]
 #[path = "../nbd/in_process.rs"]
 mod in_process;
 #[allow(dead_code)]
 #[path = "../nbd/memory_disk.rs"]
 mod memory_disk;
 
-use client::{CMD_DISC, CMD_WRITE, Mode};
 use export::nbd::Terms;
 use in_process::{Script, encode, opening, run};
 use memory_disk::{MemoryDisk, Shelf};
 use parking_lot::Mutex;
 use std::fmt::{Debug, Write};
 use std::sync::Arc;
+use testkit::protocol::{CMD_DISC, CMD_WRITE, Mode};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};

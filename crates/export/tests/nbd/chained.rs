@@ -2,7 +2,6 @@
 //! page cache or the queue, and snapshots and merges while requests are under way.
 
 use crate::Running;
-use crate::client::Mode;
 use crate::layer_mock::{DirectFile, Manner, MemoryFile, Mock, Table};
 use crate::model::{PART, play};
 use backend::{File, Queue, portable};
@@ -15,6 +14,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use testkit::protocol::Mode;
 
 /// Grain, whether places move, whether files are past the page cache, bytes of data cache.
 const MANNERS: [(u64, bool, bool, u64); 4] =

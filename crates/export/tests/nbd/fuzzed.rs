@@ -5,7 +5,6 @@
 //! probe at the end writes, is refused, and reads back. Where the stream cannot be followed any further nothing more is
 //! answered, and nothing more is changed.
 
-use crate::client::*;
 use crate::in_process::{Outcome, Script, Seed, encode, every_seed, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::reference::{Next, next};
@@ -15,6 +14,7 @@ use export::nbd::Terms;
 use export::nbd::limits::INBOX_BYTES;
 use std::collections::HashMap;
 use std::sync::Arc;
+use testkit::protocol::*;
 
 const STREAMS: u64 = 100_000;
 const CAPACITY: u64 = (80 << 10) + 512;

@@ -1,10 +1,10 @@
 //! Options, one behaviour each.
 
 use crate::Running;
-use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
 use export::exports::ResizePolicy;
 use export::nbd::ServerConfig;
+use testkit::protocol::*;
 
 const MIB: u64 = 1 << 20;
 

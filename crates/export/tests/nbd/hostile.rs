@@ -1,6 +1,5 @@
 //! Clients that break the protocol or stall, beside others that must not be affected.
 
-use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Shelf};
 use crate::{Folder, Running};
 use connections::{Limits, Listen, TlsConfig};
@@ -11,6 +10,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use testkit::protocol::*;
 
 const CAPACITY: u64 = 64 << 20;
 

@@ -1,6 +1,5 @@
 //! Sessions without sockets: what a client says is given in advance, and what the server answers is kept.
 
-use crate::client::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
 use connections::Peer;
 use connections::transport::{Transport, Wait};
 use export::exports::Exports;
@@ -10,6 +9,7 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use testkit::protocol::{Client, Mode, OPT_EXTENDED, OPT_GO, OPT_SET_META, OPT_STRUCTURED_REPLY};
 
 /// Calls into the transport after which a session counts as one that never ends.
 const CALLS_MAX: usize = 1 << 20;
@@ -176,7 +176,7 @@ pub fn listen(heard: Vec<u8>, mode: Mode, contexts: &[&str]) -> (Client, Vec<u32
         let chosen = client.set_meta("vm", contexts);
         ids.extend(contexts.iter().map(|name| chosen[*name]));
     }
-    assert_eq!(client.go("vm"), crate::client::REP_ACK);
+    assert_eq!(client.go("vm"), testkit::protocol::REP_ACK);
     (client, ids)
 }
 

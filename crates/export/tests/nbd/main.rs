@@ -2,7 +2,6 @@
 #![allow(clippy::unwrap_used, clippy::new_without_default, missing_docs)]
 
 mod chained;
-mod client;
 mod fuzzed;
 mod handshake;
 mod hostile;

@@ -1,13 +1,13 @@
 //! Bytes that violate the protocol: random ones, and valid ones with random damage. Whatever comes, the session ends in
 //! bounded time, without a panic, and without having said more than it may.
 
-use crate::client::{Client, Mode};
 use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use connections::Peer;
 use connections::transport::Memory;
 use export::nbd::{Clients, Terms, serve};
 use std::sync::Arc;
+use testkit::protocol::{Client, Mode};
 
 const CAPACITY: u64 = 300_000;
 

@@ -2,10 +2,10 @@
 //! and changes under reads; each connection keeps to its own part of the disk, so the model is exact.
 
 use crate::Running;
-use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
+use testkit::protocol::*;
 
 pub const PART: u64 = 2 << 20;
 

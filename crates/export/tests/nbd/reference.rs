@@ -4,7 +4,7 @@
 //! Where a request is wrong in several ways the document does not say which error comes first, so the model keeps every
 //! error that fits.
 
-use crate::client::*;
+use testkit::protocol::*;
 
 /// Longest payload that the document asks every server to take.
 pub const PAYLOAD_MAX: u64 = 1 << 25;

@@ -1,12 +1,12 @@
 //! Random streams of requests, sound and unsound, against the simple server of [`crate::reference`].
 
-use crate::client::*;
 use crate::in_process::{Script, Seed, encode, every_seed, listen, opening, run};
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::reference::{Answer, PAYLOAD_MAX, Reference, Served};
 use export::exports::ResizePolicy;
 use export::nbd::Terms;
 use std::collections::HashMap;
+use testkit::protocol::*;
 
 pub const STREAMS: u64 = 10_000;
 pub const CAPACITY: u64 = (256 << 10) + 512;

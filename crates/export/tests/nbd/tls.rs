@@ -1,6 +1,5 @@
 //! TLS with certificates made by the test: which clients are accepted, what is sent before TLS, and that data passes.
 
-use crate::client::*;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use crate::{Folder, Running};
 use connections::{Limits, Listen, TlsConfig};
@@ -11,6 +10,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use std::net::TcpStream;
 use std::path::Path;
 use std::sync::Arc;
+use testkit::protocol::*;
 
 const CAPACITY: u64 = 16 << 20;
 

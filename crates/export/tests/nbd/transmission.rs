@@ -1,7 +1,6 @@
 //! Commands and their flags, in every style of headers.
 
 use crate::Running;
-use crate::client::*;
 use crate::in_process::encode;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use error::ErrorKind;
@@ -9,6 +8,7 @@ use export::exports::ResizePolicy;
 use export::nbd::ServerConfig;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use testkit::protocol::*;
 
 const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];
 const CAPACITY: u64 = (40 << 20) + 1536;
@@ -81,23 +81,21 @@ fn read_only_exports_refuse_changes() {
 fn fua_reaches_the_device_and_is_taken_on_every_command() {
     let (running, disk) = start();
     let mut client = Client::open(&running.socket, "vm", Mode::Structured);
-    client.set_fua(&disk, CMD_WRITE, &[9; 4096]);
-    client.set_fua(&disk, CMD_ZEROES, &[]);
-    client.set_fua(&disk, CMD_TRIM, &[]);
+    set_fua(&mut client, &disk, CMD_WRITE, &[9; 4096]);
+    set_fua(&mut client, &disk, CMD_ZEROES, &[]);
+    set_fua(&mut client, &disk, CMD_TRIM, &[]);
     for command in [CMD_READ, CMD_CACHE] {
         assert_eq!(client.ask(command, FUA, 0, 4096).error, 0);
     }
     assert_eq!(client.ask(CMD_FLUSH, FUA, 0, 0).error, 0);
 }
 
-impl Client {
-    fn set_fua(&mut self, disk: &MemoryDisk, command: u16, payload: &[u8]) {
-        let before = disk.fua_writes.load(Ordering::SeqCst);
-        assert_eq!(self.ask_with(command, 0, 0, 4096, payload).error, 0);
-        assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before);
-        assert_eq!(self.ask_with(command, FUA, 0, 4096, payload).error, 0);
-        assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before + 1);
-    }
+fn set_fua(client: &mut Client, disk: &MemoryDisk, command: u16, payload: &[u8]) {
+    let before = disk.fua_writes.load(Ordering::SeqCst);
+    assert_eq!(client.ask_with(command, 0, 0, 4096, payload).error, 0);
+    assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before);
+    assert_eq!(client.ask_with(command, FUA, 0, 4096, payload).error, 0);
+    assert_eq!(disk.fua_writes.load(Ordering::SeqCst), before + 1);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! What libnbd's own tests expect of a server, in every style, with TLS and without: negotiation option by option,
 //! chunks of reads, block status, errors, many requests at once, and the ends of connections.
 
-use crate::nbd::Client;
 use crate::operation::{DATA_END, SIZE, STYLES, Style};
 use crate::program::Generation;
 use crate::served::Served;
+use testkit::nbd::Client;
 
 /// Too large for one reply of 32 bits.
 const LARGE: u64 = 1 << 40;

@@ -7,14 +7,13 @@
 //! QEMU asks for every write to be durable.
 
 use crate::libnbd::service;
-use crate::process::{PATIENCE, tool};
 use crate::program::Generation;
 use crate::served::{Served, Target};
 use std::io::{Read, Write};
-use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
+use testkit::process::{PATIENCE, tool};
 
 /// How often the server is restarted under one guest.
 const RESTARTS: usize = 4;
@@ -25,15 +24,6 @@ const ROUNDS: usize = 3;
 /// Rounds after which every file has been written; `tests/guest/init` has 16 of them.
 const ROUNDS_MIN: usize = 16;
 
-/// The guest's folder, made at need.
-fn made() -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    // Beside what cargo builds, whichever folder that is.
-    let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
-    tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
-    folder
-}
-
 /// A running guest. Dropped, it is killed.
 struct Guest {
     child: Child,
@@ -42,7 +32,7 @@ struct Guest {
 
 impl Guest {
     fn boot(generation: Generation, target: &Target, write_cache: &str) -> Self {
-        let folder = made();
+        let folder = testkit::machines::guest();
         // Longer than any restart here takes.
         let reconnect = format!("reconnect-delay={}", PATIENCE.as_secs());
         let blockdev = format!("{},node-name=disk0,discard=unmap,{reconnect}", target.image());
@@ -93,9 +83,9 @@ impl Guest {
     /// Tells it to end and waits; what its console said.
     fn end(mut self, line: &str) -> String {
         self.child.stdin.take().unwrap().write_all(b"enough\n").unwrap();
-        let code = crate::process::wait(&mut self.child);
+        let code = testkit::process::wait(&mut self.child);
         assert_eq!(code, Some(0), "{line}: {}", self.console());
-        crate::process::until("all of the console is read", || Arc::strong_count(&self.console) == 1);
+        testkit::process::until("all of the console is read", || Arc::strong_count(&self.console) == 1);
         self.console()
     }
 }

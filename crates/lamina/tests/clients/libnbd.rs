@@ -1,12 +1,12 @@
 //! Clients of libnbd: its Python binding, its tools, nbdkit as a proxy, and fio.
 
 use crate::matrix::Line;
-use crate::newest::newest;
 use crate::operation::{self, DATA_END, Operation, SIZE, WRITTEN};
 use crate::program::Generation;
 use crate::served::Target;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use testkit::newest::newest;
 
 type Outcome = Result<(), String>;
 
@@ -58,7 +58,7 @@ impl Proxy {
         let child = command.stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
         let mut proxy = Self { child, _folder: folder };
         let mut ended = None;
-        crate::process::until("a proxy is ready or has ended", || {
+        testkit::process::until("a proxy is ready or has ended", || {
             ended = proxy.child.try_wait().unwrap();
             ended.is_some() || is_ready()
         });
@@ -67,12 +67,12 @@ impl Proxy {
 
     /// Ends it with a signal and waits.
     pub fn stop(self, signal: &str) {
-        crate::process::send(self.child.id(), signal);
+        testkit::process::send(self.child.id(), signal);
         self.wait();
     }
 
     fn wait(mut self) {
-        crate::process::wait(&mut self.child);
+        testkit::process::wait(&mut self.child);
     }
 }
 
@@ -208,7 +208,7 @@ pub fn nbdfuse(generation: Generation, target: &Target, line: &Line) -> Outcome 
         operation => same(&std::fs::read(&path).map_err(|e| e.to_string())?, &operation.content()),
     });
     // The mount is busy while a process that another test has just forked still holds the file.
-    crate::process::until("nbdfuse is unmounted", || {
+    testkit::process::until("nbdfuse is unmounted", || {
         Generation::Installed.run("fusermount3", &["-u", mount.to_str().unwrap()]).is_ok()
     });
     // It ends by itself once it is not mounted any more, after its last request.

@@ -5,24 +5,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-#[path = "../authority/mod.rs"]
-mod authority;
 mod conformance;
 mod guest;
 mod libnbd;
 mod matrix;
-#[path = "../nbd/mod.rs"]
-mod nbd;
-#[path = "../newest/mod.rs"]
-mod newest;
 mod operation;
 mod own;
-#[path = "../process/mod.rs"]
-mod process;
 mod program;
-#[allow(dead_code, reason = "the tests of the protocol use all of it")]
-#[path = "../../../export/tests/nbd/client.rs"]
-mod protocol;
 mod qemu;
 mod served;
 

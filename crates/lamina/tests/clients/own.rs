@@ -2,13 +2,13 @@
 
 use crate::matrix::{Line, Matrix};
 use crate::operation::{Operation, SIZE, STYLES, Style};
-use crate::protocol::{CMD_FLUSH, CMD_RESIZE, Client, EPERM, Mode, OPT_STARTTLS, REP_ACK};
 use crate::served::{Served, Target};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
+use testkit::protocol::{CMD_FLUSH, CMD_RESIZE, Client, EPERM, Mode, OPT_STARTTLS, REP_ACK};
 
 /// A session in TLS with the certificate of the test authority.
 fn secure(served: &Served) -> Client {

@@ -1,9 +1,9 @@
 //! The programs of both generations: those that are installed, and the newest of Debian, which `scripts/clients`
 //! unpacks beside them.
 
-use crate::newest::newest;
 use crate::operation::Style;
 use std::process::{Command, Stdio};
+use testkit::newest::newest;
 
 /// Seconds after which a client counts as hung.
 pub const CLIENT_SECONDS: &str = "120";

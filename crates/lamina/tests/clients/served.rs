@@ -1,10 +1,10 @@
 //! A server with plain connections on its unix socket and TLS with client certificates on TCP.
 
-use crate::authority::authority;
-use crate::nbd::Client;
 use crate::operation::{self, DATA_END, SIZE};
-use crate::process::{Serving, Store};
 use std::path::{Path, PathBuf};
+use testkit::authority::authority;
+use testkit::nbd::Client;
+use testkit::process::{Serving, Store};
 
 pub struct Served {
     pub store: Store,

@@ -6,8 +6,9 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::nbd::{Client, Command, EIO, Failure};
-use crate::pattern::{self, Random, SECTOR};
+use testkit::Random;
+use testkit::nbd::{Client, Command, EIO, Failure};
+use testkit::pattern::{self, SECTOR};
 
 const ROUND_REQUESTS: u64 = 16;
 const READ_BYTES: usize = 1 << 20;

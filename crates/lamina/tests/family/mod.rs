@@ -9,11 +9,12 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::nbd::{Client, Command, Failure};
-use crate::pattern::{self, Random, SECTOR};
-use crate::process::{self, Done, Store};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
+use testkit::Random;
+use testkit::nbd::{Client, Command, Failure};
+use testkit::pattern::{self, SECTOR};
+use testkit::process::{self, Done, Store};
 
 /// Requests of one round, and the sectors of the largest (128 KiB).
 const ROUND_REQUESTS: u64 = 16;

@@ -5,11 +5,11 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::history::{History, read_export};
-use crate::nbd::{Client, Command, ENOSPC, Failure};
-use crate::pattern::{self, SECTOR};
-use crate::process::Store;
 use std::ops::Range;
+use testkit::history::{History, read_export};
+use testkit::nbd::{Client, Command, ENOSPC, Failure};
+use testkit::pattern::{self, SECTOR};
+use testkit::process::Store;
 
 /// Requests of one round, and the blocks of the largest.
 const ROUND_REQUESTS: u64 = 16;

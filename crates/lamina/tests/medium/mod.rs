@@ -7,13 +7,13 @@
 
 #![allow(clippy::unwrap_used)]
 
-use crate::mounted;
-use crate::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
-use crate::process::tool;
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
+use testkit::mounted;
+use testkit::nbd::{EIO, OPT_GO, OPTION, OPTION_REPLY, REP_ACK, REP_INFO, SIMPLE_REPLY};
+use testkit::process::tool;
 
 /// Says to the inner run where its medium is.
 const INSIDE: &str = "LAMINA_TEST_MEDIUM";

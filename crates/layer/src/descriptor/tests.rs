@@ -5,29 +5,9 @@ use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Access as FileAccess, Directory, IoMode};
 use std::time::{Duration, Instant};
+pub(crate) use testkit::Random;
 
 mod sharing;
-
-/// A small seeded generator (SplitMix64): the same seed, the same test.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
-    }
-
-    pub(crate) fn chance(&mut self, percent: u64) -> bool {
-        self.below(100) < percent
-    }
-}
 
 const BASE: &str = "# Disk DescriptorFile\nversion=1\nencoding=\"UTF-8\"\nCID=fffffffe\nparentCID=ffffffff\n\
 isNativeSnapshot=\"no\"\ncreateType=\"vmfs\"\n\n# Extent description\nRW 83886080 VMFS \"web-flat.vmdk\"\n\n\

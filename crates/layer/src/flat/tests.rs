@@ -73,7 +73,7 @@ fn recounted(directory: &dyn Directory, flat: &Flat) -> Counters {
 }
 
 fn filled(random: &mut Random, length: usize) -> Vec<u8> {
-    if random.chance(15) {
+    if random.percent(15) {
         return vec![0; length];
     }
     let seed = random.next();
@@ -82,10 +82,10 @@ fn filled(random: &mut Random, length: usize) -> Vec<u8> {
 
 /// A range to change, in grains of `unit`; sometimes whole blocks.
 fn range(random: &mut Random, unit: u64, capacity: u64) -> Range<u64> {
-    let unit = if random.chance(25) { MIB } else { unit };
+    let unit = if random.percent(25) { MIB } else { unit };
     let grains = capacity.div_ceil(unit);
     let start = random.below(grains) * unit;
-    let most = if random.chance(20) { 4 * MIB / unit } else { 32 };
+    let most = if random.percent(20) { 4 * MIB / unit } else { 32 };
     let end = start + (1 + random.below(most)) * unit;
     start..end.min(capacity)
 }
@@ -121,7 +121,7 @@ fn random_histories_match_a_plain_array() {
                     model[bytes].copy_from_slice(&data);
                 }
                 45..70 => {
-                    flat.zero(touched, random.chance(40)).unwrap();
+                    flat.zero(touched, random.percent(40)).unwrap();
                     model[bytes].fill(0);
                 }
                 70..74 => flat.flush().unwrap(),
@@ -219,7 +219,7 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
                 }
                 6..8 => {
                     history.write(touched.start, &vec![0; (touched.end - touched.start) as usize]);
-                    flat.zero(touched, random.chance(50))
+                    flat.zero(touched, random.percent(50))
                 }
                 8 => flat.fill(&mut go_on).map(|()| history.flushed()),
                 9 => flat.punch_zeros(&mut go_on).map(|_| history.flushed()),

@@ -256,7 +256,7 @@ RW 2 FLAT \"b\" 0\nNOACCESS 2 FLAT \"gone\" 0\nRW 4 VMFS \"c\"\n";
         let start = random.below(20);
         let end = start + 1 + random.below(20 - start);
         let bytes = start as usize * 512..end as usize * 512;
-        let zero = random.chance(30);
+        let zero = random.percent(30);
         let allowed = (start..end).all(|sector| writable(sector) || zero && matches!(sector, 4..7 | 14..16));
         let data: Vec<u8> = (0..bytes.len()).map(|_| random.next() as u8).collect();
         let outcome = match zero {

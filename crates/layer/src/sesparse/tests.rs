@@ -19,6 +19,7 @@ use backend::{Buffer, Directory, File, IoMode};
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use testkit::Random;
 
 const GRAIN: u64 = 4096;
 const SECTORS: u64 = GRAIN / 512;
@@ -26,27 +27,6 @@ const SECTORS: u64 = GRAIN / 512;
 const ABSENT: u64 = u64::MAX;
 const NAME: &str = "vm-000001-sesparse.vmdk";
 const MIB: u64 = 1 << 20;
-
-/// A small seeded generator (splitmix64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn below(&mut self, bound: u64) -> u64 {
-        self.next() % bound.max(1)
-    }
-
-    fn one_in(&mut self, chance: u64) -> bool {
-        self.below(chance) == 0
-    }
-}
 
 fn writing() -> Options {
     Options { write: true, ..Options::default() }
@@ -193,11 +173,11 @@ impl Operation {
     /// `grains` grains in each of some 16 MiB parts of the disk, so that several tables are in use.
     fn draw(random: &mut Random, slots: &[u64], grains: u64) -> Self {
         let slot = slots[random.below(slots.len() as u64) as usize];
-        let count = if random.one_in(3) { 1 + random.below(grains / 2) } else { 1 + random.below(3) };
+        let count = if random.once_in(3) { 1 + random.below(grains / 2) } else { 1 + random.below(3) };
         let first = random.below(grains - count + 1);
-        let stamp = if random.one_in(4) { 0 } else { random.next() | 1 };
+        let stamp = if random.once_in(4) { 0 } else { random.next() | 1 };
         // Around the border of two pages of the table.
-        Self { first: slot * 4096 + 512 - grains / 2 + first, count, stamp, keep: random.one_in(3) }
+        Self { first: slot * 4096 + 512 - grains / 2 + first, count, stamp, keep: random.once_in(3) }
     }
 
     fn apply(&self, layer: &dyn Layer) -> Result<()> {

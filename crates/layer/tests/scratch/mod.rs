@@ -8,32 +8,11 @@ use layer::{Content, Layer};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+pub use testkit::Random;
 
 /// A folder on the file system that cargo builds in.
 pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-/// A small seeded generator (SplitMix64): the same seed, the same test.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
-    }
-
-    pub fn bytes(&mut self, count: usize) -> Vec<u8> {
-        let seed = self.next();
-        (0..count).map(|at| (seed.rotate_left((at / 512 % 64) as u32) as u8).wrapping_add((at % 251) as u8)).collect()
-    }
 }
 
 /// Watches long work without a word.

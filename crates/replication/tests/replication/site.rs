@@ -13,6 +13,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+pub use testkit::Random;
 
 /// Authorities, a server, two clients.
 pub struct Keys {
@@ -162,32 +163,6 @@ impl Site {
 
 fn hash(text: &str) -> u32 {
     store::checksum(text.as_bytes())
-}
-
-/// Numbers from a seed.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    }
-
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    pub fn bytes(&mut self, length: usize) -> Vec<u8> {
-        let mut out = Vec::with_capacity(length + 8);
-        while out.len() < length {
-            out.extend_from_slice(&self.next().to_le_bytes());
-        }
-        out.truncate(length);
-        out
-    }
 }
 
 /// Writes `count` runs of random bytes at random places.

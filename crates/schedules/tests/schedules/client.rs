@@ -1,13 +1,13 @@
 //! Threads that write, read and flush.
 
 use crate::model::{SECTOR, SECTORS, fill};
-use crate::random::Random;
 use crate::store::{Checked, End, Store, content, count};
 use backend::BLOCK_SIZE;
 use error::ErrorKind;
 use scheduled_store::engine::Head;
 use std::ops::Range;
 use std::sync::Arc;
+use testkit::Random;
 
 /// Sectors of a disk that one thread writes.
 #[derive(Clone, Debug)]

@@ -2,12 +2,12 @@
 
 use crate::client::{Client, Habit, Share};
 use crate::model::{Fate, Image, Object, SECTORS};
-use crate::random::Random;
 use crate::store::{Checked, DISKS, End, Store, count, new_disk};
 use error::Result;
 use scheduled_store::Engine;
 use scheduled_store::engine::NewSnapshot;
 use std::sync::Arc;
+use testkit::Random;
 
 /// A thread that changes the catalog.
 pub struct Control {

@@ -10,7 +10,6 @@
 mod client;
 mod control;
 mod model;
-mod random;
 mod schedule;
 mod scheduler;
 mod store;

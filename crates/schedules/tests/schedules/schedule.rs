@@ -4,7 +4,6 @@
 use crate::client::{Client, Habit, Share};
 use crate::control::Control;
 use crate::model::SECTORS;
-use crate::random::Random;
 use crate::scheduler::Chooser;
 use crate::store::{Base, Checked, DISKS, End, Statistics, Store, count, options};
 use crate::verify::{after_close, after_cut};
@@ -16,6 +15,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
+use testkit::Random;
 
 /// Choices after which a schedule counts as going on for ever.
 const STEPS_MAX: usize = 2_000_000;
@@ -78,7 +78,7 @@ pub fn base(number: usize, statistics: &Statistics) -> Result<Base, String> {
 /// Runs the schedule of a seed.
 pub fn run(seed: u64, bases: &Arc<Vec<Base>>, statistics: &Arc<Statistics>) -> Result<(), String> {
     let (bases, counted) = (Arc::clone(bases), Arc::clone(statistics));
-    scheduled(seed, statistics, move || body(Random::new(!seed), &bases, &counted))
+    scheduled(seed, statistics, move || body(Random(!seed), &bases, &counted))
 }
 
 fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Result<(), String> {
@@ -96,7 +96,7 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
     }
     let engine = Engine::open(disk.directory(), options).map_err(|error| format!("opening: {error}"))?;
     if random.percent(75) {
-        disk.cut_changes_after(disk.operations() + random.scaled(CUT_BITS));
+        disk.cut_changes_after(disk.operations() + scaled(&mut random, CUT_BITS));
     }
     if random.percent(SLOW_PERCENT) {
         disk.set_pace(slow(&mut random));
@@ -134,8 +134,14 @@ fn body(mut random: Random, bases: &[Base], statistics: &Arc<Statistics>) -> Res
 }
 
 /// A slow medium: other threads go on while a request is under way.
+/// A number below `1 << bits`, small ones as likely as large ones.
+pub fn scaled(random: &mut Random, bits: u32) -> u64 {
+    let bits = random.below(u64::from(bits) + 1);
+    random.below(1 << bits)
+}
+
 fn slow(random: &mut Random) -> Pace {
-    let (sync, other) = (random.scaled(SLOW_SYNC_BITS), random.below(SLOW_REQUEST_MAX));
+    let (sync, other) = (scaled(random, SLOW_SYNC_BITS), random.below(SLOW_REQUEST_MAX));
     Arc::new(move |request| {
         for _ in 0..if request == Request::Sync { sync } else { other } {
             shuttle::thread::yield_now();

@@ -1,9 +1,9 @@
 //! Who goes on: three ways of choosing, each good at faults that the others seldom meet.
 
-use crate::random::Random;
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use testkit::Random;
 
 /// How the next thread is chosen.
 enum Manner {
@@ -30,7 +30,7 @@ pub struct Chooser {
 impl Chooser {
     /// Counts its choices in `steps`.
     pub fn new(seed: u64, steps: Arc<AtomicU64>) -> Self {
-        let mut random = Random::new(seed);
+        let mut random = Random(seed);
         let manner = match random.below(4) {
             0 => Manner::Uniform,
             1 => Manner::Sticky(1 << (1 + random.below(6))),

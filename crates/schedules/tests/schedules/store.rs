@@ -1,7 +1,6 @@
 //! The store of a schedule: how it is set up, and what all its threads share.
 
 use crate::model::{Fate, Image, Model, Object, SECTORS, Sector, fill};
-use crate::random::Random;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
 use error::{Error, Result};
@@ -11,6 +10,7 @@ use scheduled_store::{Engine, EngineOptions};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
+use testkit::Random;
 
 /// The disks that there are from the start, and their blocks: the second takes writes that go past the buffer.
 pub const DISKS: [(&str, u64); 2] = [("a", 12), ("b", 40)];

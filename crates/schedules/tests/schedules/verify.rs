@@ -2,7 +2,6 @@
 
 use crate::control::read_snapshot;
 use crate::model::{Fate, Image, Model, Object};
-use crate::random::Random;
 use crate::store::{Statistics, check, count};
 use backend::simulated::SimulatedDisk;
 use scheduled_store::catalog::ObjectState;
@@ -10,6 +9,7 @@ use scheduled_store::engine::Head;
 use scheduled_store::{Engine, EngineOptions};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use testkit::Random;
 
 /// Starts the machine again, opens the store, now and then with the power going meanwhile, and compares all of it with
 /// the model; then once more: what was found stays.
@@ -25,7 +25,7 @@ pub fn after_cut(
     for _ in 0..2 {
         disk = disk.crash();
         if random.percent(20) {
-            disk.cut_after(disk.operations() + random.scaled(6));
+            disk.cut_after(disk.operations() + crate::schedule::scaled(random, 6));
             let opened = Engine::open(disk.directory(), options);
             if !disk.is_off() {
                 opened.map_err(|error| format!("opening: {error}"))?;

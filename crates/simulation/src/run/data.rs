@@ -71,8 +71,8 @@ impl SimulationRun {
         let mut random = Random::new(fill);
         for _ in 0..places {
             let restarts = self.statistics.restarts;
-            let span = Span { at: random.next_u64() | 15, length: BLOCK, align: BLOCK };
-            self.write_to(&name, span, random.next_u64(), false, false)?;
+            let span = Span { at: random.next() | 15, length: BLOCK, align: BLOCK };
+            self.write_to(&name, span, random.next(), false, false)?;
             if self.statistics.restarts > restarts {
                 break;
             }

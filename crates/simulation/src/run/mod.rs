@@ -115,16 +115,16 @@ impl SimulationRun {
         let mut random = Random::new(seed);
         let options = EngineOptions {
             mode: if random.percent(50) { IoMode::Buffered } else { IoMode::Direct },
-            metadata_cache: *random.choose(&world.metadata_caches),
-            write_buffer: *random.choose(&[64 << 10, 256 << 10, 1 << 20]),
+            metadata_cache: *random.pick(&world.metadata_caches),
+            write_buffer: *random.pick(&[64 << 10, 256 << 10, 1 << 20]),
             commit_interval: Duration::from_secs(10),
             threads: false,
             write_through: random.percent(75),
         };
-        let unflushed_max = *random.choose(&[16, 256, 4096]);
+        let unflushed_max = *random.pick(&[16, 256, 4096]);
         let mut medium = SimulatedOptions { unflushed_max, reorder: true, ..SimulatedOptions::default() };
         medium.capacity = world.room.unwrap_or(medium.capacity);
-        let disk = SimulatedDisk::new(random.next_u64(), medium);
+        let disk = SimulatedDisk::new(random.next(), medium);
         let made = Datastore::init_in(disk.directory(), InitOptions { journal_size: world.journal_size });
         made.map_err(|error| format!("making the datastore: {error}"))?;
         let datastore =

@@ -30,13 +30,13 @@ impl SimulationRun {
         if self.random.percent(50) {
             return Ok(());
         }
-        let Some(name) = self.pick_disk(self.random.clone().next_u64()) else { return Ok(()) };
+        let Some(name) = self.pick_disk(self.random.clone().next()) else { return Ok(()) };
         let Some((_, capacity)) = self.model.image(&name) else { return Ok(()) };
         let Ok(device) = self.datastore()?.device(&name, false) else { return Ok(()) };
         for _ in 0..3 {
             let length = capacity.min(BLOCK);
             let offset = self.random.below(capacity - length + 1) / 512 * 512;
-            let data = crate::random::pattern(self.random.next_u64(), length as usize);
+            let data = crate::random::pattern(self.random.next(), length as usize);
             let written = device.write(offset, SharedSlice::copy_of(&data), false);
             self.image_mut(&name).write(offset, &data);
             let flushed = device.flush();
@@ -168,8 +168,8 @@ impl SimulationRun {
         self.open()?;
         self.compare_structure()?;
         for _ in 0..3 {
-            let Some(title) = self.pick_title(self.random.clone().next_u64()) else { break };
-            self.random.next_u64();
+            let Some(title) = self.pick_title(self.random.clone().next()) else { break };
+            self.random.next();
             self.compare_image(&title, Manner::Exact)?;
         }
         Ok(())

@@ -120,7 +120,7 @@ fn layers_equal_a_map_of_blocks() {
             match random.below(100) {
                 0..55 => {
                     stamp += 1;
-                    let claimed = random.chance(50);
+                    let claimed = random.percent(50);
                     let (content, whats) = contents(&mut random, blocks);
                     let entry = DirtyEntry { blocks, content, stamp, claimed, covered: true };
                     changes += entry.content.changes(blocks);

@@ -17,8 +17,8 @@ fn object(random: &mut Random, id: u64) -> Object {
         id,
         state,
         provisioning: *random.pick(&[Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick]),
-        incomplete: random.chance(20),
-        root: random.chance(70).then(|| NodeId(random.scaled(1 << 48))),
+        incomplete: random.percent(20),
+        root: random.percent(70).then(|| NodeId(random.scaled(1 << 48))),
         capacity: random.scaled(1 << 52),
         disk: random.scaled(1 << 62),
         parent: random.scaled(1 << 62),
@@ -81,7 +81,7 @@ fn objects_equal_a_map_through_restarts() {
                 }
                 60..75 if !known.is_empty() => {
                     let id = *random.pick(&known);
-                    let root = random.chance(50).then(|| NodeId(random.scaled(1 << 48)));
+                    let root = random.percent(50).then(|| NodeId(random.scaled(1 << 48)));
                     catalog.set_root(id, root);
                     model.get_mut(&id).unwrap().root = root;
                 }

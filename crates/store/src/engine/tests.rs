@@ -157,7 +157,7 @@ fn recovery_can_be_done_again_and_again() {
             let (block, byte) = (random.below(BLOCKS), random.next() as u8);
             write(&now, block, byte);
             model[block as usize] = byte;
-            if random.chance(10) {
+            if random.percent(10) {
                 now.pump().unwrap();
             }
         }
@@ -207,7 +207,7 @@ fn with_one_copy_of_the_superblock_the_state_is_right_or_refused() {
             for _ in 0..random.below(400) {
                 write(&engine, random.below(256), 1 + round as u8);
             }
-            if random.chance(70) {
+            if random.percent(70) {
                 engine.checkpoint().unwrap();
             }
         }

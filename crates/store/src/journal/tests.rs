@@ -99,7 +99,7 @@ fn what_recovery_finds_is_what_was_appended_through_wraps_crashes_and_torn_tails
                     // The power goes while the last batch is written: sectors of it, and of it alone, are lost.
                     if let Some(last) = appended.pop() {
                         let sectors = (last.next.position - last.place.position) / 512;
-                        let mut lost: Vec<u64> = (0..sectors).filter(|_| random.chance(50)).collect();
+                        let mut lost: Vec<u64> = (0..sectors).filter(|_| random.percent(50)).collect();
                         // One that is sure to matter: the head.
                         lost.push(0);
                         for sector in lost {
@@ -224,7 +224,7 @@ fn a_batch_torn_over_a_trailer_is_the_end() {
         let length = random.scaled(20_000) as usize;
         batches.push(append(&mut random, &mut journal, length).unwrap());
         let sectors = (batches[2].next.position - batches[2].place.position) / 512;
-        for sector in (0..sectors).filter(|_| random.chance(50)) {
+        for sector in (0..sectors).filter(|_| random.percent(50)) {
             let at = ((batches[2].place.position + sector * 512) % SIZE) as usize;
             file.write_at(&[&before[at..at + 512]], at as u64, false).unwrap();
         }
@@ -308,10 +308,10 @@ fn operation(random: &mut Random, code: u64) -> Operation {
         4 => Operation::OverwriteData { run, data: data(random) },
         5 => Operation::Synced { position: random.next() },
         6 => Operation::Unmap { disk, logical, blocks },
-        7 => Operation::Unwritten { disk, logical, run, fresh: random.chance(50) },
+        7 => Operation::Unwritten { disk, logical, run, fresh: random.percent(50) },
         8 => Operation::Written { disk, logical, run, checksums },
         9 => Operation::Resolve { block: random.next(), checksum: random.next() as u32 },
-        10 => Operation::Backed { run, backed: random.chance(50) },
+        10 => Operation::Backed { run, backed: random.percent(50) },
         11 => Operation::Put { record: random.bytes(length) },
         12 => Operation::Seal { snapshot: random.next() },
         13 => Operation::Clone { snapshot: random.next(), record: random.bytes(length) },

@@ -46,7 +46,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                     model.insert(key, 0);
                 }
                 _ => {
-                    if pages.dirty() > LIMIT / 2 || random.chance(3) {
+                    if pages.dirty() > LIMIT / 2 || random.percent(3) {
                         let captured = pages.capture().all();
                         assert_eq!(pages.dirty(), 0);
                         assert!(captured.is_sorted_by_key(|(key, _)| *key));
@@ -62,7 +62,7 @@ fn pages_are_what_was_last_put_in_through_eviction_and_checkpoints() {
                 }
             }
             most = most.max(pages.cached() - pages.dirty().min(pages.cached()));
-            if random.chance(1) {
+            if random.percent(1) {
                 pages.drop_clean();
                 assert_eq!(pages.cached(), pages.dirty());
             }

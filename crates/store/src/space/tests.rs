@@ -112,7 +112,7 @@ impl World {
         }
         let index = self.random.below(self.allocated.len() as u64) as usize;
         let run = self.allocated.swap_remove(index);
-        if self.random.chance(10) {
+        if self.random.percent(10) {
             // A plan that came to nothing.
             self.space.release(run);
             self.blocks[blocks_of(run)].iter_mut().for_each(|block| block.held = false);

@@ -68,13 +68,8 @@ fn a_real_list_is_read_and_written_as_it_was() {
 
 #[test]
 fn nothing_breaks_the_parser() {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut next = |bound: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state % bound.max(1) as u64) as usize
-    };
+    let mut random = testkit::Random(1);
+    let mut next = |bound: usize| random.index(bound);
     for _ in 0..20_000 {
         let mut bytes = REAL.as_bytes().to_vec();
         for _ in 0..1 + next(8) {

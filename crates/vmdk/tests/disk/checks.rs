@@ -18,7 +18,7 @@ fn guest(disk: &Disk, seed: u64) {
     for step in 0..STEPS {
         let chain = disk.chain().unwrap();
         let start = random.below(CAPACITY / 4096 - 32) * 4096;
-        let length = (1 + random.below(16)) * 4096 - random.choose(&[0, 0, 512]);
+        let length = (1 + random.below(16)) * 4096 - *random.pick(&[0, 0, 512]);
         match random.below(3) {
             0 => chain.zero(start, length, random.percent(20)).unwrap(),
             _ => chain.write(start, &vec![step as u8; length as usize]).unwrap(),

@@ -119,7 +119,7 @@ impl World {
             return;
         }
         let capacity = self.content.len() as u64;
-        let unit = self.random.choose(&[1, 512, 4096]);
+        let unit = *self.random.pick(&[1, 512, 4096]);
         let start = (self.random.below(capacity) / unit * unit) as usize;
         let end = ((start as u64 + unit + self.random.below(24_000) / unit * unit).min(capacity)) as usize;
         match self.random.below(10) {
@@ -318,7 +318,7 @@ fn perform(world: &Mutex<World>, disk: &Arc<Disk>, operation: Operation) -> Resu
                 let mut world = world.lock();
                 let folder = world.number("n");
                 world.maybe_disk = Some(folder.clone());
-                let kind = world.random.choose(&ImageKind::ALL);
+                let kind = *world.random.pick(&ImageKind::ALL);
                 (folder, world.options(), kind)
             };
             let new =
@@ -333,7 +333,7 @@ fn perform(world: &Mutex<World>, disk: &Arc<Disk>, operation: Operation) -> Resu
                 let name = world.number("s");
                 world.maybe_new = Some(name.clone());
                 let formats = world.formats.clone();
-                (name, world.random.choose(&formats))
+                (name, *world.random.pick(&formats))
             };
             disk.snapshot(&NewSnapshot { delta: Some(delta), ..NewSnapshot::named(&name) })?;
             let mut world = world.lock();
@@ -431,7 +431,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
     let mut random = Random::new(seed);
     let machine = SimulatedDisk::new(random.next(), SimulatedOptions { unflushed_max: 256, ..Default::default() });
     let capacity = (64 << 10) + random.below(48) as usize * 4096;
-    let kind = random.choose(&[
+    let kind = *random.pick(&[
         ImageKind::Thin,
         ImageKind::Thin,
         ImageKind::ZeroedThick,
@@ -480,7 +480,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
             world_shared.get_mut().forget_maybes();
         }
         let inner = world_shared.get_mut();
-        let within = inner.random.choose(&[10, 30, 80, 200]);
+        let within = *inner.random.pick(&[10, 30, 80, 200]);
         let count = inner.machine.operations() + inner.random.below(within);
         inner.machine.cut_after(count);
         while !world_shared.get_mut().machine.is_off() {
@@ -493,7 +493,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
                 break;
             }
             world_shared.get_mut().forget_maybes();
-            let operation = world_shared.get_mut().random.choose(&ALL);
+            let operation = *world_shared.get_mut().random.pick(&ALL);
             let outcome = perform(&world_shared, &disk, operation);
             let inner = world_shared.get_mut();
             if inner.machine.is_off() {

@@ -60,7 +60,7 @@ impl History {
     fn snapshot(&mut self) {
         self.named += 1;
         let name = format!("s{}", self.named);
-        let delta = Some(self.random.choose(&self.formats));
+        let delta = Some(*self.random.pick(&self.formats));
         let description =
             if self.random.percent(30) { "a \"quoted\" | word\nand a line".to_owned() } else { String::new() };
         match self.disk.snapshot(&NewSnapshot { name: name.clone(), description, delta, ..NewSnapshot::default() }) {
@@ -81,7 +81,7 @@ impl History {
 
     fn delete(&mut self) {
         let Some(name) = self.some_snapshot() else { return };
-        let direction = self.random.choose(&[None, Some(Direction::Down), Some(Direction::Up)]);
+        let direction = *self.random.pick(&[None, Some(Direction::Down), Some(Direction::Up)]);
         let patience = if self.random.percent(20) { 1 + self.random.below(3) as u32 } else { 0 };
         let mut deleted = self.disk.delete_snapshot(&name, direction, &self.busy(patience));
         // A process that another test starts inherits our locks for the moment before it becomes QEMU.

@@ -9,6 +9,4 @@ mod full;
 mod histories;
 mod media;
 mod operations;
-#[path = "../../../chain/tests/chain/random.rs"]
-mod random;
 mod world;

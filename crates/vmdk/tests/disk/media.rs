@@ -67,7 +67,7 @@ impl World {
 
     fn range(&mut self) -> (u64, u64) {
         let first = self.random.below(SECTORS);
-        let unit = self.random.choose(&[1, 8]);
+        let unit = *self.random.pick(&[1, 8]);
         let first = first / unit * unit;
         let most = (PLACE_SECTORS - first % PLACE_SECTORS) / unit;
         (first, unit * (1 + self.random.below(most)))
@@ -143,9 +143,9 @@ impl World {
     fn fail(&mut self) {
         self.faulty = true;
         let soon = self.random.below(60);
-        let times = self.random.choose(&[1, 2, 5, 1 << 40]);
+        let times = *self.random.pick(&[1, 2, 5, 1 << 40]);
         match self.random.below(4) {
-            3 => self.machine.fail_requests(self.random.choose(&Fault::ALL), soon, times),
+            3 => self.machine.fail_requests(*self.random.pick(&Fault::ALL), soon, times),
             0 => self.machine.fail_reads_after(soon, times),
             1 => self.machine.fail_syncs(times.min(1000) as u32),
             _ => (0..times.min(1000)).for_each(|i| self.machine.fail_operation(self.machine.operations() + soon + i)),

@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 use vmdk::{DeltaFormat, Disk, Options};
 
-pub use crate::random::Random;
+pub use testkit::Random;
 
 pub const DELTAS: [DeltaFormat; 3] = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse];
 
@@ -38,9 +38,9 @@ impl Guest {
     /// A random range, often of whole grains.
     pub fn range(&mut self) -> std::ops::Range<usize> {
         let capacity = self.content.len() as u64;
-        let unit = self.random.choose(&[1, 512, 4096]);
+        let unit = *self.random.pick(&[1, 512, 4096]);
         let start = self.random.below(capacity) / unit * unit;
-        let longest = self.random.choose(&[600u64, 9000, 70_000]);
+        let longest = *self.random.pick(&[600u64, 9000, 70_000]);
         let end = (start + unit + self.random.below(longest) / unit * unit).min(capacity);
         start as usize..end as usize
     }

@@ -1,6 +1,6 @@
 //! The mirror under clients that write, discard, zero and flush at any alignment while it copies.
 
-use super::super::testbed::{MemoryDevice, Random, placed};
+use super::super::testbed::{MemoryDevice, placed, range};
 use super::super::{Base, MirrorDevice};
 use crate::{Device, NoProgress, Progress, Throttled};
 use backend::{Buffer, SharedSlice};
@@ -8,6 +8,7 @@ use error::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use testkit::Random;
 
 const CAPACITY: usize = (6 << 20) + 512;
 
@@ -36,7 +37,7 @@ struct Client<'a> {
 
 impl Client<'_> {
     fn step(&mut self) {
-        let (at, length) = self.random.range(self.model.len() as u64, 300 << 10);
+        let (at, length) = range(&mut self.random, self.model.len() as u64, 300 << 10);
         let offset = self.start + at;
         let part = at as usize..(at + length) as usize;
         let fua = self.random.percent(10);

@@ -1,7 +1,7 @@
 //! A native disk above a flat image, as a chain: against a model, and through power cuts.
 
 use super::super::NativeLayer;
-use super::super::testbed::{Random, placed};
+use super::super::testbed::{placed, range};
 use crate::{ChainedDevice, Datastore, Device, InitOptions, NewDisk, NoProgress, Provisioning};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
@@ -11,6 +11,7 @@ use layer::{Content, Layer};
 use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
+use testkit::Random;
 
 /// Not whole blocks.
 const CAPACITY: usize = (1 << 20) + 1536;
@@ -72,7 +73,7 @@ fn a_native_disk_above_an_image_reads_as_one_disk() {
         let mut model = base_content(seed);
         let mut random = Random(seed);
         for _ in 0..400 {
-            let (offset, length) = random.range(CAPACITY as u64, 200 << 10);
+            let (offset, length) = range(&mut random, CAPACITY as u64, 200 << 10);
             let part = offset as usize..(offset + length) as usize;
             match random.below(10) {
                 0 => {

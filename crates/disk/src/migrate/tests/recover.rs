@@ -2,13 +2,14 @@
 //! whole, and nothing is left of the other.
 
 use super::super::MigrateOptions;
-use super::super::testbed::{Random, placed};
+use super::super::testbed::{placed, range};
 use crate::{CheckOptions, Datastore, DiskFormat, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use std::sync::Arc;
 use std::time::Duration;
 use store::EngineOptions;
+use testkit::Random;
 
 /// Not whole blocks.
 const CAPACITY: usize = (384 << 10) + 1024;
@@ -51,7 +52,7 @@ impl World {
             }
             let device = datastore.device("a", false).unwrap();
             for _ in 0..6 {
-                let (offset, length) = random.range(CAPACITY as u64, 64 << 10);
+                let (offset, length) = range(&mut random, CAPACITY as u64, 64 << 10);
                 let new: Vec<u8> = (0..length).map(|_| random.next() as u8).collect();
                 device.write(offset, placed(0, &new), false).unwrap();
                 bytes[offset as usize..(offset + length) as usize].copy_from_slice(&new);

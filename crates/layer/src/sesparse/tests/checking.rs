@@ -134,10 +134,10 @@ fn what_changes_between_the_steps_is_not_told() {
             let report = layer.check(false, &mut |_| {
                 let operations = random.below(6);
                 fill(&layer, &mut random, operations);
-                if random.one_in(3) {
+                if random.once_in(3) {
                     layer.flush().unwrap();
                 }
-                reader = if random.one_in(4) { layer.epoch() } else { None };
+                reader = if random.once_in(4) { layer.epoch() } else { None };
                 ControlFlow::Continue(())
             });
             let report = report.unwrap();

@@ -230,7 +230,7 @@ fn mutated_journals_never_panic() {
         for _ in 0..1 + random.below(4) {
             let slot = random.below(3);
             let at = JOURNAL + slot * SLOT + random.below(30) * 8;
-            let value = if random.one_in(2) { random.below(40) } else { random.next() >> random.below(64) };
+            let value = if random.once_in(2) { random.below(40) } else { random.next() >> random.below(64) };
             file.write_at(&[&value.to_le_bytes()], at, false).unwrap();
         }
         for write in [false, true] {

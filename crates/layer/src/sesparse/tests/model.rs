@@ -24,7 +24,7 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
             84..90 => epochs.clear(),
             90..92 => {
                 epochs.clear();
-                layer.wipe(random.one_in(2), &mut unwatched).unwrap();
+                layer.wipe(random.once_in(2), &mut unwatched).unwrap();
             }
             92..94 => {
                 epochs.clear();
@@ -174,7 +174,7 @@ fn a_full_file_system_fails_writes_and_nothing_else() {
                     }
                 }
             }
-            if random.one_in(20) {
+            if random.once_in(20) {
                 layer.flush().unwrap();
             }
         }

@@ -65,7 +65,7 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
         37..39 => {
             let _ = layer.shrink(&mut unwatched);
         }
-        _ if random.one_in(8) => {
+        _ if random.once_in(8) => {
             if layer.close().is_ok() {
                 model.flushed();
             }

@@ -45,10 +45,10 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
     for step in 0..200 {
         let count = 1 + random.below(400);
         let at = random.below((capacity / GRAIN).saturating_sub(count)) * GRAIN;
-        let stamp = if random.one_in(3) { 0 } else { random.next() };
+        let stamp = if random.once_in(3) { 0 } else { random.next() };
         let data = stamped(count, stamp);
         match stamp {
-            0 => layer.zero(at..at + count * GRAIN, random.one_in(2)).unwrap(),
+            0 => layer.zero(at..at + count * GRAIN, random.once_in(2)).unwrap(),
             _ => layer.write(at, &[&data]).unwrap(),
         }
         expected[at as usize..at as usize + data.len()].copy_from_slice(&data);

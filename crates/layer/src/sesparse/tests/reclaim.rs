@@ -25,7 +25,7 @@ fn half_dead(layer: &SeSparse, random: &mut Random, model: &mut Model) {
     for slot in SLOTS {
         for grain in (0..GRAINS).filter(|grain| grain % 2 == slot % 2) {
             let grain = slot * 4096 + grain;
-            match random.one_in(3) {
+            match random.once_in(3) {
                 true => layer.write(grain * GRAIN, &[&stamped(1, 0)]).unwrap(),
                 false => layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap(),
             }
@@ -61,13 +61,13 @@ fn reclaim_all(layer: &SeSparse, file: &dyn File) {
 
 /// What a guest does between two steps of the work.
 fn guest(random: &mut Random, layer: &SeSparse, model: &mut Model) {
-    if random.one_in(12) && layer.flush().is_ok() {
+    if random.once_in(12) && layer.flush().is_ok() {
         return model.flushed();
     }
     let count = 1 + random.below(6);
     let first = SLOTS[random.below(3) as usize] * 4096 + random.below(GRAINS - count);
-    let stamp = if random.one_in(3) { 0 } else { random.next() | 1 };
-    let operation = Operation { first, count, stamp, keep: random.one_in(4) };
+    let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
+    let operation = Operation { first, count, stamp, keep: random.once_in(4) };
     // Also when it fails: then it may have happened in part.
     model.set(first, count, stamp);
     let _ = operation.apply(layer);
@@ -159,11 +159,11 @@ fn child() {
         loop {
             let slot = SLOTS[random.below(3) as usize];
             let grain = slot * 4096 + random.below(GRAINS);
-            match random.one_in(2) {
+            match random.once_in(2) {
                 true => layer.zero(grain * GRAIN..(grain + 1) * GRAIN, false).unwrap(),
                 false => layer.write(grain * GRAIN, &[&stamped(1, grain + 1)]).unwrap(),
             }
-            if random.one_in(50) {
+            if random.once_in(50) {
                 layer.flush().unwrap();
             }
         }

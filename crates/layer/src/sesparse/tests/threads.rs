@@ -21,11 +21,11 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
     while Instant::now() < end {
         let grain = random.below(GRAINS);
         let at = place(writer, grain);
-        let stamp = if random.one_in(3) { 0 } else { random.next() | 1 };
+        let stamp = if random.once_in(3) { 0 } else { random.next() | 1 };
         match stamp {
-            0 => layer.zero(at..at + GRAIN, random.one_in(4)).unwrap(),
+            0 => layer.zero(at..at + GRAIN, random.once_in(4)).unwrap(),
             // Stamps of zeros in a grain of its own are for wipe to find.
-            _ if random.one_in(8) => {
+            _ if random.once_in(8) => {
                 layer.write(at, &[&stamped(1, 0)]).unwrap();
                 model[grain as usize] = 0;
                 continue;
@@ -35,7 +35,7 @@ fn write(layer: &SeSparse, writer: u64, end: Instant) -> Vec<u64> {
         model[grain as usize] = stamp;
         let other = random.below(GRAINS);
         assert_eq!(stamps(layer, place(writer, other), GRAIN).unwrap(), [model[other as usize]; 8], "grain {other}");
-        if random.one_in(300) {
+        if random.once_in(300) {
             layer.flush().unwrap();
         }
     }
@@ -49,7 +49,7 @@ fn read(layer: &SeSparse, stop: &AtomicBool) {
         let epoch = layer.epoch();
         let start = random.below(2 * 4096 - 64) * GRAIN;
         let extents = map_all(layer, start, 64 * GRAIN).unwrap();
-        if random.one_in(20) {
+        if random.once_in(20) {
             std::thread::sleep(Duration::from_millis(3));
         }
         for extent in extents {

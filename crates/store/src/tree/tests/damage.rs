@@ -17,7 +17,7 @@ fn two_trees() -> (Memory, NodeId, NodeId) {
         let block = random.below(1 << 22);
         store.skip_data();
         let physical = store.allocate_data(1);
-        root = replace(&mut store, root, block..block + 1, Some((physical, random.chance(10)))).unwrap();
+        root = replace(&mut store, root, block..block + 1, Some((physical, random.percent(10)))).unwrap();
     }
     store.add_reference(root).unwrap();
     let mut head = root;
@@ -79,7 +79,7 @@ fn validation_is_total() {
     for _ in 0..200_000 {
         let (id, mut node) = samples[random.below(2) as usize];
         for _ in 0..1 + random.below(3) {
-            let limit = if random.chance(50) { 64 } else { BLOCK_SIZE as u64 };
+            let limit = if random.percent(50) { 64 } else { BLOCK_SIZE as u64 };
             let at = random.below(limit) as usize;
             node.0[at] ^= 1 << random.below(8);
         }
@@ -128,7 +128,7 @@ fn trees_that_contradict_themselves_end_in_errors() {
         let mut store = sound.clone();
         store.strict = false;
         for _ in 0..1 + random.below(40) {
-            let id = if random.chance(20) { head } else { ids[random.below(ids.len() as u64) as usize] };
+            let id = if random.percent(20) { head } else { ids[random.below(ids.len() as u64) as usize] };
             let other = ids[random.below(ids.len() as u64) as usize];
             match random.below(4) {
                 0 => {

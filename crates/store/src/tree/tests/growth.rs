@@ -99,12 +99,12 @@ fn random_changes_need_no_more_nodes_than_the_bound_says() {
             let (tree, block) = (random.below(run.roots.len() as u64) as usize, random.below(space));
             run.map(tree, block, 1 + random.scaled(300));
         }
-        if random.chance(70) {
+        if random.percent(70) {
             for tree in 0..run.roots.len() {
                 run.share(tree);
             }
         }
-        if random.chance(50) {
+        if random.percent(50) {
             run.copy(0);
         }
         let layers = 1 + random.below(3);

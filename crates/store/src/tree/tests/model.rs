@@ -66,7 +66,7 @@ impl World {
             _ => 1,
         };
         let (start, length) = match self.bounds(tree) {
-            Some(range) if self.random.chance(20) => (range.start, range.end - range.start),
+            Some(range) if self.random.percent(20) => (range.start, range.end - range.start),
             _ => (start, length.min(self.blocks - start)),
         };
         match self.random.below(100) {
@@ -76,7 +76,7 @@ impl World {
             13..=15 => self.check_diff(),
             16..=25 => self.check_lookup(tree, start, length),
             26..=27 => self.shrinking = !self.shrinking,
-            _ if self.random.chance(if self.shrinking { 75 } else { 20 }) => self.unmap(tree, start, length),
+            _ if self.random.percent(if self.shrinking { 75 } else { 20 }) => self.unmap(tree, start, length),
             _ => self.map(tree, start, length.min(700)),
         }
     }
@@ -97,15 +97,15 @@ impl World {
     }
 
     fn map(&mut self, tree: usize, start: u64, length: u64) {
-        if self.random.chance(50) {
+        if self.random.percent(50) {
             self.store.skip_data();
         }
         // Sometimes in two calls, so that pieces that follow each other on the medium meet, with one flag or two.
-        let cut = if self.random.chance(30) { self.random.below(length) } else { 0 };
+        let cut = if self.random.percent(30) { self.random.below(length) } else { 0 };
         let physical = self.store.allocate_data(length);
         let (root, model) = &mut self.trees[tree];
         for part in [0..cut, cut..length].into_iter().filter(|part| !part.is_empty()) {
-            let with = (physical + part.start, self.random.chance(25));
+            let with = (physical + part.start, self.random.percent(25));
             *root = replace(&mut self.store, *root, start + part.start..start + part.end, Some(with)).unwrap();
             model.extend(part.map(|i| (start + i, (physical + i, with.1))));
         }
@@ -163,8 +163,8 @@ impl World {
         };
         let (a, old) = pick(&mut self.random);
         let (b, new) = pick(&mut self.random);
-        let start = if self.random.chance(50) { 0 } else { self.random.below(self.blocks) };
-        let end = if self.random.chance(50) { LOGICAL_LIMIT } else { start + self.random.below(self.blocks) };
+        let start = if self.random.percent(50) { 0 } else { self.random.below(self.blocks) };
+        let end = if self.random.percent(50) { LOGICAL_LIMIT } else { start + self.random.below(self.blocks) };
         let mut found = Vec::new();
         let mut previous: Option<(u64, bool)> = None;
         diff(&mut self.store, a, b, start..end, &mut |extent| {

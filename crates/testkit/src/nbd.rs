@@ -4,9 +4,6 @@
 //! was answered when the server dies, to see the error of one block, to keep many writes in flight. It never panics on
 //! a server that goes away: that is [`Failure::Gone`].
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
 use std::collections::HashMap;
 use std::io::{self, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;

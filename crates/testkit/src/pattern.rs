@@ -1,37 +1,10 @@
 //! Content that tells where it belongs: every sector names its disk, its number and its version, so that a sector in
 //! the wrong place, of the wrong time, or torn within, is seen as such. Version 0 is a sector of zeros.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
+use crate::random::{Random, mix};
 
 /// What no crash tears.
 pub const SECTOR: usize = 512;
-
-/// A generator of numbers from a seed (SplitMix64).
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        mix(self.0)
-    }
-
-    /// A number below `limit`.
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit
-    }
-
-    /// True once in `times`.
-    pub fn once_in(&mut self, times: u64) -> bool {
-        self.below(times) == 0
-    }
-}
-
-fn mix(mut z: u64) -> u64 {
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
-}
 
 /// Fills one sector.
 pub fn fill(sector: &mut [u8], disk: u64, number: u64, version: u64) {
@@ -59,11 +32,5 @@ pub fn version(sector: &[u8], disk: u64, number: u64) -> Result<u64, String> {
 
 /// Bytes from a seed, for tests that compare whole buffers.
 pub fn bytes(seed: u64, length: usize) -> Vec<u8> {
-    let mut random = Random(seed);
-    let mut out = Vec::with_capacity(length.next_multiple_of(8));
-    while out.len() < length {
-        out.extend(random.next().to_le_bytes());
-    }
-    out.truncate(length);
-    out
+    Random(seed).bytes(length)
 }

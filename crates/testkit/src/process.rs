@@ -1,8 +1,5 @@
 //! Running the built `lamina` from tests, as any user would.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
 use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
@@ -16,9 +13,17 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a command or the start of a server may take: long enough for a check of all data on a loaded machine.
 const COMMAND_MAX: Duration = Duration::from_secs(300);
 
+/// The built program, beside the tests of its crate.
+pub fn program() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let program = test.ancestors().nth(2).unwrap().join("lamina");
+    assert!(program.exists(), "{} is built for the tests of crates/lamina", program.display());
+    program
+}
+
 /// The program, in an environment without our variables.
 pub fn lamina() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_lamina"));
+    let mut command = Command::new(program());
     for variable in ["LAMINA_DATASTORE", "RUST_LOG", "NOTIFY_SOCKET"] {
         command.env_remove(variable);
     }

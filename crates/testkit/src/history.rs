@@ -5,11 +5,9 @@
 //! sector is the last that a flush or FUA made durable, the last one is the newest. Where there was no crash, the
 //! newest is what a read must find; after one, any of them, and what was found has to stay.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
+use crate::Random;
 use crate::nbd::{Client, Command, Failure};
-use crate::pattern::{self, Random, SECTOR};
+use crate::pattern::{self, SECTOR};
 use crate::process::Store;
 
 /// Requests of one round, and the sectors of the largest (128 KiB).

@@ -1,9 +1,6 @@
 //! Machines with a real guest, for tests: a served datastore, and the guest of `scripts/guest` in it.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
-use crate::process::{Done, Serving, Store, output, tool};
+use crate::process::{self, Done, Serving, Store, output, tool};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -19,7 +16,7 @@ pub fn guest() -> &'static Path {
     FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
         // Beside what cargo builds, whichever folder that is.
-        let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("guest");
+        let folder = process::program().ancestors().nth(2).unwrap().join("guest");
         tool(root.join("scripts/guest").to_str().unwrap(), &[folder.to_str().unwrap()]);
         folder
     })

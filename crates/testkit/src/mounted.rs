@@ -2,9 +2,6 @@
 //! by running itself under `unshare`, which needs no root where user namespaces are allowed; and, for root, others on a
 //! loop device. Nothing is left mounted: the mounts go with the namespace.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
 use crate::process::tool;
 use std::path::{Path, PathBuf};
 use std::process::Command;

@@ -1,6 +1,6 @@
 //! The newest clients that Debian has, which `scripts/clients` unpacks beside the installed ones.
 
-use crate::process::tool;
+use crate::process::{self, tool};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -10,7 +10,7 @@ pub fn newest() -> &'static Path {
     FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
         // Beside what cargo builds, whichever folder that is.
-        let folder = Path::new(env!("CARGO_BIN_EXE_lamina")).ancestors().nth(2).unwrap().join("clients");
+        let folder = process::program().ancestors().nth(2).unwrap().join("clients");
         tool(root.join("scripts/clients").to_str().unwrap(), &[folder.to_str().unwrap()]);
         folder
     })

@@ -1,8 +1,5 @@
 //! A served datastore with machines that boot nothing: all that matters here is around them.
 
-#![allow(dead_code, reason = "each test file uses its part")]
-#![allow(clippy::unwrap_used)]
-
 use crate::nbd::Client;
 use crate::pattern;
 use crate::process::{Done, Serving, Store, output};

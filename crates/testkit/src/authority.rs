@@ -1,7 +1,5 @@
 //! Certificates of a test authority, made by openssl.
 
-#![allow(clippy::unwrap_used)]
-
 use crate::process::tool;
 use std::path::Path;
 
