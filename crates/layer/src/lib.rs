@@ -54,14 +54,12 @@ pub mod sesparse;
 pub mod stream;
 pub mod vmfssparse;
 pub mod vsansparse;
-mod watch;
 
 use backend::File;
 pub(crate) use error::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
-pub use watch::{Step, Watch};
 
 /// The unit in which VMware's formats count.
 pub const SECTOR: u64 = 512;

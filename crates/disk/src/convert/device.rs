@@ -2,11 +2,11 @@
 
 use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, StatusExtent};
-use crate::progress::Progress;
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::Result;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use work::Progress;
 
 /// Bytes asked about at a time, and runs taken from one answer.
 const ASK_BYTES: u64 = 256 << 20;

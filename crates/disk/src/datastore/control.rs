@@ -8,11 +8,11 @@ use crate::info::{
 };
 use crate::names;
 use crate::native::check_capacity;
-use crate::progress::Progress;
 use crate::snapshot_group::{ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use store::engine::NewSnapshot;
+use work::Progress;
 
 impl Datastore {
     /// A disk in VMware's formats, for what only those have.

@@ -4,11 +4,11 @@ use super::snapshots::TEMPORARY;
 use super::{Foreign, ForeignDisk, ForeignReplica};
 use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
 use crate::info::ImageKind;
-use crate::progress::{NoProgress, Progress};
 use backend::BLOCK_SIZE;
 use chain::Chain;
 use error::Result;
 use std::sync::Arc;
+use work::{NoProgress, Progress};
 
 /// Largest unit in which a target is filled; formats with larger grains fill the rest up themselves.
 const UNIT_MAX: u64 = 1 << 20;

@@ -5,13 +5,13 @@ use crate::info::{
     Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
     ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
 };
-use crate::progress::{Progress, Watched};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Place;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use work::Progress;
 
 /// What `lamina disk list` calls flat disks of VMFS.
 const VMDK: &str = "vmdk";
@@ -93,7 +93,7 @@ impl Foreign {
             delta,
             adapter: layer::descriptor::Adapter::default(),
         };
-        match vmdk::Disk::create(home, &new, &self.options, &Watched(progress)) {
+        match vmdk::Disk::create(home, &new, &self.options, progress) {
             Ok(disk) => self.info(&self.insert(folder, disk), false),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {

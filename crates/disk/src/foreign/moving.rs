@@ -5,9 +5,7 @@
 
 use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
-use crate::info::{DeltaFormat, ImageKind};
 use crate::migrate::{Node, Original, Replica};
-use crate::progress::{Progress, Watched};
 use crate::switch::Identity;
 use chain::{Chain, Condition};
 use error::{Error, ErrorKind, Result};
@@ -16,6 +14,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use work::{NoProgress, Progress};
 
 /// Spans asked for at a time.
 const SPANS: usize = 1024;
@@ -80,7 +79,7 @@ impl Foreign {
         let (folder, home) = self.new_folder(name, true)?;
         let adapter = layer::descriptor::Adapter::default();
         let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
-        match vmdk::Disk::create(home, &new, self.options(), &Watched(progress)) {
+        match vmdk::Disk::create(home, &new, self.options(), progress) {
             Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
@@ -220,7 +219,7 @@ impl Replica for ForeignReplica {
     }
 
     fn forget(&self, snapshot: &str) -> Result<()> {
-        self.disk.delete_snapshot(snapshot, None, &())
+        self.disk.delete_snapshot(snapshot, None, &NoProgress)
     }
 
     fn resize(&self, capacity: u64) -> Result<()> {

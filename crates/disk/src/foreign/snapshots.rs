@@ -2,12 +2,11 @@
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
-use crate::progress::Watched;
-use crate::progress::{NoProgress, Progress};
 use chain::{Chain, Condition, LevelKey};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use vmdk::NewSnapshot;
+use work::{NoProgress, Progress};
 
 /// Bytes whose changes are looked for at a time.
 const DIFF_WINDOW: u64 = 1 << 30;
@@ -55,7 +54,7 @@ impl ForeignDisk {
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
-            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
+            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Unwanted);
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
                     let (disk, name) = (&record.name, &snapshot.name);
@@ -68,7 +67,7 @@ impl ForeignDisk {
 
     /// Deletes a snapshot above which nothing was written.
     pub(crate) fn take_back_snapshot(&self, name: &str) -> Result<()> {
-        self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &Watched(&NoProgress))?;
+        self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &NoProgress)?;
         self.tell_bases();
         Ok(())
     }
@@ -189,7 +188,7 @@ impl Foreign {
                 ));
             }
         }
-        let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), &Watched(progress));
+        let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), progress);
         entry.tell_bases();
         outcome
     }

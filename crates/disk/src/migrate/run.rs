@@ -23,13 +23,13 @@ use crate::foreign::{ForeignOriginal, ForeignReplica};
 use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
 use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
-use crate::progress::Progress;
 use crate::switch::{Before, Client, Identity, Switch};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use store::engine::DiskIdentity;
+use work::Progress;
 
 /// What a disk is to become.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,7 +3,6 @@
 use super::Native;
 use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
 use crate::names;
-use crate::progress::Progress;
 use crate::switch::Client;
 use backend::BLOCK_SIZE;
 use error::Result;
@@ -11,6 +10,7 @@ use std::sync::Arc;
 use store::Engine;
 use store::catalog::Provisioning;
 use store::engine::{BulkWriter, NewDisk};
+use work::Progress;
 
 impl Native {
     /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that goes with the source, and with a

@@ -19,9 +19,10 @@ use super::maintain::Work;
 use super::relocate::{Held, names};
 use super::state::{LayerState, Step, backmap_page, bitmap_page, table_page};
 use super::touched::Touched;
-use crate::{IoContext, Result, Watch};
+use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
+use work::Progress;
 
 /// Grains of a window: 512 GiB, 32 MiB of memory.
 const WINDOW: u64 = 1 << 27;
@@ -140,8 +141,8 @@ impl Holes {
 impl SeSparse {
     /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
     /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
-    pub fn wipe(&self, zeros: bool, watch: Watch<'_>) -> Result<WipeReport> {
-        let mut work = self.begin_work(watch, "wiping")?;
+    pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<WipeReport> {
+        let mut work = self.begin_work(progress, "wiping")?;
         self.check_changeable()?;
         let mut report = WipeReport::default();
         let windows = self.state.lock().space.fresh.div_ceil(WINDOW);

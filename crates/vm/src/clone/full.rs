@@ -3,14 +3,21 @@
 use super::progress::Sum;
 use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, own_disks};
 use crate::definition::{CloneKind, Definition};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::machines::{Making, Snapshot};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use work::{Progress, Unreported};
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(
+    host: &Host,
+    source: &Source,
+    names: &[String],
+    options: &Options,
+    progress: &dyn Progress,
+) -> Result<Outcome> {
     let point = source.point(host)?;
     let definitions = clone_definitions(source, &point.definition, names, CloneKind::Full)?;
     let temporary = if point.new { point.disks.clone() } else { Vec::new() };
@@ -30,17 +37,17 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     };
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
-    let sum = Sum::new(names.len() * point.disks.len().max(1), watch);
+    let sum = Sum::new(names.len() * point.disks.len().max(1), progress);
     let uncertain = AtomicBool::new(false);
-    let each = fleet::each(names, options.parallel, &sum, &|name| {
+    let each = fleet::each(names, options.parallel, &Unreported(progress), &|name| {
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
         };
-        copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
-            |error| {
+        copy(host, definition, &point.disks, &making, &sum, progress)
+            .and_then(|()| making.finish(name).map(drop))
+            .inspect_err(|error| {
                 uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
-            },
-        )
+            })
     });
     // What is there is there, whatever became of the others.
     match uncertain.into_inner() {
@@ -50,12 +57,19 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     Ok(Outcome { made: each.made.iter().map(|name| Made::plain(name)).collect(), failed: each.failed, quiet, stun })
 }
 
-fn copy(host: &Host, definition: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
+fn copy(
+    host: &Host,
+    definition: &Definition,
+    from: &[Snapshot],
+    making: &Making,
+    sum: &Sum<'_>,
+    progress: &dyn Progress,
+) -> Result<()> {
     for (disk, snapshot) in definition.disks.iter().zip(from) {
         let part = sum.part();
         host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &|done, total| {
             part.update(done, total);
-            !sum.cancelled()
+            !progress.cancelled()
         })?;
         making.made([disk.name.clone()]);
     }

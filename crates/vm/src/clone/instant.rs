@@ -5,7 +5,7 @@
 use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
 use crate::definition::{CloneKind, Definition};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::instant::image::Image;
 use crate::instant::{child, freeze, running};
@@ -17,6 +17,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
+use work::Progress;
 
 /// How long the agent of a guest may take to answer whose parent's answered.
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
@@ -25,7 +26,13 @@ const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take: it has nothing to wait for.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(
+    host: &Host,
+    source: &Source,
+    names: &[String],
+    options: &Options,
+    progress: &dyn Progress,
+) -> Result<Outcome> {
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
             "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \
@@ -43,7 +50,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
         |definition| own_disks(definition, &snapshots, CloneKind::Instant),
         Vec::new(),
     )?;
-    if let Err(error) = make_disks(host, &snapshots, &definitions, &making, watch) {
+    if let Err(error) = make_disks(host, &snapshots, &definitions, &making, progress) {
         if is_uncertain(&error) {
             making.leave();
         }
@@ -52,7 +59,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
     let made = Mutex::new(BTreeMap::new());
-    let each = fleet::each(names, options.parallel, watch, &|name| {
+    let each = fleet::each(names, options.parallel, progress, &|name| {
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
         };

@@ -2,11 +2,17 @@
 
 use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, make_disks, own_disks};
 use crate::definition::CloneKind;
-use crate::fleet::Watch;
 use crate::host::Host;
 use error::Result;
+use work::Progress;
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(
+    host: &Host,
+    source: &Source,
+    names: &[String],
+    options: &Options,
+    progress: &dyn Progress,
+) -> Result<Outcome> {
     let point = source.point(host)?;
     let definitions = clone_definitions(source, &point.definition, names, CloneKind::Linked)?;
     let temporary = if point.new { point.disks.clone() } else { Vec::new() };
@@ -16,7 +22,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
         temporary,
     )?;
     let outcome = source.take(host, &point, options.quiesce).and_then(|taken| {
-        make_disks(host, &point.disks, &definitions, &making, watch)?;
+        make_disks(host, &point.disks, &definitions, &making, progress)?;
         Ok(taken)
     });
     let (quiet, stun) = match outcome {
@@ -34,7 +40,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
             Ok(_) => outcome.made.push(Made::plain(name)),
             Err(error) => outcome.failed.push((name.clone(), error)),
         }
-        watch.update(outcome.made.len() + outcome.failed.len(), names.len());
+        progress.update((outcome.made.len() + outcome.failed.len()) as u64, names.len() as u64);
     }
     making.settle()?;
     Ok(outcome)

@@ -22,7 +22,7 @@ mod source;
 pub use source::{PREFIX, Source};
 
 use crate::definition::{CloneKind, Definition, Origin};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::lifecycle;
 use crate::machines::{Making, OwnDisk, Snapshot};
@@ -30,6 +30,7 @@ use crate::quiet::Quiet;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::time::Duration;
+use work::{Progress, Unreported};
 
 /// What is to become of the identity inside the guest of an instant clone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,21 +90,31 @@ pub struct Outcome {
     pub stun: Option<Duration>,
 }
 
-/// Makes clones.
+/// Makes clones. `progress` is told how many are made; of full ones how many bytes are copied.
 ///
 /// # Errors
 /// When none can be made, for a reason that is the source's.
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(
+    host: &Host,
+    source: &Source,
+    names: &[String],
+    options: &Options,
+    progress: &dyn Progress,
+) -> Result<Outcome> {
     let _working = host.work()?;
     let (names, failed) = free_names(host, source, names)?;
     let mut outcome = match (names.is_empty(), options.way) {
         (true, _) => Outcome::default(),
-        (false, CloneKind::Linked) => linked::make(host, source, &names, options, watch)?,
-        (false, CloneKind::Full) => full::make(host, source, &names, options, watch)?,
-        (false, CloneKind::Instant) => instant::make(host, source, &names, options, watch)?,
+        (false, CloneKind::Linked) => linked::make(host, source, &names, options, progress)?,
+        (false, CloneKind::Full) => full::make(host, source, &names, options, progress)?,
+        (false, CloneKind::Instant) => instant::make(host, source, &names, options, progress)?,
     };
     if options.start && options.way != CloneKind::Instant {
-        start(host, &mut outcome, options, watch);
+        match options.way {
+            // What is reported is how many bytes are copied.
+            CloneKind::Full => start(host, &mut outcome, options, &Unreported(progress)),
+            _ => start(host, &mut outcome, options, progress),
+        }
     }
     outcome.failed.extend(failed);
     outcome.failed.sort_by(|a, b| a.0.cmp(&b.0));
@@ -111,9 +122,9 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
 }
 
 /// Starts what was made; one that cannot be started is there all the same, and told.
-fn start(host: &Host, outcome: &mut Outcome, options: &Options, watch: &dyn Watch) {
+fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn Progress) {
     let names: Vec<String> = outcome.made.iter().map(|made| made.name.clone()).collect();
-    let started = fleet::each(&names, options.parallel, watch, &|name| {
+    let started = fleet::each(&names, options.parallel, progress, &|name| {
         let change = host.change(name)?;
         lifecycle::start(&change, host.machines(), host.images(), host.features()?, false)
     });
@@ -177,10 +188,10 @@ fn make_disks(
     snapshots: &[Snapshot],
     definitions: &[Definition],
     making: &Making,
-    watch: &dyn Watch,
+    progress: &dyn Progress,
 ) -> Result<()> {
     for (index, snapshot) in snapshots.iter().enumerate() {
-        if watch.cancelled() {
+        if progress.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
         }
         let disks: Vec<String> = definitions.iter().map(|definition| definition.disks[index].name.clone()).collect();
