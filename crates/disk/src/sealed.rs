@@ -11,11 +11,11 @@
 
 pub use backend::replace::remove_if_there;
 use backend::{Directory, IoMode, replace};
+use checksums::checksum;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
-use store::checksum;
 
 /// What a file is written as before it has its name.
 pub const TEMPORARY: &str = ".new";
