@@ -42,6 +42,7 @@ pub mod flat;
 mod group_commit;
 pub mod hosted;
 pub mod image;
+mod inflate;
 #[cfg(test)]
 mod model;
 pub mod ova;
