@@ -72,6 +72,13 @@ pub struct NewDisk {
     pub adapter: Adapter,
 }
 
+impl NewDisk {
+    /// One for the usual adapter.
+    pub fn new(name: &str, capacity: u64, kind: ImageKind, delta: Option<DeltaFormat>) -> Self {
+        Self { name: name.to_owned(), capacity, kind, delta, adapter: Adapter::default() }
+    }
+}
+
 /// A chain that was handed out for reading.
 struct Issued {
     chain: Weak<Chain>,

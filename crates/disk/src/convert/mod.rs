@@ -28,7 +28,7 @@ mod target;
 
 pub(crate) use copy::copy as copy_all;
 pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
-pub use device::{DeviceSink, DeviceSource};
+pub use device::{DeviceSink, DeviceSource, HoldingSource};
 pub use format::{SourceFormat, TargetFormat};
 pub use source::ChainSource;
 pub(crate) use source::{is_archive, open_member};

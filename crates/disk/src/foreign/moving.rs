@@ -68,26 +68,9 @@ impl Foreign {
     }
 
     /// An empty disk in a folder that goes with a crash.
-    pub fn replica(
-        &self,
-        name: &str,
-        capacity: u64,
-        kind: ImageKind,
-        delta: Option<DeltaFormat>,
-        progress: &dyn Progress,
-    ) -> Result<ForeignReplica> {
-        let (folder, home) = self.new_folder(name, true)?;
-        let adapter = layer::descriptor::Adapter::default();
-        let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
-        match vmdk::Disk::create(home, &new, self.options(), progress) {
-            Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
-            Err(error) => {
-                if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
-                }
-                Err(error)
-            }
-        }
+    pub fn replica(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<ForeignReplica> {
+        let (folder, disk) = self.make(new, true, progress)?;
+        Ok(ForeignReplica { folder, disk, head: Mutex::default() })
     }
 
     /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.

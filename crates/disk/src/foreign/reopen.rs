@@ -161,7 +161,7 @@ mod tests {
             write_buffer: 8 << 20,
         };
         let datastore = Datastore::open(&path, options).unwrap();
-        datastore.foreign.create_disk("vm", 8 << 20, ImageKind::Thin, None, &NoProgress).unwrap();
+        datastore.foreign.create_disk(&vmdk::NewDisk::new("vm", 8 << 20, ImageKind::Thin, None), &NoProgress).unwrap();
         let entry = datastore.foreign.find("vm").unwrap();
         let client = datastore.device("vm", false).unwrap();
         (dir, datastore, entry, client)

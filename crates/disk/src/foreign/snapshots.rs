@@ -1,7 +1,7 @@
 //! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
 
 use super::{Foreign, ForeignDisk};
-use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
+use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
 use chain::{Chain, Condition, LevelKey};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
@@ -204,13 +204,7 @@ impl Foreign {
 
     /// Calls `each` for every extent that differs between two points, in order of offset. What both have in common is
     /// the newest image that is in the chains of both: what lies above it, on either side, is what may differ.
-    pub fn diff(
-        &self,
-        entry: &ForeignDisk,
-        from: &Point,
-        to: &Point,
-        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
-    ) -> Result<()> {
+    pub fn diff(&self, entry: &ForeignDisk, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         let (old, old_line) = entry.chain_of(from)?;
         let (new, new_line) = entry.chain_of(to)?;
         let common = new_line.iter().find(|node| old_line.contains(node)).copied();
@@ -253,7 +247,7 @@ impl Foreign {
 }
 
 /// Cuts a changed run by whether the later point holds data there.
-fn by_content(chain: &Chain, start: u64, stop: u64, each: &mut dyn FnMut(ChangedExtent) -> Result<()>) -> Result<()> {
+fn by_content(chain: &Chain, start: u64, stop: u64, each: EachExtent<'_>) -> Result<()> {
     let mut at = start;
     let end = stop.min(chain.capacity());
     while at < end {

@@ -228,7 +228,10 @@ impl Datastore {
     ) -> Result<Target> {
         Ok(match options.format.kind(options.provisioning) {
             None => Target::Native(self.native.replica(hidden, capacity, options.provisioning, progress)?),
-            Some(kind) => Target::Foreign(self.foreign.replica(name, capacity, kind, options.delta, progress)?),
+            Some(kind) => {
+                let new = vmdk::NewDisk::new(name, capacity, kind, options.delta);
+                Target::Foreign(self.foreign.replica(&new, progress)?)
+            }
         })
     }
 

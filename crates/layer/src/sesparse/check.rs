@@ -195,14 +195,8 @@ impl SeSparse {
         let mut holes = Holes::default();
         let first = window.start == 0;
         let ours = self.is_ours();
-        let (slots, mut slot) = (self.layout.slots(), 0);
-        while slot < slots {
-            let begun = slot;
-            slot = self.next_slot(slot)?;
-            if slot > begun {
-                work.step(slot - begun)?;
-                continue;
-            }
+        let mut slot = 0;
+        while self.find_slot(&mut slot, work)? {
             match self.read_table(slot, &mut holes) {
                 Ok(None) if first => {
                     if let Some(table) = self.settle(|state| state.table_of(slot))? {

@@ -245,6 +245,18 @@ impl SeSparse {
         })
     }
 
+    /// Goes on to the next slot that is in use, from `slot` on, as steps of the work; false where there is none.
+    pub(super) fn find_slot(&self, slot: &mut u64, work: &mut Work<'_, '_>) -> Result<bool> {
+        while *slot < self.layout.slots() {
+            let begun = std::mem::replace(slot, self.next_slot(*slot)?);
+            if *slot == begun {
+                return Ok(true);
+            }
+            work.step(*slot - begun)?;
+        }
+        Ok(false)
+    }
+
     /// The table of a slot and its content: what is in memory, else what the file has. `None` without a table, or with
     /// one that is a hole of the file.
     pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
@@ -294,14 +306,8 @@ impl SeSparse {
 
     /// Frees grains that hold only zeros.
     fn wipe_zeros(&self, work: &mut Work, report: &mut WipeReport) -> Result<()> {
-        let (slots, mut slot) = (self.layout.slots(), 0);
-        while slot < slots {
-            let begun = slot;
-            slot = self.next_slot(slot)?;
-            if slot > begun {
-                work.step(slot - begun)?;
-                continue;
-            }
+        let mut slot = 0;
+        while self.find_slot(&mut slot, work)? {
             for page in 0..TABLE_PAGES {
                 let held = self.settle(|state| held_by_page(state, slot, page))?;
                 if held.is_empty() {

@@ -1,7 +1,7 @@
 //! Full clones: copies of what the parent's disks hold, from snapshots that are gone again afterwards.
 
 use super::progress::Sum;
-use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, own_disks};
+use super::{Made, Outcome, Task, is_uncertain};
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
 use crate::host::Host;
@@ -9,23 +9,11 @@ use crate::machines::{Making, Snapshot};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use work::{Progress, Unreported};
+use work::Unreported;
 
-pub fn make(
-    host: &Host,
-    source: &Source,
-    names: &[String],
-    options: &Options,
-    progress: &dyn Progress,
-) -> Result<Outcome> {
-    let point = source.point(host)?;
-    let definitions = clone_definitions(source, &point.definition, names, CloneKind::Full)?;
-    let temporary = if point.new { point.disks.clone() } else { Vec::new() };
-    let making = host.machines().make(
-        &definitions,
-        |definition| own_disks(definition, &point.disks, CloneKind::Full),
-        temporary,
-    )?;
+pub fn make(task: &Task<'_>) -> Result<Outcome> {
+    let Task { host, source, names, options, progress } = *task;
+    let (point, definitions, making) = task.begin(CloneKind::Full)?;
     let (quiet, stun) = match source.take(host, &point, options.quiesce) {
         Ok(taken) => taken,
         Err(error) => {
@@ -43,11 +31,11 @@ pub fn make(
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
         };
-        copy(host, definition, &point.disks, &making, &sum, progress)
-            .and_then(|()| making.finish(name).map(drop))
-            .inspect_err(|error| {
+        copy(host, definition, &point.disks, &making, &sum).and_then(|()| making.finish(name).map(drop)).inspect_err(
+            |error| {
                 uncertain.fetch_or(is_uncertain(error), Ordering::Relaxed);
-            })
+            },
+        )
     });
     // What is there is there, whatever became of the others.
     match uncertain.into_inner() {
@@ -57,20 +45,9 @@ pub fn make(
     Ok(Outcome { made: each.made.iter().map(|name| Made::plain(name)).collect(), failed: each.failed, quiet, stun })
 }
 
-fn copy(
-    host: &Host,
-    definition: &Definition,
-    from: &[Snapshot],
-    making: &Making,
-    sum: &Sum<'_>,
-    progress: &dyn Progress,
-) -> Result<()> {
+fn copy(host: &Host, definition: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
     for (disk, snapshot) in definition.disks.iter().zip(from) {
-        let part = sum.part();
-        host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &|done, total| {
-            part.update(done, total);
-            !progress.cancelled()
-        })?;
+        host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &sum.part())?;
         making.made([disk.name.clone()]);
     }
     Ok(())

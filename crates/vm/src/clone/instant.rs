@@ -2,7 +2,7 @@
 //!
 //! A clone is created when its guest has its own identity: until then an error removes it and its process.
 
-use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
+use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
 use crate::definition::{CloneKind, Definition};
 use crate::fleet;
@@ -17,7 +17,6 @@ use parking_lot::Mutex;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
-use work::Progress;
 
 /// How long the agent of a guest may take to answer whose parent's answered.
 const AGENT_PATIENCE: Duration = Duration::from_secs(30);
@@ -26,13 +25,8 @@ const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take: it has nothing to wait for.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
-pub fn make(
-    host: &Host,
-    source: &Source,
-    names: &[String],
-    options: &Options,
-    progress: &dyn Progress,
-) -> Result<Outcome> {
+pub fn make(task: &Task<'_>) -> Result<Outcome> {
+    let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
             "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \

@@ -19,6 +19,7 @@ mod linked;
 mod progress;
 mod source;
 
+use source::Point;
 pub use source::{PREFIX, Source};
 
 use crate::definition::{CloneKind, Definition, Origin};
@@ -90,6 +91,28 @@ pub struct Outcome {
     pub stun: Option<Duration>,
 }
 
+/// What is cloned, under which names and how.
+#[derive(Clone, Copy)]
+struct Task<'a> {
+    host: &'a Host,
+    source: &'a Source,
+    names: &'a [String],
+    options: &'a Options,
+    progress: &'a dyn Progress,
+}
+
+impl Task<'_> {
+    /// Takes what the clones need to be, and begins to make them: of what point of the source, and what they are.
+    fn begin(&self, way: CloneKind) -> Result<(Point, Vec<Definition>, Making)> {
+        let point = self.source.point(self.host)?;
+        let definitions = clone_definitions(self.source, &point.definition, self.names, way)?;
+        let temporary = if point.new { point.disks.clone() } else { Vec::new() };
+        let own = |definition: &Definition| own_disks(definition, &point.disks, way);
+        let making = self.host.machines().make(&definitions, own, temporary)?;
+        Ok((point, definitions, making))
+    }
+}
+
 /// Makes clones. `progress` is told how many are made; of full ones how many bytes are copied.
 ///
 /// # Errors
@@ -103,11 +126,12 @@ pub fn make(
 ) -> Result<Outcome> {
     let _working = host.work()?;
     let (names, failed) = free_names(host, source, names)?;
+    let task = Task { host, source, names: &names, options, progress };
     let mut outcome = match (names.is_empty(), options.way) {
         (true, _) => Outcome::default(),
-        (false, CloneKind::Linked) => linked::make(host, source, &names, options, progress)?,
-        (false, CloneKind::Full) => full::make(host, source, &names, options, progress)?,
-        (false, CloneKind::Instant) => instant::make(host, source, &names, options, progress)?,
+        (false, CloneKind::Linked) => linked::make(&task)?,
+        (false, CloneKind::Full) => full::make(&task)?,
+        (false, CloneKind::Instant) => instant::make(&task)?,
     };
     if options.start && options.way != CloneKind::Instant {
         match options.way {

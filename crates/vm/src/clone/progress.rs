@@ -30,8 +30,8 @@ impl<'a> Sum<'a> {
     }
 }
 
-impl Part<'_> {
-    pub fn update(&self, done: u64, total: u64) {
+impl Progress for Part<'_> {
+    fn update(&self, done: u64, total: u64) {
         let (done, total, count) = {
             let mut begun = self.sum.begun.lock();
             begun[self.index] = (done, total);
@@ -41,5 +41,9 @@ impl Part<'_> {
         // Those that have not begun are taken to be as large as those that have.
         let total = u128::from(total) * self.sum.parts.max(count) as u128 / count.max(1) as u128;
         self.sum.progress.update(done, u64::try_from(total).unwrap_or(u64::MAX));
+    }
+
+    fn cancelled(&self) -> bool {
+        self.sum.progress.cancelled()
     }
 }
