@@ -112,15 +112,36 @@ impl Progress for Unreported<'_> {
 pub struct WorkPart<'a> {
     /// Watches all of it.
     pub whole: &'a dyn Progress,
-    /// What the pieces before this one came to.
-    pub before: u64,
-    /// What all of them come to.
-    pub total: u64,
+    /// Which of them it is.
+    pub place: WorkPlace,
+}
+
+/// Which piece of several one is.
+#[derive(Clone, Copy, Debug)]
+pub enum WorkPlace {
+    /// Behind others that came to `before`, of `total` in all.
+    Behind {
+        /// What they came to.
+        before: u64,
+        /// What all of them come to.
+        total: u64,
+    },
+    /// Number `index` of `count` that are equal.
+    OneOf {
+        /// From 0 on.
+        index: u64,
+        /// All of them.
+        count: u64,
+    },
 }
 
 impl Progress for WorkPart<'_> {
-    fn update(&self, done: u64, _: u64) {
-        self.whole.update(self.before.saturating_add(done), self.total);
+    fn update(&self, done: u64, total: u64) {
+        let (before, all) = match self.place {
+            WorkPlace::Behind { before, total } => (before, total),
+            WorkPlace::OneOf { index, count } => (total.saturating_mul(index), total.saturating_mul(count)),
+        };
+        self.whole.update(before.saturating_add(done), all);
     }
 
     fn cancelled(&self) -> bool {

@@ -86,8 +86,11 @@ fn steps_are_reported_and_the_parts_are_one_piece_of_work() {
     let notes = Notes::default();
     assert!(Throttle::new(&notes).step(5, 10, 100).is_continue());
     assert_eq!((*notes.last.lock(), notes.moved.load(Ordering::Relaxed)), ((5, 10), 100));
-    let second = WorkPart { whole: &notes, before: 20, total: 40 };
+    let second = WorkPart { whole: &notes, place: WorkPlace::Behind { before: 20, total: 40 } };
     assert!(Throttle::new(&second).step(1, 10, 1).is_continue());
+    assert_eq!(*notes.last.lock(), (21, 40));
+    let third = WorkPart { whole: &notes, place: WorkPlace::OneOf { index: 2, count: 4 } };
+    third.update(1, 10);
     assert_eq!(*notes.last.lock(), (21, 40));
     // Cancelled in the step in which it is.
     assert!(Throttle::new(&second).step(10, 10, 1).is_break());

@@ -30,7 +30,7 @@ use backend::{Access, Directory, File, IoMode, Lock};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
-use work::{Progress, WorkPart};
+use work::{Progress, WorkPart, WorkPlace};
 
 /// What an image is made of: a format, and for flat ones how they have their space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -465,7 +465,7 @@ fn make_extents(
         if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
             extents.push(name.clone());
         }
-        let part = WorkPart { whole: progress, before, total };
+        let part = WorkPart { whole: progress, place: WorkPlace::Behind { before, total } };
         make_extent(file?, name, length, image, None, random, &part)?;
         before += length;
     }

@@ -50,7 +50,7 @@ use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
-use work::{Progress, WorkPart};
+use work::{Progress, WorkPart, WorkPlace};
 
 /// Parents below an image that are followed unless the caller says otherwise: what ESXi allows.
 pub const LEVELS_MAX: usize = 32;
@@ -394,7 +394,7 @@ impl Image {
         let total = self.flats.iter().map(|flat| flat.capacity()).sum();
         let mut before = 0;
         for flat in self.flats.iter().filter(|flat| flat.writable()) {
-            work(flat, &WorkPart { whole: progress, before, total })?;
+            work(flat, &WorkPart { whole: progress, place: WorkPlace::Behind { before, total } })?;
             before += flat.capacity();
         }
         Ok(())
