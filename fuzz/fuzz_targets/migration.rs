@@ -23,7 +23,7 @@ fuzz_target!(|data: &[u8]| {
     let file = directory.create(NAME, IoMode::Buffered).expect("a new disk takes files");
     let bytes = match data.split_first() {
         Some((flags, body)) if flags & 1 == 0 => {
-            [format!("lamina migration 1 crc32c={:08x}\n", store::checksum(body)).as_bytes(), body].concat()
+            [format!("lamina migration 1 crc32c={:08x}\n", checksums::checksum(body)).as_bytes(), body].concat()
         }
         Some((_, rest)) => rest.to_vec(),
         None => Vec::new(),

@@ -71,7 +71,7 @@ fn seal(directory: &Arc<dyn Directory>) {
         return;
     }
     if let Some(end) = bytes.iter().position(|byte| *byte == b'\n').filter(|end| *end == MAGIC_LENGTH + 8) {
-        let sum = format!("{:08X}", store::checksum(&bytes[end + 1..]));
+        let sum = format!("{:08X}", checksums::checksum(&bytes[end + 1..]));
         let _ = file.write_at(&[sum.as_bytes()], MAGIC_LENGTH as u64, false);
     }
 }

@@ -43,7 +43,7 @@ impl<'a> Input<'a> {
 /// The CRC32C of `bytes` with the four at `at` taken as zero, put there.
 pub fn seal(bytes: &mut [u8], at: usize) {
     bytes[at..at + 4].fill(0);
-    let sum = store::checksum(bytes);
+    let sum = checksums::checksum(bytes);
     bytes[at..at + 4].copy_from_slice(&sum.to_le_bytes());
 }
 

@@ -33,6 +33,7 @@ pub mod portable;
 mod queue;
 pub mod random;
 mod readiness;
+pub mod replace;
 pub mod simulated;
 #[cfg(target_os = "linux")]
 pub mod uring;

@@ -23,6 +23,17 @@ pub(crate) fn check_range(offset: u64, length: u64) -> io::Result<()> {
     }
 }
 
+/// The same for what is written in one request: how many bytes that is.
+pub(crate) fn check_slices(mode: IoMode, slices: &[&[u8]], offset: u64) -> io::Result<u64> {
+    let mut total = 0u64;
+    for slice in slices {
+        check_alignment(mode, offset.wrapping_add(total), slice)?;
+        total = total.saturating_add(slice.len() as u64);
+    }
+    check_range(offset, total)?;
+    Ok(total)
+}
+
 /// Refuses what direct I/O cannot carry: anything not in whole blocks at a block's offset in aligned memory. The check
 /// is stricter than most media, so that code tried on one medium works on every other.
 pub(crate) fn check_alignment(mode: IoMode, offset: u64, memory: &[u8]) -> io::Result<()> {

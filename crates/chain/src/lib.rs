@@ -50,13 +50,12 @@ mod read;
 mod snapshot;
 mod statistics;
 mod status;
-mod throttle;
 mod unflushed;
 mod walk;
 mod write;
 
 pub use chain::{Chain, Options};
-pub use consolidate::{Merged, Watch};
+pub use consolidate::Merged;
 pub use levels::LevelKey;
 pub use metadata::Tunables;
 pub use ranges::{Held, Ranges};
@@ -64,6 +63,5 @@ pub use read::{Part, Place, Plan};
 pub use snapshot::Frozen;
 pub use statistics::{DataStatistics, LevelStatistics, MetadataStatistics, Statistics};
 pub use status::{Condition, Span};
-pub use throttle::Throttle;
 
 pub(crate) use error::{Error, ErrorKind, Result};

@@ -1,9 +1,10 @@
 //! What a person, or a monitoring system, sees of an open chain. All counters only grow.
 
 use crate::levels::LevelKey;
+use serde::{Deserialize, Serialize};
 
 /// Figures of the metadata cache.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MetadataStatistics {
     /// Lookups answered from the cache.
     pub hits: u64,
@@ -41,7 +42,7 @@ impl MetadataStatistics {
 }
 
 /// Figures of the data cache. Blocks are 4 KiB.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataStatistics {
     /// Blocks answered from the cache.
     pub hits: u64,

@@ -11,7 +11,6 @@ use crate::migrate::{self, Imports};
 use crate::names;
 use crate::native::Native;
 use crate::pace::{self, Background, Foreground};
-use crate::progress::Progress;
 use crate::snapshot_group;
 use crate::switch::Switches;
 use crate::transfer;
@@ -26,6 +25,7 @@ use std::sync::{Arc, Weak};
 use store::engine::{FORMAT_VERSION, InitParameters, Owner};
 use store::{Engine, EngineOptions};
 use uses::Uses;
+use work::Progress;
 
 /// What making a datastore leaves even if it fails.
 const LOCK_FILE: &str = "lock";

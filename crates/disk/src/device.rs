@@ -158,8 +158,8 @@ impl ReadPlan {
             }
         }
         match self.skip == 0 && known.len() * BLOCK_SIZE == self.length {
-            true => store::checksum_of_blocks(known),
-            false => store::checksum_of(&self.slices()),
+            true => checksums::checksum_of_blocks(known),
+            false => checksums::checksum_of(&self.slices()),
         }
     }
 

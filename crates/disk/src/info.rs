@@ -1,6 +1,7 @@
 //! What a datastore tells about itself: plain records, the same for text, JSON and the API.
 
 use crate::file_system::FileSystemInfo;
+pub use chain::{DataStatistics, MetadataStatistics};
 use error::{Error, Result};
 pub use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
@@ -286,52 +287,6 @@ pub struct LevelInfo {
     pub writable: bool,
 }
 
-/// Figures of a metadata cache. Counters only grow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MetadataCacheStatistics {
-    /// Lookups answered from the cache.
-    pub hits: u64,
-    /// Lookups that needed a walk.
-    pub misses: u64,
-    /// Extents that had to go for others.
-    pub evictions: u64,
-    /// Walks down the chain.
-    pub walks: u64,
-    /// Levels asked in all walks together.
-    pub walk_levels: u64,
-    /// Levels asked in the longest walk.
-    pub walk_levels_max: u64,
-    /// Extents put into the cache before any request looked them up.
-    pub prefetched: u64,
-    /// Of these, asked for later.
-    pub prefetched_used: u64,
-    /// Extents in the cache now.
-    pub entries: u64,
-    /// Bytes of memory that the cache takes now.
-    pub memory: u64,
-}
-
-/// Figures of a read cache. Blocks are 4 KiB; counters only grow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DataCacheStatistics {
-    /// Blocks answered from the cache.
-    pub hits: u64,
-    /// Blocks that were not there.
-    pub misses: u64,
-    /// Blocks taken in.
-    pub insertions: u64,
-    /// Blocks that had to go for others.
-    pub evictions: u64,
-    /// Blocks that a write, discard or zeroing made untrue.
-    pub invalidations: u64,
-    /// Blocks in the cache now.
-    pub blocks: u64,
-    /// Bytes of memory that the cache takes now.
-    pub memory: u64,
-    /// Bytes it may take.
-    pub memory_max: u64,
-}
-
 /// Figures of a disk's chain, since it was opened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStatistics {
@@ -340,9 +295,9 @@ pub struct DiskStatistics {
     /// The levels, newest first.
     pub levels: Vec<LevelInfo>,
     /// The metadata cache.
-    pub metadata: MetadataCacheStatistics,
+    pub metadata: MetadataStatistics,
     /// The read cache.
-    pub data: DataCacheStatistics,
+    pub data: DataStatistics,
     /// Writes of partial grains, which had to be filled up from below.
     pub fills: u64,
     /// Tunables as they are now.
@@ -368,6 +323,9 @@ pub struct ChangedExtent {
     /// True when the later point holds no data there (discarded or zeroed).
     pub zero: bool,
 }
+
+/// Takes extents in order of offset. An error ends what gives them.
+pub type EachExtent<'a> = &'a mut dyn FnMut(ChangedExtent) -> Result<()>;
 
 /// A datastore as a whole.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

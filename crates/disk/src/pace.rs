@@ -2,7 +2,7 @@
 //! under way.
 //!
 //! A session reports how long its requests take ([`Foreground::served`]), as long as there is background work at all.
-//! Work asks for its rate, and reports what it moves ([`Throttle`]). In every [`WINDOW`] the rate of all work
+//! Work asks for its rate, and reports what it moves ([`work::Throttle`]). In every [`WINDOW`] the rate of all work
 //! together is set anew, as congestion control of a network does it (additive increase, multiplicative decrease):
 //!
 //! | in the window | rate |
@@ -13,11 +13,11 @@
 //!
 //! [`RATE_MIN`] bounds the time of the work on a medium that cannot keep to the target at all.
 
-use crate::progress::{Progress, Watched};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
+use work::{Progress, slower};
 
 /// Latency that 99 % of the requests of clients keep to while background work is under way, unless configured.
 pub const TARGET_DEFAULT: Duration = Duration::from_millis(2);
@@ -226,17 +226,6 @@ impl Drop for Background<'_> {
         }
     }
 }
-
-/// The lower of two rates, of which 0 is no limit.
-pub fn slower(one: u64, other: u64) -> u64 {
-    match (one, other) {
-        (0, rate) | (rate, 0) => rate,
-        (one, other) => one.min(other),
-    }
-}
-
-/// Keeps one piece of work to the rate of its progress.
-pub(crate) type Throttle<'a> = chain::Throttle<Watched<'a>>;
 
 #[cfg(test)]
 mod tests;

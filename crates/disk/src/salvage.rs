@@ -9,7 +9,6 @@
 //! 3. The ways of a conversion are used for everything else: formats, progress, interruption, all or nothing.
 
 use crate::convert::{Address, Source, SourceRun, TargetFormat, copy_into};
-use crate::progress::Progress;
 use crate::{Datastore, Error, ErrorKind, OpenOptions, QueueChoice, Result};
 use backend::local::{LocalDirectory, LocalQueues};
 use backend::{BLOCK_SIZE, Buffer, IoMode, LocalFolder, Lock};
@@ -21,6 +20,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use store::engine::{Salvage, SalvageVerdict, Salvaged, SalvagedPiece, merge_ranges};
+use work::Progress;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Blocks asked about at a time (64 MiB).

@@ -7,15 +7,15 @@
 //!
 //! 1. The checksum covers everything behind the first line, and counts as it was written, in the case of its digits
 //!    too. Any bytes give a record, or an error.
-//! 2. A file is replaced as a whole: a temporary name, flushed, renamed, the folder flushed.
+//! 2. A file is replaced as a whole ([`backend::replace`]).
 
-use backend::{Directory, File, IoMode};
+pub use backend::replace::remove_if_there;
+use backend::{Directory, IoMode, replace};
+use checksums::checksum;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
-use std::sync::Arc;
-use store::checksum;
 
 /// What a file is written as before it has its name.
 pub const TEMPORARY: &str = ".new";
@@ -99,34 +99,10 @@ impl Kind {
 
 /// Writes a file, durably; in the place of an earlier one of that name.
 pub fn put(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
-    put_beside(directory, name, bytes)?.sync()?;
-    directory.rename(&temporary(name), name)?;
-    directory.sync()
+    replace::durably(directory, name, &format!("{name}{TEMPORARY}"), bytes)
 }
 
-/// As [`put`], without a flush: the file survives the end of this process, and a power cut once the operating system
-/// has written it. A flush would make the data of all disks in the file system go to the medium first.
+/// As [`put`], without a flush: see [`replace::unflushed`].
 pub fn put_unflushed(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<()> {
-    put_beside(directory, name, bytes)?;
-    directory.rename(&temporary(name), name)
-}
-
-fn temporary(name: &str) -> String {
-    format!("{name}{TEMPORARY}")
-}
-
-fn put_beside(directory: &dyn Directory, name: &str, bytes: &[u8]) -> io::Result<Arc<dyn File>> {
-    let temporary = temporary(name);
-    remove_if_there(directory, &temporary)?;
-    let file = directory.create(&temporary, IoMode::Buffered)?;
-    file.write_at(&[bytes], 0, false)?;
-    Ok(file)
-}
-
-/// Removes a file that may be gone already.
-pub fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
-    match directory.remove(name) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        other => other,
-    }
+    replace::unflushed(directory, name, &format!("{name}{TEMPORARY}"), bytes)
 }

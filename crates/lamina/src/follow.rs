@@ -46,16 +46,10 @@ impl Bar {
         // Hidden until it is worth showing; indicatif itself keeps it hidden where stderr is no terminal.
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what);
-        let bar = Self { bar, begun: Instant::now(), visible: AtomicBool::new(false) };
-        bar.count(template);
-        bar
-    }
-
-    /// From now on that is counted.
-    pub fn count(&self, template: &str) {
         if let Ok(style) = ProgressStyle::with_template(template) {
-            self.bar.set_style(style.progress_chars("=> "));
+            bar.set_style(style.progress_chars("=> "));
         }
+        Self { bar, begun: Instant::now(), visible: AtomicBool::new(false) }
     }
 
     /// So much of all is done.

@@ -42,6 +42,7 @@ pub mod flat;
 mod group_commit;
 pub mod hosted;
 pub mod image;
+mod inflate;
 #[cfg(test)]
 mod model;
 pub mod ova;
@@ -54,14 +55,12 @@ pub mod sesparse;
 pub mod stream;
 pub mod vmfssparse;
 pub mod vsansparse;
-mod watch;
 
 use backend::File;
 pub(crate) use error::{Error, ErrorKind, IoContext, Result};
 use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
-pub use watch::{Step, Watch};
 
 /// The unit in which VMware's formats count.
 pub const SECTOR: u64 = 512;

@@ -9,11 +9,12 @@ use backend::local::{LocalDirectory, LocalQueues};
 use backend::{Access, IoMode, LocalFolder};
 use layer::Layer;
 use layer::flat::{self, Counters, FILE_BLOCK, Flat, FlatOptions, Provisioning};
-use scratch::{Random, folder, go_on, read, run};
+use scratch::{Random, folder, read, run};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use work::NoProgress;
 
 const MIB: u64 = FILE_BLOCK;
 const ALL: [Provisioning; 3] = [Provisioning::Thin, Provisioning::ZeroedThick, Provisioning::EagerZeroedThick];
@@ -26,7 +27,7 @@ fn open(path: &Path, name: &str, mode: IoMode, thin: bool) -> Arc<Flat> {
 
 fn made(path: &Path, capacity: u64, provisioning: Provisioning) {
     let directory = LocalDirectory::open(path, LocalQueues::Threads).unwrap();
-    flat::create_raw(&directory, "disk", capacity, provisioning, IoMode::Direct, &mut go_on).unwrap();
+    flat::create_raw(&directory, "disk", capacity, provisioning, IoMode::Direct, &NoProgress).unwrap();
 }
 
 fn space(path: &Path) -> u64 {
@@ -87,10 +88,10 @@ fn counters_follow_the_host() {
             }
             assert!(read(&*flat, 0, capacity) == model, "seed {seed} {provisioning:?}");
             assert!(std::fs::read(folder.path().join("disk")).unwrap() == model, "seed {seed} {provisioning:?}");
-            flat.fill(&mut go_on).unwrap();
+            flat.fill(&NoProgress).unwrap();
             assert_eq!(flat.counters(), Counters { blocks: 25, nb: 25, tbz: 0 });
             assert_eq!(open(folder.path(), "disk", mode, false).counters(), flat.counters());
-            flat.punch_zeros(&mut go_on).unwrap();
+            flat.punch_zeros(&NoProgress).unwrap();
             assert_eq!(open(folder.path(), "disk", mode, true).counters(), flat.counters());
             assert!(space(folder.path()) <= flat.counters().nb * MIB + MIB);
             assert!(std::fs::read(folder.path().join("disk")).unwrap() == model, "seed {seed} {provisioning:?}");
@@ -140,9 +141,9 @@ fn long_work_changes_nothing_under_writing_guests() {
                 })
                 .collect();
             for _ in 0..6 {
-                flat.fill(&mut go_on).unwrap();
+                flat.fill(&NoProgress).unwrap();
                 assert_eq!(flat.counters(), Counters { blocks: 24, nb: 24, tbz: 0 });
-                flat.punch_zeros(&mut go_on).unwrap();
+                flat.punch_zeros(&NoProgress).unwrap();
                 flat.zero(0..0, false).unwrap();
             }
             done.store(true, Ordering::Relaxed);

@@ -11,10 +11,11 @@ use layer::Layer;
 use layer::descriptor::{Adapter, ContentId, Descriptor, storage};
 use layer::flat::{self, NewDisk, NewKind, Provisioning};
 use layer::image::{Folder, Image, OpenOptions, Place, open_chain};
-use scratch::{Random, folder, go_on, read, read_by_qemu, run, try_run};
+use scratch::{Random, folder, read, read_by_qemu, run, try_run};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
 
@@ -22,7 +23,7 @@ fn make(path: &Path, name: &str, capacity: u64, kind: NewKind, provisioning: Pro
     let directory = LocalDirectory::open(path, LocalQueues::Threads).unwrap();
     let disk = NewDisk { name, capacity, kind, provisioning, adapter: Adapter::LsiLogic, mode: IoMode::Buffered };
     let mut random = Random(capacity);
-    flat::create(&directory, &disk, &mut || random.next(), &mut go_on).unwrap()
+    flat::create(&directory, &disk, &mut || random.next(), &NoProgress).unwrap()
 }
 
 fn open(path: &Path, writable: bool) -> Result<Image> {

@@ -13,12 +13,12 @@ use layer::descriptor::storage;
 use layer::image::create::{Unfinished, begin};
 use layer::image::{Folder, Image, ImageKind, Made, NewImage, NewParent, OpenOptions, Place, create, open_chain};
 use layer::{Content, Layer};
-use scratch::{Random, folder, go_on, read_by_qemu};
-use std::ops::ControlFlow;
+use scratch::{Random, folder, read_by_qemu};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
 /// Ends within a grain of every sparse format.
@@ -36,7 +36,7 @@ fn make(folder: &Folder, name: &str, capacity: u64, kind: ImageKind, parent: Opt
         new = new.above(NewParent::of(&image, folder).unwrap());
     }
     let mut random = Random(capacity + name.len() as u64);
-    create(folder, &new, &mut || random.next(), &mut go_on).unwrap()
+    create(folder, &new, &mut || random.next(), &NoProgress).unwrap()
 }
 
 /// What a chain of layers shows.
@@ -185,12 +185,12 @@ fn files_are_called_as_vmware_calls_them() {
         assert_eq!(listed, files, "{kind}");
         // A second one of that name, or of a name that an extent has, changes nothing.
         let new = NewImage::new("vm.vmdk", capacity, kind);
-        let refused = create(&folder, &new, &mut || 1, &mut go_on).err().unwrap();
+        let refused = create(&folder, &new, &mut || 1, &NoProgress).err().unwrap();
         assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
         assert_eq!(names(path.path()), files, "{kind}");
         if files.len() > 1 {
             std::fs::rename(path.path().join("vm.vmdk"), path.path().join("kept")).unwrap();
-            let refused = create(&folder, &new, &mut || 1, &mut go_on).err().unwrap();
+            let refused = create(&folder, &new, &mut || 1, &NoProgress).err().unwrap();
             assert_eq!(refused.kind(), ErrorKind::Exists, "{refused}");
             assert_eq!(names(path.path()).len(), files.len(), "{kind}: {:?}", names(path.path()));
             std::fs::rename(path.path().join("kept"), path.path().join("vm.vmdk")).unwrap();
@@ -198,7 +198,7 @@ fn files_are_called_as_vmware_calls_them() {
         made.remove().unwrap();
         assert!(names(path.path()).is_empty());
         // Stopped, nothing is left.
-        let stopped = create(&folder, &new, &mut || 1, &mut |_| ControlFlow::Break(())).err().unwrap();
+        let stopped = create(&folder, &new, &mut || 1, &testkit::steps(|_, _| false)).err().unwrap();
         assert_eq!(stopped.kind(), ErrorKind::Interrupted, "{stopped}");
         assert!(names(path.path()).is_empty(), "{kind}");
     }
@@ -217,7 +217,7 @@ fn what_cannot_be_is_refused() {
     assert_eq!(parent("file").err().unwrap().kind(), ErrorKind::Unsupported);
     for kind in ImageKind::ALL.into_iter().filter(|kind| !kind.can_have_parent()) {
         let new = NewImage::new("child.vmdk", MIB, kind).above(parent("vm.vmdk").unwrap());
-        assert_eq!(create(&folder, &new, &mut || 1, &mut go_on).err().unwrap().kind(), ErrorKind::Invalid, "{kind}");
+        assert_eq!(create(&folder, &new, &mut || 1, &NoProgress).err().unwrap().kind(), ErrorKind::Invalid, "{kind}");
     }
     let before = names(path.path());
     for (name, capacity, kind) in [
@@ -233,7 +233,7 @@ fn what_cannot_be_is_refused() {
         ("..", MIB, ImageKind::Raw),
     ] {
         let new = NewImage::new(name, capacity, kind);
-        let refused = create(&folder, &new, &mut || 1, &mut go_on).err().unwrap();
+        let refused = create(&folder, &new, &mut || 1, &NoProgress).err().unwrap();
         assert_eq!(refused.kind(), ErrorKind::Invalid, "{kind}: {refused}");
         assert_eq!(names(path.path()), before);
     }
@@ -267,7 +267,7 @@ fn a_crash_leaves_an_image_or_what_is_swept() {
                 unfinished.finish()
             };
             let new = NewImage::new("vm.vmdk", 2 * MIB, kind);
-            let made = begin(&folder, &new, &mut || 77, &mut go_on).and_then(fill);
+            let made = begin(&folder, &new, &mut || 77, &NoProgress).and_then(fill);
             finished = made.is_ok();
             let directory = disk.crash().directory();
             storage::sweep(&*directory).unwrap();
@@ -296,7 +296,7 @@ fn a_plain_folder_has_no_other() {
     let directory = SimulatedDisk::new(1, SimulatedOptions::default()).directory();
     let folder = Folder::plain(Arc::clone(&directory));
     let new = NewImage { mode: IoMode::Direct, ..NewImage::new("vm.vmdk", MIB, ImageKind::EagerZeroedThick) };
-    create(&folder, &new, &mut || 3, &mut go_on).unwrap();
+    create(&folder, &new, &mut || 3, &NoProgress).unwrap();
     assert_eq!(directory.list().unwrap(), ["vm-flat.vmdk", "vm.vmdk"]);
 }
 
@@ -317,7 +317,7 @@ fn makers_of_one_name_do_not_harm_each_other() {
             swept.fetch_add(removed.len() as u64, Ordering::Relaxed);
             let kind = [ImageKind::VmfsSparse, ImageKind::MonolithicSparse, ImageKind::Thin][turn as usize % 3];
             let new = NewImage::new("vm.vmdk", MIB, kind);
-            let Ok(unfinished) = begin(&folder, &new, &mut || turn, &mut go_on) else { continue };
+            let Ok(unfinished) = begin(&folder, &new, &mut || turn, &NoProgress) else { continue };
             let image = unfinished.open(&writing()).unwrap();
             image.layer().write(0, &[&[number as u8 + 1; 65536]]).unwrap();
             image.layer().close().unwrap();

@@ -14,8 +14,8 @@
 //! Numbers are little-endian.
 
 use crate::limits::{MESSAGE_MAX, PIECE_MAX};
+use checksums::checksum;
 use error::{Error, ErrorKind, Result};
-use store::checksum;
 
 /// Bytes of a head.
 pub const HEAD: usize = 32;

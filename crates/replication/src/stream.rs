@@ -4,11 +4,11 @@ use crate::frame::{HEAD, Head, Kind};
 use crate::limits::MESSAGE_STEP;
 use crate::message::Message;
 use backend::BLOCK_SIZE;
+use checksums::Checksums;
 use connections::TlsStream;
 use error::{Error, ErrorKind, Result};
 use std::io;
 use std::time::Instant;
-use store::buffer::Checksums;
 
 /// A stream of bytes in both directions.
 pub trait ByteStream {

@@ -40,6 +40,22 @@ pub struct Disk {
     pub reserved: bool,
 }
 
+impl Disk {
+    /// One that stands on nothing.
+    pub fn of(capacity: u64, provisioning: Provisioning, image: Image) -> Self {
+        Self {
+            capacity,
+            provisioning,
+            origin: None,
+            parent: None,
+            image: Arc::new(image),
+            snapshots: BTreeMap::new(),
+            detached: false,
+            reserved: provisioning != Provisioning::Thin,
+        }
+    }
+}
+
 /// A datastore.
 #[derive(Clone, Debug, Default)]
 pub struct Model {

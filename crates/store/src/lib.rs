@@ -7,7 +7,6 @@
 //! tree      logical block -> physical block, shared between disks by reference counts
 //! space     physical blocks: reference counts, checksums, free runs, what the file system has given
 //! pages     4 KiB metadata pages, cached, written home only by checkpoints
-//! checksums CRC32C, of bytes and of blocks in a row
 //! journal   the ring: operations, payload of small flushed writes, page images of a checkpoint
 //! sync      locks, atomics and threads, or a scheduler that decides their order
 //! engine::check  walks everything and compares
@@ -19,7 +18,6 @@
 
 pub mod buffer;
 pub mod catalog;
-mod checksums;
 pub mod engine;
 pub mod journal;
 pub mod pages;
@@ -31,6 +29,6 @@ pub mod tree;
 #[allow(clippy::unwrap_used)]
 mod testbed;
 
-pub use checksums::{checksum, checksum_of, checksum_of_blocks};
+pub(crate) use checksums::checksum;
 pub use engine::{Engine, EngineOptions};
 pub(crate) use error::{Error, ErrorKind, IoContext, Result};

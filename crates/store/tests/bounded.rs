@@ -5,6 +5,7 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Buffer, IoMode, SharedSlice};
+use checksums::checksum;
 use error::ErrorKind;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use store::catalog::Provisioning;
 use store::engine::{BulkWriter, CheckOptions, IMAGES_FILE, InitParameters, JOURNAL_FILE, NewDisk, NewSnapshot};
 use store::journal::{BatchKind, Journal, Operation, Place, Writer};
 use store::space::Run;
-use store::{Engine, EngineOptions, checksum};
+use store::{Engine, EngineOptions};
 
 const RING: u64 = 4 << 20;
 const UUID: [u8; 16] = *b"fedcba9876543210";

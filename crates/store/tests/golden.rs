@@ -10,6 +10,7 @@
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{BLOCK_SIZE, Block, Buffer, Directory, File, IoMode, SharedSlice};
+use checksums::checksum;
 use error::Result;
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -21,7 +22,7 @@ use store::journal::{BatchKind, Journal, Operation, Place, Writer};
 use store::pages::{PageFile, PageKey, Pages, sealed};
 use store::space::{Run, Space, SpaceKind};
 use store::tree::{self, NodeId, NodeStore};
-use store::{Engine, EngineOptions, checksum};
+use store::{Engine, EngineOptions};
 
 const UUID: [u8; 16] = *b"0123456789abcdef";
 const CREATED: u64 = 0x6900_0000;

@@ -16,5 +16,7 @@ pub mod pattern;
 pub mod process;
 pub mod protocol;
 mod random;
+mod steps;
 
 pub use random::Random;
+pub use steps::{Steps, steps};

@@ -3,6 +3,7 @@
 use error::Result;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use work::Progress;
 
 /// A disk, as far as machines are concerned.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,15 +58,8 @@ pub trait Disks: Send + Sync {
     /// Makes linked clones of a snapshot: all of them or none.
     fn clone_linked(&self, disk: &str, snapshot: &str, names: &[String]) -> Result<()>;
 
-    /// Makes an independent copy of a snapshot, whole or not at all. `progress` is told bytes done and in all, and
-    /// answers whether to go on.
-    fn clone_full(
-        &self,
-        disk: &str,
-        snapshot: &str,
-        name: &str,
-        progress: &(dyn Fn(u64, u64) -> bool + Sync),
-    ) -> Result<()>;
+    /// Makes an independent copy of a snapshot, whole or not at all. `progress` is told bytes done and in all.
+    fn clone_full(&self, disk: &str, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<()>;
 
     /// Deletes a disk with its snapshots; `Busy` while a client has it open, or if clones stand on it and `promote`,
     /// which copies to them what they stand on, is not set.

@@ -1,5 +1,7 @@
 //! Files that are replaced whole or not at all, and what there is of them.
 
+use backend::local::{LocalDirectory, LocalQueues};
+use backend::replace;
 use error::{Error, ErrorKind, IoContext, Result};
 use serde::Serialize;
 use std::fs::{self, File};
@@ -13,22 +15,21 @@ const SYNCED_AT_ONCE: usize = 16;
 
 /// Puts `bytes` in the place of what `path` holds. Durable on return; before that, the old content stands.
 pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut temporary = path.as_os_str().to_owned();
-    temporary.push(".new");
-    let temporary = PathBuf::from(temporary);
     let work = || {
-        let mut file = File::create(&temporary)?;
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)?;
-        sync_folder_of(path)
+        let name = path.file_name().and_then(|name| name.to_str()).ok_or(io::ErrorKind::InvalidFilename)?;
+        let folder = LocalDirectory::open(folder_of(path), LocalQueues::Threads)?;
+        replace::durably(&folder, name, &format!("{name}.new"), bytes)
     };
     work().during(|| format!("writing '{}'", path.display()))
 }
 
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
 /// Makes the names in the folder of `path` durable.
 pub fn sync_folder_of(path: &Path) -> io::Result<()> {
-    File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
+    File::open(folder_of(path))?.sync_all()
 }
 
 /// The same with a value, as TOML.

@@ -4,6 +4,7 @@ use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use work::Progress;
 
 /// What became of each: its name, and why not.
 #[derive(Debug, Default)]
@@ -14,21 +15,12 @@ pub struct Outcome {
     pub failed: Vec<(String, Error)>,
 }
 
-/// Watches the work.
-pub trait Watch: Sync {
-    /// So many of all are done.
-    fn update(&self, done: usize, total: usize);
-    /// So many bytes of all are copied.
-    fn bytes(&self, _done: u64, _total: u64) {}
-    /// True once no more are wanted: the caller's `work` finishes or removes those that are begun.
-    fn cancelled(&self) -> bool;
-}
-
-/// Calls `work` for each name, `parallel` at a time.
+/// Calls `work` for each name, `parallel` at a time. `progress` counts those that are done. Once it is cancelled no
+/// more are begun: `work` finishes or removes those that are.
 pub fn each(
     names: &[String],
     parallel: usize,
-    watch: &dyn Watch,
+    progress: &dyn Progress,
     work: &(dyn Fn(&str) -> Result<()> + Sync),
 ) -> Outcome {
     let (next, done) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -39,12 +31,12 @@ pub fn each(
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(name) = names.get(index) else { break };
-                    let result = match watch.cancelled() {
+                    let result = match progress.cancelled() {
                         true => Err(Error::new(ErrorKind::Interrupted, "stopped before it was begun")),
                         false => work(name),
                     };
                     results.lock().push((index, result));
-                    watch.update(done.fetch_add(1, Ordering::Relaxed) + 1, names.len());
+                    progress.update(done.fetch_add(1, Ordering::Relaxed) as u64 + 1, names.len() as u64);
                 }
             });
         }
@@ -68,8 +60,8 @@ mod tests {
 
     struct Stop(AtomicBool);
 
-    impl Watch for Stop {
-        fn update(&self, done: usize, _: usize) {
+    impl Progress for Stop {
+        fn update(&self, done: u64, _: u64) {
             self.0.fetch_or(done >= 50, Ordering::Relaxed);
         }
         fn cancelled(&self) -> bool {

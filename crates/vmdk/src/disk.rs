@@ -8,16 +8,15 @@ use crate::record::{Fate, FileRecord, ImageOwnership, Node, Pending, Record, Tun
 use crate::stored::{self, NotStored, RECORD_GONE, RECORD_NAME, RECORD_NEW};
 use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{IoMode, clock};
-use chain::{Chain, Throttle, Watch};
+use chain::Chain;
 use layer::Layer;
-use layer::Step;
 use layer::descriptor::storage::NEW_SUFFIX;
 use layer::descriptor::{Adapter, CreateType};
 use layer::image::{Entropy, Folder, Image, ImageKind, NewImage, Place, create, system_entropy};
 use parking_lot::{Mutex, MutexGuard};
-use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
+use work::Progress;
 
 /// Longest name of a disk or snapshot, in bytes.
 const NAME_MAX: usize = 200;
@@ -73,6 +72,13 @@ pub struct NewDisk {
     pub adapter: Adapter,
 }
 
+impl NewDisk {
+    /// One for the usual adapter.
+    pub fn new(name: &str, capacity: u64, kind: ImageKind, delta: Option<DeltaFormat>) -> Self {
+        Self { name: name.to_owned(), capacity, kind, delta, adapter: Adapter::default() }
+    }
+}
+
 /// A chain that was handed out for reading.
 struct Issued {
     chain: Weak<Chain>,
@@ -113,7 +119,7 @@ pub(crate) struct Operation<'a>(#[expect(dead_code, reason = "held, not used")] 
 
 impl Disk {
     /// Makes a disk in a folder of its own. Durable on return; nothing is left after an error.
-    pub fn create(home: Folder, new: &NewDisk, options: &Options, watch: &dyn Watch) -> Result<Arc<Self>> {
+    pub fn create(home: Folder, new: &NewDisk, options: &Options, progress: &dyn Progress) -> Result<Arc<Self>> {
         check_name("disk", &new.name)?;
         let (name, format) = match new.kind {
             ImageKind::Raw => (format!("{}.img", new.name), Some("raw".to_owned())),
@@ -130,8 +136,7 @@ impl Disk {
         let made = names.map(|name| FileRecord { folder: None, name }).collect();
         fresh.pending = Some(Pending { made, fate: Some(Fate::Creating), ..Pending::new("create") });
         let disk = Self::begin_new(home, fresh, options)?;
-        let mut throttle = Throttle::new(watch);
-        let made = create(&disk.home, &image, random, &mut |step| go_on(&mut throttle, step));
+        let made = create(&disk.home, &image, random, progress);
         disk.end_new(made.and_then(|_| {
             let mut next = disk.record();
             next.nodes.push(Node {
@@ -605,13 +610,6 @@ pub(crate) fn fresh_record(name: &str, kind: &str, delta: DeltaFormat, adapter: 
 fn new_uuid(random: &Entropy) -> String {
     let number = u128::from(random()) << 64 | u128::from(random());
     uuid::Builder::from_random_bytes(number.to_be_bytes()).into_uuid().to_string()
-}
-
-/// Tells a watcher of long work of a step, waits until its rate allows for what was moved, and asks whether to go on.
-pub(crate) fn go_on(throttle: &mut Throttle<&dyn Watch>, step: Step) -> ControlFlow<()> {
-    throttle.watch().progress(step.done, step.total);
-    let wanted = throttle.wait(step.moved) && !throttle.watch().cancelled();
-    if wanted { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
 }
 
 /// Checks the name of a disk or snapshot: files are called so, and lists have it between quotes.

@@ -3,12 +3,12 @@
 //! The head's image is worked on as it is open. A level below is opened for writing for that time; what clones or open
 //! snapshots read is left alone, for another opening of it would not know which grains were moved.
 
-use crate::disk::{Disk, go_on};
+use crate::disk::Disk;
 use crate::record::Record;
 use crate::{Error, ErrorKind, Result};
-use chain::{Throttle, Watch};
 use layer::flat::FILE_BLOCK;
 use layer::image::Image;
+use work::Progress;
 
 /// What a check of a disk found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,44 +40,40 @@ pub struct Freed {
 
 impl Disk {
     /// Gives a flat base all its space, zeroed, while it is in use.
-    pub fn inflate(&self, watch: &dyn Watch) -> Result<()> {
+    pub fn inflate(&self, progress: &dyn Progress) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("inflating")?;
             self.drop_stale_clones()?;
             let base = self.base()?;
-            let mut throttle = Throttle::new(watch);
-            self.on_image(base, "inflate", |image| image.inflate(&mut |step| go_on(&mut throttle, step)))
+            self.on_image(base, "inflate", |image| image.inflate(progress))
         })
     }
 
     /// Makes a flat base thin, and gives back its file blocks that hold only zeros, while it is in use.
-    pub fn punch_zeros(&self, watch: &dyn Watch) -> Result<Freed> {
+    pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<Freed> {
         self.noting(|| {
             let _operation = self.begin("giving back zeros")?;
             self.drop_stale_clones()?;
             let base = self.base()?;
-            let mut throttle = Throttle::new(watch);
             self.on_image(base, "punch", |image| {
-                let blocks = image.punch_zeros(&mut |step| go_on(&mut throttle, step))?;
+                let blocks = image.punch_zeros(progress)?;
                 Ok(Freed { returned: blocks * FILE_BLOCK, ..Freed::default() })
             })
         })
     }
 
     /// Finds dead grains of the SEsparse levels of the head's chain, those full of zeros among them, and frees them.
-    pub fn wipe(&self, watch: &dyn Watch) -> Result<Freed> {
-        let mut throttle = Throttle::new(watch);
+    pub fn wipe(&self, progress: &dyn Progress) -> Result<Freed> {
         self.each_level("wipe", Image::can_wipe, &mut |image, sum| {
-            sum.freed += image.wipe(true, &mut |step| go_on(&mut throttle, step))?.freed;
+            sum.freed += image.wipe(true, progress)?.freed;
             Ok(())
         })
     }
 
     /// Moves live grains of the head's chain together and gives the rest of the files back.
-    pub fn shrink(&self, watch: &dyn Watch) -> Result<Freed> {
-        let mut throttle = Throttle::new(watch);
+    pub fn shrink(&self, progress: &dyn Progress) -> Result<Freed> {
         self.each_level("shrink", Image::can_shrink, &mut |image, sum| {
-            let freed = image.shrink(&mut |step| go_on(&mut throttle, step))?;
+            let freed = image.shrink(progress)?;
             sum.returned += freed.cut;
             sum.moved += freed.moved;
             Ok(())
@@ -85,17 +81,16 @@ impl Disk {
     }
 
     /// Looks at every image of the disk. With `repair`, puts right what can be in those of the head's chain.
-    pub fn check(&self, repair: bool, watch: &dyn Watch) -> Result<Checked> {
+    pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<Checked> {
         self.noting(|| {
             let _operation = self.begin("checking")?;
             self.drop_stale_clones()?;
             let record = self.record();
             let line = self.head_line()?;
             let mut sum = Checked::default();
-            let mut throttle = Throttle::new(watch);
             for node in &record.nodes {
                 let mut look = |image: &Image, repair| {
-                    let found = image.check(repair, &mut |step| go_on(&mut throttle, step))?;
+                    let found = image.check(repair, progress)?;
                     sum.images += 1;
                     sum.problems.extend(found.problems);
                     sum.problem_count += found.problem_count;

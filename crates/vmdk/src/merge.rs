@@ -25,11 +25,11 @@ use crate::images::content_of;
 use crate::line::Line;
 use crate::record::{MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::{Error, ErrorKind, Result};
-use chain::Watch;
 use layer::image::{Image, parent_hint};
 use layer::{Content, Extent, Layer};
 use std::ops::Range;
 use std::sync::Arc;
+use work::Progress;
 
 /// Bytes of payload for which one byte of metadata is counted beside tables: maps of free space, owners of grains, and
 /// those of the file system.
@@ -56,7 +56,7 @@ impl Disk {
     /// # Errors
     /// `Busy` while linked clones stand on it or its chain is open. `Interrupted` when the watcher stopped it: merging
     /// up nothing has happened then; merging down the snapshot is gone, and its level is merged another time.
-    pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, watch: &dyn Watch) -> Result<()> {
+    pub fn delete_snapshot(&self, name: &str, direction: Option<Direction>, progress: &dyn Progress) -> Result<()> {
         self.noting(|| {
             let _operation = self.begin("deleting a snapshot")?;
             let record = self.record();
@@ -75,13 +75,13 @@ impl Disk {
                 && let Some(direction) = self.direction(&record, node.id, child, direction)?
             {
                 match direction {
-                    Direction::Down => self.merge_down(&[child], node.id, watch)?,
-                    Direction::Up => self.merge_up(child, node.id, watch)?,
+                    Direction::Down => self.merge_down(&[child], node.id, progress)?,
+                    Direction::Up => self.merge_up(child, node.id, progress)?,
                 }
             } else {
                 self.drop_name(name)?;
             }
-            self.merge_redundant(watch)
+            self.merge_redundant(progress)
         })
     }
 
@@ -90,11 +90,11 @@ impl Disk {
     ///
     /// # Errors
     /// `Busy` when there is something to merge, and snapshots of other branches or linked clones stand on all of it.
-    pub fn consolidate(&self, watch: &dyn Watch) -> Result<()> {
-        self.noting(|| self.merge_into_base(watch))
+    pub fn consolidate(&self, progress: &dyn Progress) -> Result<()> {
+        self.noting(|| self.merge_into_base(progress))
     }
 
-    fn merge_into_base(&self, watch: &dyn Watch) -> Result<()> {
+    fn merge_into_base(&self, progress: &dyn Progress) -> Result<()> {
         let _operation = self.begin("consolidating")?;
         self.drop_stale_clones()?;
         let record = self.record();
@@ -123,8 +123,8 @@ impl Disk {
             );
             return Err(Error::new(ErrorKind::Busy, text));
         }
-        self.merge_down(&line[..target], line[target], watch)?;
-        self.merge_redundant(watch)
+        self.merge_down(&line[..target], line[target], progress)?;
+        self.merge_redundant(progress)
     }
 
     /// Images that no snapshot needs, with one child: they could be merged.
@@ -138,7 +138,7 @@ impl Disk {
     }
 
     /// Merges what deleted snapshots have left, as far as it can be now.
-    fn merge_redundant(&self, watch: &dyn Watch) -> Result<()> {
+    fn merge_redundant(&self, progress: &dyn Progress) -> Result<()> {
         let mut passed = Vec::new();
         loop {
             let record = self.record();
@@ -146,8 +146,8 @@ impl Disk {
             passed.push(id);
             let Some(child) = record.children(id).first().copied() else { continue };
             let merged = match self.direction(&record, id, child, None)? {
-                Some(Direction::Down) => self.merge_down(&[child], id, watch),
-                Some(Direction::Up) => self.merge_up(child, id, watch),
+                Some(Direction::Down) => self.merge_down(&[child], id, progress),
+                Some(Direction::Up) => self.merge_up(child, id, progress),
                 None => continue,
             };
             match merged {
@@ -233,7 +233,7 @@ impl Disk {
     }
 
     /// Merges images, newest first, into the one below them.
-    fn merge_down(&self, sources: &[u32], target: u32, watch: &dyn Watch) -> Result<()> {
+    fn merge_down(&self, sources: &[u32], target: u32, progress: &dyn Progress) -> Result<()> {
         let (Some(newest), Some(lowest)) = (sources.first().copied(), sources.last().copied()) else { return Ok(()) };
         let record = self.record();
         let claim = self.claim(&[sources, &[target]].concat())?;
@@ -281,7 +281,7 @@ impl Disk {
         let exchanged = writable.map_or(Ok(()), |image| line.exchange(target, image));
         let outcome = exchanged.and_then(|()| {
             let mut commit = || self.commit_down(&line, sources, target);
-            line.chain.merge_down(top.key, below.key, 0, watch, &mut commit)
+            line.chain.merge_down(top.key, below.key, 0, progress, &mut commit)
         });
         drop((top, below));
         let ended = self.end_merge(&line, target, sources, claim, outcome.map(drop));
@@ -399,7 +399,7 @@ impl Disk {
     }
 
     /// Merges an image into the one above it.
-    fn merge_up(&self, target: u32, source: u32, watch: &dyn Watch) -> Result<()> {
+    fn merge_up(&self, target: u32, source: u32, progress: &dyn Progress) -> Result<()> {
         let record = self.record();
         let claim = self.claim(&[target, source])?;
         let (line, is_head) = self.line_with(&record, target)?;
@@ -423,7 +423,7 @@ impl Disk {
         let (into, oldest) = (line.expect(target)?.key, line.expect(source)?.key);
         let outcome = self.set_writing(&line, target).and_then(|()| {
             let mut commit = || self.commit_up(target, source, content);
-            line.chain.merge_up(into, oldest, 0, watch, &mut commit)
+            line.chain.merge_up(into, oldest, 0, progress, &mut commit)
         });
         self.end_merge(&line, target, &[source], claim, outcome.map(drop))
     }

@@ -11,6 +11,7 @@
 //! 3. Names of files are plain names; where they are is said by the folder, and only by that.
 
 use crate::{Error, ErrorKind, Result};
+use checksums::checksum;
 use layer::image::ImageKind;
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, HashSet};
@@ -577,10 +578,4 @@ impl Record {
 /// Whether a name leads nowhere but to a file of its folder.
 pub(crate) fn is_plain(name: &str) -> bool {
     !name.is_empty() && name.len() <= 255 && name != "." && name != ".." && !name.contains(['/', '\\', '\0'])
-}
-
-fn checksum(bytes: &[u8]) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(bytes);
-    digest.finalize() as u32
 }

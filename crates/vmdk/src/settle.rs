@@ -13,7 +13,7 @@
 use crate::disk::Disk;
 use crate::images::{content_of, list, remove};
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
-use crate::stored::{RECORD_NEW, RECORD_SPARE, write_new};
+use crate::stored::{RECORD_NEW, RECORD_SPARE};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, IoMode};
@@ -249,8 +249,6 @@ impl Disk {
                 return Ok(());
             }
         }
-        let temporary = format!("{name}{NEW_SUFFIX}");
-        write_new(directory, &temporary, bytes)?;
-        directory.rename(&temporary, name).and_then(|()| directory.sync()).map_err(failed)
+        backend::replace::durably(directory, name, &format!("{name}{NEW_SUFFIX}"), bytes).map_err(failed)
     }
 }

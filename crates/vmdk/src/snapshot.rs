@@ -336,7 +336,7 @@ impl Disk {
         let hint = parent_hint(&folder, &below);
         let image = NewImage::new(&node.descriptor, capacity, format.kind()).above(NewParent { descriptor, hint });
         let random = &mut || (self.options.random)();
-        create(&folder, &image, random, &mut |_| std::ops::ControlFlow::Continue(()))?;
+        create(&folder, &image, random, &work::NoProgress)?;
         let options = OpenOptions { writable: true, ..self.open_options() };
         Image::open(Place { folder, name: node.descriptor.clone() }, &options)
     }

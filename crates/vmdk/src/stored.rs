@@ -1,13 +1,13 @@
 //! The file that holds a disk's record.
 //!
-//! It is replaced, never written in place: the new text is durable under a temporary name, then it is renamed, then the
-//! folder is made durable. So the record is the old one or the new one, each of them whole.
+//! It is replaced, never written in place ([`backend::replace`]), in two steps: between them what else the operation
+//! needs is made.
 //!
 //! A disk is deleted by giving its record another name: that needs no room, which a full file system does not have.
 
 use crate::record::{Fate, Pending, RECORD_MAX, Record};
 use crate::{Error, ErrorKind, Result};
-use backend::{Access, Directory, IoMode};
+use backend::{Access, Directory, IoMode, replace};
 use error::IoContext;
 
 /// The file that holds it.
@@ -60,7 +60,7 @@ pub(crate) struct NotStored {
 /// Writes the text of a record to where [`replace`] finds it. All that a replacement needs room for; where there is
 /// none, what was set aside is taken.
 pub(crate) fn prepare(directory: &dyn Directory, bytes: &[u8]) -> Result<()> {
-    let written = write_new(directory, RECORD_NEW, bytes);
+    let written = replace::prepare(directory, RECORD_NEW, bytes).during(|| format!("writing '{RECORD_NEW}'"));
     let written = written.or_else(|error| match error.kind() {
         ErrorKind::NoSpace if fill_spare(directory, bytes).is_ok_and(|filled| filled) => Ok(()),
         _ => Err(error),
@@ -115,21 +115,4 @@ fn rename(directory: &dyn Directory, from: &str, to: &str) -> std::result::Resul
     let during = || format!("renaming the disk's record '{from}' to '{to}'");
     directory.rename(from, to).during(during).map_err(|error| NotStored { error, uncertain: false })?;
     directory.sync().during(during).map_err(|error| NotStored { error, uncertain: true })
-}
-
-/// Writes a whole file of that name, durable but for the name.
-pub(crate) fn write_new(directory: &dyn Directory, name: &str, bytes: &[u8]) -> Result<()> {
-    match directory.remove(name) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io(format!("removing the unfinished '{name}'"), error));
-        }
-        _ => {}
-    }
-    let write = || {
-        let file = directory.create(name, IoMode::Buffered)?;
-        file.write_at(&[bytes], 0, false)?;
-        file.sync()
-    };
-    // What is not whole takes room that others could use: on a full file system, all that is left.
-    write().inspect_err(|_| drop(directory.remove(name))).during(|| format!("writing '{name}'"))
 }

@@ -5,7 +5,7 @@
 
 use super::{extents, retry};
 use crate::queue::resume_short_read;
-use crate::validate::{check_alignment, check_range};
+use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{BLOCK_SIZE, File, IoMode, LocalFile, LocalPart, Placement};
 use std::io::{self, IoSlice};
 use std::ops::Range;
@@ -207,12 +207,7 @@ impl File for OpenFile {
     }
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
-        let mut total = 0u64;
-        for slice in slices {
-            check_alignment(self.mode, offset.wrapping_add(total), slice)?;
-            total = total.saturating_add(slice.len() as u64);
-        }
-        check_range(offset, total)?;
+        let total = check_slices(self.mode, slices, offset)?;
         if self.mode == IoMode::Buffered && !durable && total > CACHED_WRITE_MAX {
             return self.write_pieces(slices, offset);
         }

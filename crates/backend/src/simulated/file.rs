@@ -3,7 +3,7 @@
 use super::content::PAGE;
 use super::world::{FileId, World};
 use super::{Fault, Request, take_time};
-use crate::validate::{check_alignment, check_range};
+use crate::validate::{check_alignment, check_range, check_slices};
 use crate::{File, IoMode, LocalFile, LocalPart, Placement};
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -76,12 +76,7 @@ impl File for SimulatedFile {
     }
 
     fn write_at(&self, slices: &[&[u8]], offset: u64, durable: bool) -> io::Result<()> {
-        let mut total = 0u64;
-        for slice in slices {
-            check_alignment(self.mode, offset.wrapping_add(total), slice)?;
-            total = total.saturating_add(slice.len() as u64);
-        }
-        check_range(offset, total)?;
+        let total = check_slices(self.mode, slices, offset)?;
         if total == 0 {
             return Ok(());
         }

@@ -32,7 +32,6 @@
 mod copy;
 mod dirty;
 
-use crate::Throttle;
 use crate::chain::Chain;
 use crate::levels::{Level, LevelKey, Levels};
 use crate::limits::{COPY_CHECKPOINT, COPY_PASSES_MAX, COPY_REST, COPY_STEP};
@@ -45,57 +44,7 @@ use parking_lot::Mutex;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-
-/// Watches a merge. Every method may be called often.
-pub trait Watch: Sync {
-    /// The first pass is at byte `done` of `total`.
-    fn progress(&self, done: u64, total: u64) {
-        let _ = (done, total);
-    }
-
-    /// True once it should stop: it then ends with [`ErrorKind::Interrupted`], and the chain is as before.
-    fn cancelled(&self) -> bool {
-        false
-    }
-
-    /// Bytes per second it may copy; 0 for as fast as it goes. May change at any time.
-    fn rate(&self) -> u64 {
-        0
-    }
-
-    /// So many bytes more were copied.
-    fn moved(&self, _bytes: u64) {}
-
-    /// Everything before byte `position` is durable in the target: where to begin after a crash, as long as no source
-    /// was written since.
-    fn checkpoint(&self, position: u64) {
-        let _ = position;
-    }
-}
-
-impl Watch for () {}
-
-impl<W: Watch + ?Sized> Watch for &W {
-    fn progress(&self, done: u64, total: u64) {
-        (**self).progress(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        (**self).cancelled()
-    }
-
-    fn rate(&self) -> u64 {
-        (**self).rate()
-    }
-
-    fn moved(&self, bytes: u64) {
-        (**self).moved(bytes);
-    }
-
-    fn checkpoint(&self, position: u64) {
-        (**self).checkpoint(position);
-    }
-}
+use work::{NoProgress, Progress, Throttle};
 
 /// What a merge did.
 pub struct Merged {
@@ -149,15 +98,15 @@ impl Job {
     }
 
     /// Whether [`Job::check`] fails.
-    fn is_to_end(&self, watch: &dyn Watch) -> bool {
-        self.failure.lock().is_some() || watch.cancelled()
+    fn is_to_end(&self, progress: &dyn Progress) -> bool {
+        self.failure.lock().is_some() || progress.cancelled()
     }
 
-    fn check(&self, watch: &dyn Watch) -> Result<()> {
+    fn check(&self, progress: &dyn Progress) -> Result<()> {
         if let Some(error) = self.failure.lock().take() {
             return Err(error);
         }
-        if watch.cancelled() {
+        if progress.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "the merge was stopped; the chain is as before"));
         }
         Ok(())
@@ -173,10 +122,10 @@ impl Chain {
         newest: LevelKey,
         into: LevelKey,
         from: u64,
-        watch: &dyn Watch,
+        progress: &dyn Progress,
         commit: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Merged> {
-        self.merge(Side::Down, newest, into, from, watch, commit)
+        self.merge(Side::Down, newest, into, from, progress, commit)
     }
 
     /// Merges the levels from right below `into` down to `oldest` into that one. As [`Chain::merge_down`] otherwise.
@@ -185,17 +134,17 @@ impl Chain {
         into: LevelKey,
         oldest: LevelKey,
         from: u64,
-        watch: &dyn Watch,
+        progress: &dyn Progress,
         commit: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Merged> {
-        self.merge(Side::Up, into, oldest, from, watch, commit)
+        self.merge(Side::Up, into, oldest, from, progress, commit)
     }
 
     /// Merges the whole chain into its base.
-    pub fn consolidate(&self, watch: &dyn Watch, commit: &mut dyn FnMut() -> Result<()>) -> Result<Merged> {
+    pub fn consolidate(&self, progress: &dyn Progress, commit: &mut dyn FnMut() -> Result<()>) -> Result<Merged> {
         let keys = self.keys();
         match keys.as_slice() {
-            [newest, .., base] => self.merge_down(*newest, *base, 0, watch, commit),
+            [newest, .., base] => self.merge_down(*newest, *base, 0, progress, commit),
             _ => Err(Error::new(ErrorKind::Invalid, format!("{}: there is only one level", self.name))),
         }
     }
@@ -222,7 +171,7 @@ impl Chain {
         let (old, _) = self.publish(stack, levels.job.clone());
         drop(levels);
         drop(control);
-        self.wait_unused(&old, &())
+        self.wait_unused(&old, &NoProgress)
     }
 
     /// Does work on a level that moves its grains: wiping, shrinking. A layer reuses a place once no plan holds an
@@ -241,7 +190,7 @@ impl Chain {
             self.publish_moving(levels.stack.clone(), levels.job.clone(), Some(key)).0
         };
         // A request that began before may still fill the cache with what it finds, and holds no epoch of a lower level.
-        self.wait_unused(&old, &())?;
+        self.wait_unused(&old, &NoProgress)?;
         drop(old);
         if let Some(level) = self.levels().stack.iter().find(|level| level.key() == key) {
             self.metadata.purge(level.number());
@@ -259,16 +208,16 @@ impl Chain {
         upper: LevelKey,
         lower: LevelKey,
         from: u64,
-        watch: &dyn Watch,
+        progress: &dyn Progress,
         commit: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Merged> {
         let _operation = self.operation.try_lock().ok_or_else(|| {
             Error::new(ErrorKind::Busy, format!("{}: another merge of this disk is under way", self.name))
         })?;
         let (job, old) = self.begin(side, upper, lower)?;
-        let ready = if job.target.reuses { self.wait_unused(&old, watch) } else { Ok(()) };
+        let ready = if job.target.reuses { self.wait_unused(&old, progress) } else { Ok(()) };
         drop(old);
-        let result = ready.and_then(|()| self.carry_out(&job, from, watch, commit));
+        let result = ready.and_then(|()| self.carry_out(&job, from, progress, commit));
         result.inspect_err(|_| {
             let _control = self.control.lock();
             self.publish(self.levels().stack.clone(), None);
@@ -328,9 +277,9 @@ impl Chain {
     }
 
     /// Waits until no request holds levels that are not current any more.
-    fn wait_unused(&self, old: &Arc<Levels>, watch: &dyn Watch) -> Result<()> {
+    fn wait_unused(&self, old: &Arc<Levels>, progress: &dyn Progress) -> Result<()> {
         while Arc::strong_count(old) > 1 {
-            if watch.cancelled() {
+            if progress.cancelled() {
                 return Err(Error::new(ErrorKind::Interrupted, format!("{}: stopped before it began", self.name)));
             }
             std::thread::sleep(Duration::from_micros(200));
@@ -342,19 +291,19 @@ impl Chain {
         &self,
         job: &Arc<Job>,
         from: u64,
-        watch: &dyn Watch,
+        progress: &dyn Progress,
         commit: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Merged> {
         let capacity = job.target.layer.capacity();
         let mut merged = Merged { removed: Vec::new(), copied: 0, passes: 0, pause: Duration::ZERO };
-        let mut throttle = Throttle::new(watch);
+        let throttle = Throttle::new(progress);
         let mut unflushed = 0;
         // A live top may have been written since a checkpoint, and those writes were not recorded.
         let from = if self.levels().job_is_live { 0 } else { from };
         let mut at = from.min(capacity) / job.target.grain * job.target.grain;
         while at < capacity {
-            job.check(watch)?;
-            watch.progress(at, capacity);
+            job.check(progress)?;
+            progress.update(at, capacity);
             let Copied { next, bytes } = self.copy_next(job, at, COPY_STEP)?;
             at = next;
             merged.copied += bytes;
@@ -362,13 +311,13 @@ impl Chain {
             if unflushed >= COPY_CHECKPOINT {
                 unflushed = 0;
                 self.flush_target(job)?;
-                watch.checkpoint(at);
+                progress.durable(at);
             }
-            throttle.wait_unless(bytes, |_| job.is_to_end(watch));
+            throttle.wait_unless(bytes, || job.is_to_end(progress));
         }
-        watch.progress(capacity, capacity);
+        progress.update(capacity, capacity);
         if job.side == Side::Down {
-            self.follow_writes(job, &mut merged, &mut throttle, watch)?;
+            self.follow_writes(job, &mut merged, &throttle, progress)?;
         }
         self.hide_tail(job)?;
         self.flush_target(job)?;
@@ -377,7 +326,7 @@ impl Chain {
         job.committing.store(true, Ordering::SeqCst);
         self.pass_writers(&mut merged);
         self.flush()?;
-        job.check(watch)?;
+        job.check(progress)?;
         commit()?;
         let _control = self.control.lock();
         let stays = |level: &&Arc<Level>| !job.sources.contains(&level.key());
@@ -401,8 +350,8 @@ impl Chain {
         &self,
         job: &Arc<Job>,
         merged: &mut Merged,
-        throttle: &mut Throttle<&dyn Watch>,
-        watch: &dyn Watch,
+        throttle: &Throttle<&dyn Progress>,
+        progress: &dyn Progress,
     ) -> Result<()> {
         let mut before = u64::MAX;
         loop {
@@ -420,11 +369,11 @@ impl Chain {
                 at = piece.end;
                 let mut start = piece.start;
                 while start < piece.end {
-                    job.check(watch)?;
+                    job.check(progress)?;
                     let Copied { next, bytes } = self.copy_within(job, start..piece.end, COPY_STEP)?;
                     start = next;
                     merged.copied += bytes;
-                    throttle.wait_unless(bytes, |_| job.is_to_end(watch));
+                    throttle.wait_unless(bytes, || job.is_to_end(progress));
                 }
             }
             if last {

@@ -7,6 +7,7 @@ use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use testkit::Random;
+use work::NoProgress;
 
 /// `depth` levels of which each holds every `depth`-th grain.
 fn striped(depth: u64, capacity: u64, options: Options) -> (Chain, Vec<Arc<Mock>>) {
@@ -161,7 +162,7 @@ fn encoded_layers_are_read_through_their_decoder() {
             assert!(out == expected[65_530..65_563]);
         }
         let keys = chain.keys();
-        chain.merge_up(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap();
+        chain.merge_up(keys[0], keys[1], 0, &NoProgress, &mut || Ok(())).unwrap();
         let mut out = vec![0; content.len()];
         chain.read(0, &mut out).unwrap();
         assert!(out == expected);
@@ -186,7 +187,7 @@ fn depth_is_limited_with_a_clear_word() {
         chain.push(layer()).unwrap();
         let keys = chain.keys();
         if keys.len() > 3 {
-            chain.merge_down(keys[1], keys[2], 0, &(), &mut || Ok(())).unwrap();
+            chain.merge_down(keys[1], keys[2], 0, &NoProgress, &mut || Ok(())).unwrap();
         }
         let mut out = [0; 512];
         chain.read(round / 2 * 512, &mut out).unwrap();
@@ -266,8 +267,8 @@ fn beyond_the_entries_one_level_is_asked_and_nothing_old_is_read() {
                 let upper = random.below(keys.len() as u64 - 1) as usize;
                 let lower = upper + 1 + random.below(3.min(keys.len() as u64 - upper as u64 - 1)) as usize;
                 match step % 8 {
-                    0 => chain.merge_down(keys[upper], keys[lower], 0, &(), &mut || Ok(())).map(drop).unwrap(),
-                    _ => chain.merge_up(keys[upper], keys[lower], 0, &(), &mut || Ok(())).map(drop).unwrap(),
+                    0 => chain.merge_down(keys[upper], keys[lower], 0, &NoProgress, &mut || Ok(())).map(drop).unwrap(),
+                    _ => chain.merge_up(keys[upper], keys[lower], 0, &NoProgress, &mut || Ok(())).map(drop).unwrap(),
                 }
             }
             _ => read(grain, &content),

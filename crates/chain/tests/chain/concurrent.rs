@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use testkit::Random;
+use work::NoProgress;
 
 pub const SECTOR: usize = 512;
 
@@ -162,9 +163,9 @@ fn run(seed: u64, setup: Setup) {
                     let upper = random.below(depth - 1) as usize;
                     let lower = upper + 1 + random.below(depth - upper as u64 - 1) as usize;
                     let merged = if random.percent(50) {
-                        chain.merge_down(keys[upper], keys[lower], 0, &(), &mut || Ok(())).unwrap()
+                        chain.merge_down(keys[upper], keys[lower], 0, &NoProgress, &mut || Ok(())).unwrap()
                     } else {
-                        chain.merge_up(keys[upper], keys[lower], 0, &(), &mut || Ok(())).unwrap()
+                        chain.merge_up(keys[upper], keys[lower], 0, &NoProgress, &mut || Ok(())).unwrap()
                     };
                     merges += merged.removed.len();
                 }

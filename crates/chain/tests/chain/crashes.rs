@@ -9,12 +9,13 @@ use crate::formats::Format;
 use crate::mock::{Manner, Mock, Table};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, IoMode};
-use chain::{Chain, LevelKey, Options, Watch};
+use chain::{Chain, LevelKey, Options};
 use layer::Layer;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use testkit::Random;
+use work::Progress;
 
 const CAPACITY: u64 = 1 << 20;
 const SECTOR: usize = 512;
@@ -158,8 +159,8 @@ struct Guest<'a> {
     chain: &'a Chain,
 }
 
-impl Watch for Guest<'_> {
-    fn progress(&self, _done: u64, _total: u64) {
+impl Progress for Guest<'_> {
+    fn update(&self, _done: u64, _total: u64) {
         let mut world = self.world.lock();
         if world.random.percent(60) {
             world.act(self.chain);

@@ -2,11 +2,13 @@
 
 use crate::merges::filled;
 use crate::mock::{Manner, Mock};
-use chain::{Chain, Options, Watch};
+use chain::{Chain, Options};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use work::NoProgress;
+use work::Progress;
 
 fn read(chain: &Chain, start: usize, length: usize) -> error::Result<Vec<u8>> {
     let mut out = vec![0xee; length];
@@ -139,12 +141,12 @@ fn a_merge_that_fails_leaves_the_chain_as_it_was() {
         let (chain, layers, content) = filled(4, 2 << 20, 4096, 7);
         let keys = chain.keys();
         layers[3].faults.write_in.store(writes, Ordering::SeqCst);
-        let error = chain.consolidate(&(), &mut || Ok(())).err().unwrap();
+        let error = chain.consolidate(&NoProgress, &mut || Ok(())).err().unwrap();
         assert_eq!(error.kind(), ErrorKind::NoSpace);
         assert_eq!(chain.keys(), keys);
         assert!(read(&chain, 0, 2 << 20).unwrap() == content);
         layers[3].faults.write_in.store(0, Ordering::SeqCst);
-        chain.consolidate(&(), &mut || Ok(())).unwrap();
+        chain.consolidate(&NoProgress, &mut || Ok(())).unwrap();
         assert!(read(&chain, 0, 2 << 20).unwrap() == content);
     }
 }
@@ -156,8 +158,8 @@ struct Late<'a> {
     begun: AtomicBool,
 }
 
-impl Watch for Late<'_> {
-    fn progress(&self, done: u64, total: u64) {
+impl Progress for Late<'_> {
+    fn update(&self, done: u64, total: u64) {
         if done == total {
             self.begun.store(true, Ordering::SeqCst);
         }
@@ -178,12 +180,12 @@ fn a_target_that_fails_late_fails_the_merge_and_no_write() {
     let late = Late { chain: &chain, target: &layers[2], begun: AtomicBool::new(false) };
     // Something for the last pass to do.
     struct Busy<'a>(&'a Late<'a>);
-    impl Watch for Busy<'_> {
-        fn progress(&self, done: u64, total: u64) {
+    impl Progress for Busy<'_> {
+        fn update(&self, done: u64, total: u64) {
             if done < total {
                 self.0.chain.write(0, &[8; 5000]).unwrap();
             }
-            self.0.progress(done, total);
+            self.0.update(done, total);
         }
         fn rate(&self) -> u64 {
             self.0.rate()
@@ -195,7 +197,7 @@ fn a_target_that_fails_late_fails_the_merge_and_no_write() {
     content[300_000..310_000].fill(9);
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
     layers[2].faults.write.store(false, Ordering::SeqCst);
-    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    chain.consolidate(&NoProgress, &mut || Ok(())).unwrap();
     assert!(read(&chain, 0, 1 << 20).unwrap() == content);
 }
 

@@ -2,13 +2,15 @@
 
 use crate::concurrent::{Cells, SECTOR, StopOnPanic};
 use crate::mock::{Manner, Mock};
-use chain::{Chain, Options, Watch};
+use chain::{Chain, Options};
 use error::ErrorKind;
 use layer::Layer;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use testkit::Random;
+use work::NoProgress;
+use work::Progress;
 
 /// A chain of `depth` levels with random content, and that content.
 pub fn filled(depth: usize, capacity: u64, grain: u64, seed: u64) -> (Chain, Vec<Arc<Mock>>, Vec<u8>) {
@@ -47,8 +49,8 @@ struct Watcher {
     rate: AtomicU64,
 }
 
-impl Watch for Watcher {
-    fn progress(&self, done: u64, total: u64) {
+impl Progress for Watcher {
+    fn update(&self, done: u64, total: u64) {
         assert!(done >= self.at.swap(done, Ordering::SeqCst) && done <= total);
         self.total.store(total, Ordering::SeqCst);
     }
@@ -58,7 +60,7 @@ impl Watch for Watcher {
     fn rate(&self) -> u64 {
         self.rate.load(Ordering::SeqCst)
     }
-    fn checkpoint(&self, position: u64) {
+    fn durable(&self, position: u64) {
         self.checkpoint.store(position, Ordering::SeqCst);
     }
 }
@@ -100,7 +102,7 @@ fn consolidation_ends_under_continuous_writes() {
                 commits += 1;
                 Ok(())
             };
-            let merged = chain.consolidate(&(), &mut commit).unwrap();
+            let merged = chain.consolidate(&NoProgress, &mut commit).unwrap();
             assert_eq!(commits, 1);
             std::thread::sleep(Duration::from_millis(100));
             stop.store(true, Ordering::Relaxed);
@@ -138,7 +140,7 @@ fn an_interrupted_merge_changes_nothing_and_goes_on_later() {
     let checkpoint = watcher.checkpoint.load(Ordering::SeqCst);
     assert!(checkpoint >= 64 << 20, "{checkpoint}");
     let written = layers[2].written.load(Ordering::SeqCst);
-    let merged = chain.merge_down(keys[1], keys[3], checkpoint, &(), &mut || Ok(())).unwrap();
+    let merged = chain.merge_down(keys[1], keys[3], checkpoint, &NoProgress, &mut || Ok(())).unwrap();
     assert_eq!(merged.removed.len(), 2);
     assert!(layers[2].written.load(Ordering::SeqCst) - written <= capacity - checkpoint);
     assert_eq!(chain.keys(), [keys[0], keys[3]]);
@@ -163,21 +165,21 @@ fn a_commit_that_fails_leaves_the_chain_as_it_was() {
     let keys = chain.keys();
     for _ in 0..2 {
         let mut commit = || Err(error::Error::new(ErrorKind::NoSpace, "no room for the record"));
-        assert_eq!(chain.consolidate(&(), &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
+        assert_eq!(chain.consolidate(&NoProgress, &mut commit).err().unwrap().kind(), ErrorKind::NoSpace);
         assert_eq!(chain.keys(), keys);
         content[5000..6000].fill(9);
         chain.write(5000, &[9; 1000]).unwrap();
         assert_content(&chain, &content);
     }
-    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    chain.consolidate(&NoProgress, &mut || Ok(())).unwrap();
     assert_content(&chain, &content);
 }
 
 /// Does something in the middle of a merge.
 struct Midway<F: Fn(u64) + Sync>(F);
 
-impl<F: Fn(u64) + Sync> Watch for Midway<F> {
-    fn progress(&self, done: u64, _total: u64) {
+impl<F: Fn(u64) + Sync> Progress for Midway<F> {
+    fn update(&self, done: u64, _total: u64) {
         (self.0)(done);
     }
 }
@@ -194,7 +196,7 @@ fn a_snapshot_may_be_taken_while_a_merge_is_under_way() {
             chain.write(100, &[1; 100_000]).unwrap();
             chain.write(1_500_000, &[2; 100_000]).unwrap();
             // One at a time.
-            let second = chain.merge_up(keys[0], keys[1], 0, &(), &mut || Ok(()));
+            let second = chain.merge_up(keys[0], keys[1], 0, &NoProgress, &mut || Ok(()));
             assert_eq!(second.err().unwrap().kind(), ErrorKind::Busy);
         }
     });
@@ -213,12 +215,12 @@ fn what_cannot_be_merged_is_refused() {
     let (chain, layers, content) = filled(3, 1 << 20, 4096, 12);
     let keys = chain.keys();
     let kind = |result: error::Result<chain::Merged>| result.err().unwrap().kind();
-    assert_eq!(kind(chain.merge_down(keys[2], keys[0], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
-    assert_eq!(kind(chain.merge_up(keys[1], keys[1], 0, &(), &mut || Ok(()))), ErrorKind::Invalid);
+    assert_eq!(kind(chain.merge_down(keys[2], keys[0], 0, &NoProgress, &mut || Ok(()))), ErrorKind::Invalid);
+    assert_eq!(kind(chain.merge_up(keys[1], keys[1], 0, &NoProgress, &mut || Ok(()))), ErrorKind::Invalid);
     layers[2].seal();
-    assert_eq!(kind(chain.merge_down(keys[0], keys[2], 0, &(), &mut || Ok(()))), ErrorKind::ReadOnly);
-    chain.merge_down(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap();
-    assert_eq!(kind(chain.merge_down(keys[0], keys[1], 0, &(), &mut || Ok(()))), ErrorKind::NotFound);
+    assert_eq!(kind(chain.merge_down(keys[0], keys[2], 0, &NoProgress, &mut || Ok(()))), ErrorKind::ReadOnly);
+    chain.merge_down(keys[0], keys[1], 0, &NoProgress, &mut || Ok(())).unwrap();
+    assert_eq!(kind(chain.merge_down(keys[0], keys[1], 0, &NoProgress, &mut || Ok(()))), ErrorKind::NotFound);
     assert_content(&chain, &content);
 }
 
@@ -231,7 +233,7 @@ fn a_level_can_be_opened_again_for_writing() {
     let again = Mock::over(layers[2].manner(), layers[2].file(0).unwrap().clone(), layers[2].durable());
     chain.replace(keys[2], again).unwrap();
     assert_content(&chain, &content);
-    chain.merge_down(keys[0], keys[2], 0, &(), &mut || Ok(())).unwrap();
+    chain.merge_down(keys[0], keys[2], 0, &NoProgress, &mut || Ok(())).unwrap();
     assert_content(&chain, &content);
     assert!(chain.replace(keys[2], layers[2].clone()).is_err(), "the top stays what it is");
 }
@@ -244,7 +246,7 @@ fn a_merge_keeps_the_cache_warm() {
         chain.read(block * 4096, &mut [0; 4096]).unwrap();
     }
     let before = chain.statistics().metadata;
-    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    chain.consolidate(&NoProgress, &mut || Ok(())).unwrap();
     let merged = chain.statistics().metadata;
     for block in 0..256 {
         let mut out = [0; 4096];

@@ -8,6 +8,7 @@ use chain::{Chain, Condition, Options, Tunables};
 use layer::Layer;
 use std::sync::Arc;
 use testkit::Random;
+use work::NoProgress;
 
 const CAPACITIES: [u64; 4] = [300 * 1024 + 512, 1 << 20, 777 * 512, 123_457];
 const LEVELS_MAX: usize = 32;
@@ -128,12 +129,12 @@ impl History {
             Ok(())
         };
         if self.random.percent(50) {
-            let merged = self.chain.merge_down(keys[upper], keys[lower], 0, &(), &mut commit).unwrap();
+            let merged = self.chain.merge_down(keys[upper], keys[lower], 0, &NoProgress, &mut commit).unwrap();
             assert_eq!(merged.removed.len(), lower - upper);
             self.levels[lower].1 = self.levels[upper].1.clone();
             self.levels.drain(upper..lower);
         } else {
-            let merged = self.chain.merge_up(keys[upper], keys[lower], 0, &(), &mut commit).unwrap();
+            let merged = self.chain.merge_up(keys[upper], keys[lower], 0, &NoProgress, &mut commit).unwrap();
             assert_eq!(merged.removed.len(), lower - upper);
             self.levels.drain(upper + 1..=lower);
         }
@@ -211,7 +212,7 @@ fn thirty_two_levels_of_any_grain_read_as_one() {
     }
     history.check();
     let mut commit = || Ok(());
-    history.chain.consolidate(&(), &mut commit).unwrap();
+    history.chain.consolidate(&NoProgress, &mut commit).unwrap();
     let (_, content) = history.levels[0].clone();
     let (base, _) = history.levels.pop().unwrap();
     history.levels = vec![(base, content)];
@@ -267,7 +268,7 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
             // A merge up of the middle into the top must not let the base shine through.
             let chain = open(0, &layers);
             let keys = chain.keys();
-            chain.merge_up(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap();
+            chain.merge_up(keys[0], keys[1], 0, &NoProgress, &mut || Ok(())).unwrap();
             let mut after = vec![0; chain.capacity() as usize];
             chain.read(0, &mut after).unwrap();
             assert!(after == before, "{sizes:?} up");
@@ -276,12 +277,16 @@ fn levels_of_different_capacity_show_zeros_past_the_shortest() {
             let before = content(0, &layers);
             let chain = open(0, &layers);
             let keys = chain.keys();
-            let result = chain.merge_down(keys[1], keys[2], 0, &(), &mut || Ok(()));
+            let result = chain.merge_down(keys[1], keys[2], 0, &NoProgress, &mut || Ok(()));
             assert_eq!(result.is_ok(), sizes[1] <= sizes[2], "{sizes:?}");
             let mut after = vec![0; chain.capacity() as usize];
             chain.read(0, &mut after).unwrap();
             assert!(after == before, "{sizes:?} down");
-            assert!(chain.merge_down(chain.keys()[0], *chain.keys().last().unwrap(), 0, &(), &mut || Ok(())).is_err());
+            assert!(
+                chain
+                    .merge_down(chain.keys()[0], *chain.keys().last().unwrap(), 0, &NoProgress, &mut || Ok(()))
+                    .is_err()
+            );
         }
     }
 }

@@ -9,6 +9,7 @@ use error::ErrorKind;
 use layer::{Content, Layer};
 use std::sync::Arc;
 use testkit::Random;
+use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
 const UNIT: u64 = 4 * MIB;
@@ -89,9 +90,9 @@ fn forty_levels_in_two_folders_read_as_one() {
     let chain = Chain::open("objects", layers, Options::default()).unwrap();
     compare(&chain);
     let keys = chain.keys();
-    chain.merge_down(keys[0], keys[9], 0, &(), &mut || Ok(())).unwrap();
+    chain.merge_down(keys[0], keys[9], 0, &NoProgress, &mut || Ok(())).unwrap();
     compare(&chain);
-    chain.consolidate(&(), &mut || Ok(())).unwrap();
+    chain.consolidate(&NoProgress, &mut || Ok(())).unwrap();
     assert_eq!(chain.keys().len(), 1);
     compare(&chain);
 }

@@ -1,7 +1,6 @@
 //! Sinks that are written from front to back: streamOptimized disks, alone and in archives.
 
 use super::copy::{Pieces, Sink};
-use crate::progress::Progress;
 use backend::{Access, File, IoMode, Lock};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::SECTOR;
@@ -12,6 +11,7 @@ use layer::ova::{Algorithm, Controller, Machine, OvaOptions, OvaWriter, PlannedD
 use layer::stream::{StreamOptions, StreamWriter};
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::sync::Arc;
+use work::Progress;
 
 /// Level of compression: what zlib and VMware take.
 const LEVEL: u32 = 6;

@@ -4,13 +4,13 @@
 //! in the processor's caches. When either thread ends, so does the other: the reader ends at the next piece that it
 //! cannot send, and the writer detects a channel that closes without an end mark as a failed reader.
 
-use crate::pace::Throttle;
-use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
 use error::{Error, ErrorKind, Result};
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread;
+use work::Progress;
+use work::Throttle;
 
 /// Bytes of a piece; pieces begin at multiples of it.
 pub const PIECE: u64 = 1 << 20;
@@ -127,7 +127,7 @@ pub struct Pieces<'a> {
     progress: &'a dyn Progress,
     total: u64,
     copied: u64,
-    throttle: Throttle<'a>,
+    throttle: Throttle<&'a dyn Progress>,
     ended: bool,
 }
 
@@ -188,7 +188,7 @@ pub fn copy(source: Box<dyn Source + '_>, mut sink: Box<dyn Sink + '_>, progress
         let reader = Reader { source, unit, to_writer, to_reader };
         let spawned = thread::Builder::new().name("convert-read".to_owned()).spawn_scoped(scope, || reader.run());
         spawned.map_err(|error| Error::io("starting a thread to read", error))?;
-        let throttle = Throttle::new(Watched(progress));
+        let throttle = Throttle::new(progress);
         let mut pieces = Pieces { full, empty, held: None, progress, total, copied: 0, throttle, ended: false };
         // The pieces go with this, and so the reader ends.
         sink.fill(&mut pieces).map(|()| pieces.copied)

@@ -2,15 +2,42 @@
 
 use super::copy::{Pieces, Sink, Source, SourceRun};
 use crate::device::{Allocation, Device, StatusExtent};
-use crate::progress::Progress;
 use backend::{BLOCK_SIZE, SharedSlice};
 use error::Result;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use work::Progress;
 
 /// Bytes asked about at a time, and runs taken from one answer.
 const ASK_BYTES: u64 = 256 << 20;
 const ASK_EXTENTS: usize = 1024;
+
+/// A device, read from front to back, and what has to be there as long: the device is let go first.
+pub struct HoldingSource<H> {
+    source: DeviceSource,
+    _held: H,
+}
+
+impl<H> HoldingSource<H> {
+    /// Reads the device while `held` is there.
+    pub fn new(device: Arc<dyn Device>, held: H) -> Self {
+        Self { source: DeviceSource::new(device), _held: held }
+    }
+}
+
+impl<H: Send> Source for HoldingSource<H> {
+    fn capacity(&self) -> u64 {
+        self.source.capacity()
+    }
+
+    fn next(&mut self, start: u64) -> Result<SourceRun> {
+        self.source.next(start)
+    }
+
+    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
+        self.source.read(start, out)
+    }
+}
 
 /// A device, read from front to back.
 pub struct DeviceSource {

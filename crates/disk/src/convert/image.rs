@@ -1,13 +1,14 @@
 //! Sinks that are images.
 
 use super::copy::{Pieces, Sink};
-use crate::progress::{Progress, go_on, tell};
 use backend::IoMode;
 use error::{ErrorKind, Result};
 use layer::image::create::{ImageKind, NewImage, Unfinished, begin};
 use layer::image::{Folder, Image, OpenOptions, system_entropy};
 use layer::{Content, Extent, Layer};
 use std::sync::Arc;
+use work::Progress;
+use work::Unreported;
 
 /// Extents of one piece whose bytes are sent on their way to the medium early; the rest waits for the flush.
 const WRITE_OUT_EXTENTS: usize = 64;
@@ -38,8 +39,7 @@ impl ImageSink {
             kind => kind,
         };
         let new = NewImage { mode: IoMode::Buffered, ..NewImage::new(name, capacity, made) };
-        let mut watch = |_: layer::Step| go_on(progress);
-        let unfinished = begin(folder, &new, &mut || random(), &mut watch)?;
+        let unfinished = begin(folder, &new, &mut || random(), &Unreported(progress))?;
         match unfinished.open(&OpenOptions { writable: true, ..OpenOptions::default() }) {
             Ok(image) => {
                 let layer = Arc::clone(image.layer());
@@ -66,7 +66,7 @@ impl ImageSink {
 
     fn close(&self, progress: &dyn Progress) -> Result<()> {
         if self.kind == ImageKind::EagerZeroedThick {
-            self.image.inflate(&mut |step| tell(progress, step))?;
+            self.image.inflate(progress)?;
         }
         self.layer.close()
     }

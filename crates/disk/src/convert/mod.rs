@@ -28,16 +28,16 @@ mod target;
 
 pub(crate) use copy::copy as copy_all;
 pub use copy::{CopyPiece, Pieces, Sink, Source, SourceRun, Zeros};
-pub use device::{DeviceSink, DeviceSource};
+pub use device::{DeviceSink, DeviceSource, HoldingSource};
 pub use format::{SourceFormat, TargetFormat};
 pub use source::ChainSource;
 pub(crate) use source::{is_archive, open_member};
 pub(crate) use target::folder_of;
 
-use crate::progress::{Progress, Throttled};
 use crate::{Datastore, Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
+use work::{Progress, Throttled};
 
 /// One end of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -2,7 +2,6 @@
 
 use super::copy::{Source, SourceRun};
 use super::{ImageOptions, SourceFormat};
-use crate::progress::Progress;
 use backend::{Access, File, IoMode};
 use chain::{Chain, Condition, Span};
 use error::{Error, ErrorKind, IoContext, Result};
@@ -14,6 +13,7 @@ use std::collections::VecDeque;
 use std::io::Read;
 use std::path::Path;
 use std::sync::Arc;
+use work::Progress;
 
 /// Bytes asked about at a time, and runs taken from one answer.
 const ASK_BYTES: u64 = 256 << 20;

@@ -4,11 +4,11 @@ use super::archive::StreamSink;
 use super::copy::Sink;
 use super::image::ImageSink;
 use super::{Address, TargetFormat};
-use crate::progress::Progress;
 use error::{Error, ErrorKind, Result};
 use layer::descriptor::storage;
 use layer::image::{Folder, ImageKind, NewImage};
 use std::path::{Path, PathBuf};
+use work::Progress;
 
 /// A sink, and the files that it is made of.
 pub(crate) struct Target<'a> {

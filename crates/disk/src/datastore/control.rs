@@ -3,16 +3,15 @@
 use super::Datastore;
 use crate::foreign::ForeignDisk;
 use crate::info::{
-    ChangedExtent, Direction, DiskInfo, DiskStatistics, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions,
-    Tuning,
+    Direction, DiskInfo, DiskStatistics, EachExtent, NewDisk, Point, Reclaimed, SnapshotInfo, SnapshotOptions, Tuning,
 };
 use crate::names;
 use crate::native::check_capacity;
-use crate::progress::Progress;
 use crate::snapshot_group::{ImageSnapshot, UnderWay};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use store::engine::NewSnapshot;
+use work::Progress;
 
 impl Datastore {
     /// A disk in VMware's formats, for what only those have.
@@ -31,7 +30,7 @@ impl Datastore {
         match new.format.kind(new.provisioning) {
             Some(kind) => {
                 check_capacity(name, new.capacity)?;
-                self.foreign.create_disk(name, new.capacity, kind, new.delta, progress)
+                self.foreign.create_disk(&vmdk::NewDisk::new(name, new.capacity, kind, new.delta), progress)
             }
             None if new.delta.is_some() => Err(Error::new(
                 ErrorKind::Invalid,
@@ -211,13 +210,7 @@ impl Datastore {
     }
 
     /// Calls `each` for every extent that differs between two points of a disk, in order of offset.
-    pub fn diff(
-        &self,
-        disk: &str,
-        from: &Point,
-        to: &Point,
-        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
-    ) -> Result<()> {
+    pub fn diff(&self, disk: &str, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         match self.foreign.find(disk) {
             Some(entry) => self.foreign.diff(&entry, from, to, each),
             None => self.native.diff(disk, from, to, each),
@@ -229,17 +222,17 @@ impl Datastore {
         &self,
         disk: &str,
         at: &Point,
-        clone_names: &[String],
+        names: &[String],
         progress: &dyn Progress,
     ) -> Result<Vec<DiskInfo>> {
         let _use = self.uses.share(disk)?;
         let reserve = |name: &String| {
             self.reserve(name).map_err(|error| Error::new(error.kind(), format!("{error}; no clone was made")))
         };
-        let _names = clone_names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
+        let _names = names.iter().map(reserve).collect::<Result<Vec<_>>>()?;
         match self.foreign.find(disk) {
-            Some(entry) => self.foreign.clone_linked(&entry, at, clone_names, progress),
-            None => self.native.clone_linked(disk, at, clone_names, progress),
+            Some(entry) => self.foreign.clone_linked(&entry, at, names, progress),
+            None => self.native.clone_linked(disk, at, names, progress),
         }
     }
 

@@ -5,10 +5,10 @@ use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::convert::{DeviceSink, DeviceSource, copy_all};
 use crate::device::Device;
 use crate::info::{DiskInfo, Point, SnapshotOptions};
-use crate::progress::{Progress, Watched};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use vmdk::CloneReference;
+use work::Progress;
 
 impl Foreign {
     /// Linked clones of a disk that exist now. Those in other datastores count as existing: this one cannot check.
@@ -143,7 +143,7 @@ impl Foreign {
             adapter: layer::descriptor::Adapter::named(&record.adapter).unwrap_or_default(),
         };
         let (folder, home) = self.new_folder(name, true)?;
-        let made = vmdk::Disk::create(home, &new, &self.options, &Watched(&crate::NoProgress));
+        let made = vmdk::Disk::create(home, &new, &self.options, &crate::NoProgress);
         let outcome = made.and_then(|disk| {
             let target = ChainedDevice::new(name, disk.chain()?);
             // The sink deletes nothing on failure: this function made the disk and deletes it.

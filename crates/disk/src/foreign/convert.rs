@@ -2,13 +2,13 @@
 
 use super::snapshots::TEMPORARY;
 use super::{Foreign, ForeignDisk, ForeignReplica};
-use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
+use crate::convert::{CopyPiece, HoldingSource, Pieces, Sink, Source};
 use crate::info::ImageKind;
-use crate::progress::{NoProgress, Progress};
 use backend::BLOCK_SIZE;
 use chain::Chain;
 use error::Result;
 use std::sync::Arc;
+use work::{NoProgress, Progress};
 
 /// Largest unit in which a target is filled; formats with larger grains fill the rest up themselves.
 const UNIT_MAX: u64 = 1 << 20;
@@ -29,8 +29,8 @@ impl Foreign {
             }
         };
         let name = point.as_ref().map(|point| point.name.as_str()).or(snapshot);
-        let inner = DeviceSource::new(self.open_device(entry, name, true)?);
-        Ok(Box::new(ForeignSource { inner, _point: point }))
+        // The snapshot is closed first, then deleted.
+        Ok(Box::new(HoldingSource::new(self.open_device(entry, name, true)?, point)))
     }
 
     /// A new disk to fill; its name is reserved.
@@ -41,7 +41,7 @@ impl Foreign {
         capacity: u64,
         progress: &dyn Progress,
     ) -> Result<Box<dyn Sink + 'a>> {
-        let replica = self.replica(name, capacity, kind, None, progress)?;
+        let replica = self.replica(&vmdk::NewDisk::new(name, capacity, kind, None), progress)?;
         match replica.disk.chain() {
             Ok(chain) => Ok(Box::new(ForeignSink { foreign: self, replica, chain })),
             Err(error) => {
@@ -72,26 +72,6 @@ impl Drop for Point<'_> {
             let snapshot = &self.name;
             tracing::warn!(%error, snapshot, "the next opening of the datastore removes the snapshot of a conversion");
         }
-    }
-}
-
-/// Reads a snapshot. Fields are dropped in order: the snapshot is closed first, then deleted.
-struct ForeignSource<'a> {
-    inner: DeviceSource,
-    _point: Option<Point<'a>>,
-}
-
-impl Source for ForeignSource<'_> {
-    fn capacity(&self) -> u64 {
-        self.inner.capacity()
-    }
-
-    fn next(&mut self, start: u64) -> Result<SourceRun> {
-        self.inner.next(start)
-    }
-
-    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
-        self.inner.read(start, out)
     }
 }
 

@@ -2,16 +2,15 @@
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{
-    Counters, DataCacheStatistics, DeltaFormat, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile,
-    ImageKind, LevelInfo, MetadataCacheStatistics, Provisioning, Tuning,
+    Counters, DiskFormat, DiskInfo, DiskStatistics, ImageDetails, ImageFile, ImageKind, LevelInfo, Provisioning, Tuning,
 };
-use crate::progress::{Progress, Watched};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::image::Place;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use work::Progress;
 
 /// What `lamina disk list` calls flat disks of VMFS.
 const VMDK: &str = "vmdk";
@@ -77,29 +76,27 @@ impl ForeignDisk {
 
 impl Foreign {
     /// Makes a disk. Nothing is left of it after an error or a crash.
-    pub fn create_disk(
+    pub fn create_disk(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<DiskInfo> {
+        let made = self.make(new, false, progress);
+        let (folder, disk) = made.map_err(|error| error.context(format!("disk '{}' was not made", new.name)))?;
+        self.info(&self.insert(folder, disk), false)
+    }
+
+    /// An empty disk in a folder of its own, which goes with a crash if it is to be `hidden`.
+    pub(super) fn make(
         &self,
-        name: &str,
-        capacity: u64,
-        kind: ImageKind,
-        delta: Option<DeltaFormat>,
+        new: &vmdk::NewDisk,
+        hidden: bool,
         progress: &dyn Progress,
-    ) -> Result<DiskInfo> {
-        let (folder, home) = self.new_folder(name, false)?;
-        let new = vmdk::NewDisk {
-            name: name.to_owned(),
-            capacity,
-            kind,
-            delta,
-            adapter: layer::descriptor::Adapter::default(),
-        };
-        match vmdk::Disk::create(home, &new, &self.options, &Watched(progress)) {
-            Ok(disk) => self.info(&self.insert(folder, disk), false),
+    ) -> Result<(String, Arc<vmdk::Disk>)> {
+        let (folder, home) = self.new_folder(&new.name, hidden)?;
+        match vmdk::Disk::create(home, new, &self.options, progress) {
+            Ok(disk) => Ok((folder, disk)),
             Err(error) => {
                 if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the folder of a failed creation was not removed");
+                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
                 }
-                Err(error.context(format!("disk '{name}' was not made")))
+                Err(error)
             }
         }
     }
@@ -226,7 +223,6 @@ impl Foreign {
         let statistics = entry.disk.chain()?.statistics();
         let record = entry.disk.record();
         let tunables = record.tunables;
-        let (metadata, data) = (&statistics.metadata, &statistics.data);
         Ok(DiskStatistics {
             name: record.name.clone(),
             levels: statistics
@@ -239,28 +235,8 @@ impl Foreign {
                     writable: level.writable,
                 })
                 .collect(),
-            metadata: MetadataCacheStatistics {
-                hits: metadata.hits,
-                misses: metadata.misses,
-                evictions: metadata.evictions,
-                walks: metadata.walks,
-                walk_levels: metadata.walk_levels,
-                walk_levels_max: metadata.walk_levels_max,
-                prefetched: metadata.prefetched,
-                prefetched_used: metadata.prefetched_used,
-                entries: metadata.entries,
-                memory: metadata.memory,
-            },
-            data: DataCacheStatistics {
-                hits: data.hits,
-                misses: data.misses,
-                insertions: data.insertions,
-                evictions: data.evictions,
-                invalidations: data.invalidations,
-                blocks: data.blocks,
-                memory: data.memory,
-                memory_max: data.memory_max,
-            },
+            metadata: statistics.metadata,
+            data: statistics.data,
             fills: statistics.fills,
             tunables: Tuning {
                 metadata_entries: Some(tunables.metadata_entries as u64),

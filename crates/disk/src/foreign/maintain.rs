@@ -2,10 +2,9 @@
 
 use super::{Foreign, ForeignDisk};
 use crate::info::{CheckReport, Finding, Reclaimed};
-use crate::progress::{Progress, Watched, tell};
 use error::{Error, ErrorKind, Result};
-use layer::Step;
 use layer::image::{self, Folder, Image, OpenOptions, Place, Signature};
+use work::Progress;
 
 impl From<vmdk::Freed> for Reclaimed {
     fn from(freed: vmdk::Freed) -> Self {
@@ -16,27 +15,27 @@ impl From<vmdk::Freed> for Reclaimed {
 impl Foreign {
     /// Gives a flat base all its space, zeroed.
     pub fn inflate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
-        entry.disk.inflate(&Watched(progress))
+        entry.disk.inflate(progress)
     }
 
     /// Gives back the blocks of a flat base that hold only zeros.
     pub fn punch_zeros(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
-        Ok(entry.disk.punch_zeros(&Watched(progress))?.into())
+        Ok(entry.disk.punch_zeros(progress)?.into())
     }
 
     /// Finds dead grains and frees them.
     pub fn wipe(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
-        Ok(entry.disk.wipe(&Watched(progress))?.into())
+        Ok(entry.disk.wipe(progress)?.into())
     }
 
     /// Gives free grains back to the file system.
     pub fn shrink(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<Reclaimed> {
-        Ok(entry.disk.shrink(&Watched(progress))?.into())
+        Ok(entry.disk.shrink(progress)?.into())
     }
 
     /// Merges the head's chain into its base. The snapshots between go.
     pub fn consolidate(&self, entry: &ForeignDisk, progress: &dyn Progress) -> Result<()> {
-        let outcome = entry.disk.consolidate(&Watched(progress));
+        let outcome = entry.disk.consolidate(progress);
         // Also after an interruption, some are gone.
         entry.tell_bases();
         outcome
@@ -60,14 +59,14 @@ impl Foreign {
                     format!("disk '{name}' takes no writes ({why}); 'lamina disk reopen {name}' opens it again");
                 report.findings.push(Finding { problem, repaired: None });
             }
-            let mut found = entry.disk.check(repair, &Watched(progress));
+            let mut found = entry.disk.check(repair, progress);
             if repair
                 && !entry.disk.is_head_open()
                 && found.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt)
             {
                 // The image does not open for writing, so no client has it open.
                 self.mend_images(&entry.folder, progress, report)?;
-                found = entry.disk.check(repair, &Watched(progress));
+                found = entry.disk.check(repair, progress);
             }
             let found = match found {
                 Ok(found) => found,
@@ -127,10 +126,9 @@ impl Foreign {
             if !matches!(Image::probe(&place), Ok(Signature::Descriptor | Signature::HostedSparse)) {
                 continue;
             }
-            let mut watch = |step: Step| tell(progress, step);
             let label = place.label();
             // One that cannot be checked keeps the disk shut, which says why.
-            for checked in image::check::check(&place, &options, true, &mut watch).unwrap_or_default() {
+            for checked in image::check::check(&place, &options, true, progress).unwrap_or_default() {
                 if checked.repaired > 0 {
                     for note in checked.notes {
                         let repaired = Some("put right in the image".to_owned());

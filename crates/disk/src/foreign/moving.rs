@@ -5,9 +5,7 @@
 
 use super::{ChainedDevice, Foreign, ForeignDisk};
 use crate::device::Device;
-use crate::info::{DeltaFormat, ImageKind};
 use crate::migrate::{Node, Original, Replica};
-use crate::progress::{Progress, Watched};
 use crate::switch::Identity;
 use chain::{Chain, Condition};
 use error::{Error, ErrorKind, Result};
@@ -16,6 +14,7 @@ use parking_lot::Mutex;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Weak};
+use work::{NoProgress, Progress};
 
 /// Spans asked for at a time.
 const SPANS: usize = 1024;
@@ -69,26 +68,9 @@ impl Foreign {
     }
 
     /// An empty disk in a folder that goes with a crash.
-    pub fn replica(
-        &self,
-        name: &str,
-        capacity: u64,
-        kind: ImageKind,
-        delta: Option<DeltaFormat>,
-        progress: &dyn Progress,
-    ) -> Result<ForeignReplica> {
-        let (folder, home) = self.new_folder(name, true)?;
-        let adapter = layer::descriptor::Adapter::default();
-        let new = vmdk::NewDisk { name: name.to_owned(), capacity, kind, delta, adapter };
-        match vmdk::Disk::create(home, &new, self.options(), &Watched(progress)) {
-            Ok(disk) => Ok(ForeignReplica { folder, disk, head: Mutex::default() }),
-            Err(error) => {
-                if let Err(second) = self.remove_folder(&folder) {
-                    tracing::warn!(%second, folder, "the next opening of the datastore removes an unfinished disk");
-                }
-                Err(error)
-            }
-        }
+    pub fn replica(&self, new: &vmdk::NewDisk, progress: &dyn Progress) -> Result<ForeignReplica> {
+        let (folder, disk) = self.make(new, true, progress)?;
+        Ok(ForeignReplica { folder, disk, head: Mutex::default() })
     }
 
     /// A copy is one of the datastore's disks from now on, and its clients' device is told of snapshots.
@@ -220,7 +202,7 @@ impl Replica for ForeignReplica {
     }
 
     fn forget(&self, snapshot: &str) -> Result<()> {
-        self.disk.delete_snapshot(snapshot, None, &())
+        self.disk.delete_snapshot(snapshot, None, &NoProgress)
     }
 
     fn resize(&self, capacity: u64) -> Result<()> {

@@ -10,11 +10,11 @@
 use super::{Foreign, ForeignDisk};
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
 use crate::info::DiskInfo;
-use crate::progress::Progress;
 use backend::SharedSlice;
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use work::Progress;
 
 /// How long requests to a medium that may not answer are waited for.
 const REQUESTS_WAIT: Duration = Duration::from_secs(60);
@@ -134,8 +134,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
     use crate::datastore::{Datastore, InitOptions, OpenOptions, QueueChoice};
-    use crate::progress::NoProgress;
     use layer::image::ImageKind;
+    use work::NoProgress;
 
     const BLOCK: usize = 4096;
 
@@ -161,7 +161,7 @@ mod tests {
             write_buffer: 8 << 20,
         };
         let datastore = Datastore::open(&path, options).unwrap();
-        datastore.foreign.create_disk("vm", 8 << 20, ImageKind::Thin, None, &NoProgress).unwrap();
+        datastore.foreign.create_disk(&vmdk::NewDisk::new("vm", 8 << 20, ImageKind::Thin, None), &NoProgress).unwrap();
         let entry = datastore.foreign.find("vm").unwrap();
         let client = datastore.device("vm", false).unwrap();
         (dir, datastore, entry, client)

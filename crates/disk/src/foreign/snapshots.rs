@@ -1,13 +1,12 @@
 //! Snapshots: taking them, alone and with others at one point; listing, deleting, going back to, and comparing them.
 
 use super::{Foreign, ForeignDisk};
-use crate::info::{ChangedExtent, Direction, DiskInfo, Point, SnapshotInfo, SnapshotOptions};
-use crate::progress::Watched;
-use crate::progress::{NoProgress, Progress};
+use crate::info::{ChangedExtent, Direction, DiskInfo, EachExtent, Point, SnapshotInfo, SnapshotOptions};
 use chain::{Chain, Condition, LevelKey};
 use error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use vmdk::NewSnapshot;
+use work::{NoProgress, Progress};
 
 /// Bytes whose changes are looked for at a time.
 const DIFF_WINDOW: u64 = 1 << 30;
@@ -55,7 +54,7 @@ impl ForeignDisk {
     pub(super) fn drop_temporary_snapshots(&self) {
         let record = self.disk.record();
         for snapshot in record.snapshots.iter().filter(|snapshot| snapshot.description == TEMPORARY) {
-            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Watched(&Unwanted));
+            let dropped = self.disk.delete_snapshot(&snapshot.name, Some(vmdk::Direction::Down), &Unwanted);
             match dropped {
                 Err(error) if error.kind() != ErrorKind::Interrupted => {
                     let (disk, name) = (&record.name, &snapshot.name);
@@ -68,7 +67,7 @@ impl ForeignDisk {
 
     /// Deletes a snapshot above which nothing was written.
     pub(crate) fn take_back_snapshot(&self, name: &str) -> Result<()> {
-        self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &Watched(&NoProgress))?;
+        self.disk.delete_snapshot(name, Some(vmdk::Direction::Down), &NoProgress)?;
         self.tell_bases();
         Ok(())
     }
@@ -189,7 +188,7 @@ impl Foreign {
                 ));
             }
         }
-        let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), &Watched(progress));
+        let outcome = entry.disk.delete_snapshot(name, direction.map(Into::into), progress);
         entry.tell_bases();
         outcome
     }
@@ -205,13 +204,7 @@ impl Foreign {
 
     /// Calls `each` for every extent that differs between two points, in order of offset. What both have in common is
     /// the newest image that is in the chains of both: what lies above it, on either side, is what may differ.
-    pub fn diff(
-        &self,
-        entry: &ForeignDisk,
-        from: &Point,
-        to: &Point,
-        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
-    ) -> Result<()> {
+    pub fn diff(&self, entry: &ForeignDisk, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         let (old, old_line) = entry.chain_of(from)?;
         let (new, new_line) = entry.chain_of(to)?;
         let common = new_line.iter().find(|node| old_line.contains(node)).copied();
@@ -254,7 +247,7 @@ impl Foreign {
 }
 
 /// Cuts a changed run by whether the later point holds data there.
-fn by_content(chain: &Chain, start: u64, stop: u64, each: &mut dyn FnMut(ChangedExtent) -> Result<()>) -> Result<()> {
+fn by_content(chain: &Chain, start: u64, stop: u64, each: EachExtent<'_>) -> Result<()> {
     let mut at = start;
     let end = stop.min(chain.capacity());
     while at < end {

@@ -1,13 +1,12 @@
 //! Checking an image with its parents.
 
 use crate::convert::ImageOptions;
-use crate::progress::{Progress, tell};
 use error::{Error, ErrorKind, Result};
-use layer::Step;
 use layer::image::check::{Checked, check as check_image};
 use layer::image::{Image, Place, open_chain};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
+use work::Progress;
 
 /// What a check found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,12 +87,12 @@ fn look(
     repair: bool,
     progress: &dyn Progress,
 ) -> Result<()> {
-    let mut watch = |step: Step| tell(progress, step);
-    if watch(Step { total: 1, ..Step::default() }).is_break() {
+    progress.update(0, 1);
+    if progress.cancelled() {
         return Err(Error::new(ErrorKind::Interrupted, "the check was stopped"));
     }
     let label = place.label();
-    for Checked { file, format, problems, notes, repaired, dead } in check_image(place, opening, repair, &mut watch)? {
+    for Checked { file, format, problems, notes, repaired, dead } in check_image(place, opening, repair, progress)? {
         out.problems += problems.len() as u64;
         out.repaired += repaired;
         out.findings.push(ImageFinding { image: label.clone(), file, format, problems, notes, dead });

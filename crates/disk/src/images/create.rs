@@ -2,13 +2,12 @@
 
 use super::show::{ImageLevel, show};
 use crate::convert::{ImageOptions, folder_of};
-use crate::progress::{Progress, tell};
 use error::{Error, ErrorKind, Result};
-use layer::Step;
 use layer::descriptor::{Adapter, storage};
 use layer::image::{self, Image, ImageKind, NewParent, system_entropy};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use work::Progress;
 
 /// A new image.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,8 +51,7 @@ pub fn create(new: &NewImage, options: &ImageOptions, progress: &dyn Progress) -
     }
     storage::sweep_one(&**folder.directory(), &name)?;
     let random = system_entropy();
-    let mut watch = |step: Step| tell(progress, step);
-    image::create(&folder, &image, &mut || random(), &mut watch)?;
+    image::create(&folder, &image, &mut || random(), progress)?;
     drop(parent);
     // A raw file is not probed: nothing is in it yet, and its kind is known.
     let format = (kind == ImageKind::Raw).then_some(crate::convert::SourceFormat::Raw);

@@ -1,7 +1,6 @@
 //! Showing an image with its parents.
 
 use crate::convert::ImageOptions;
-use crate::progress::NoProgress;
 use error::Result;
 use layer::descriptor::Descriptor;
 use layer::image::{Image, ImageKind, Place, open_chain};
@@ -10,6 +9,7 @@ use layer::{Layer, SECTOR};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
+use work::NoProgress;
 
 /// An image and what lies below it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -6,11 +6,11 @@
 use super::run::{MigrateOptions, Peer};
 use crate::datastore::{Datastore, OpenOptions, QueueChoice};
 use crate::info::DiskInfo;
-use crate::progress::Progress;
 use error::{Error, ErrorKind, IoContext, Result};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+use work::Progress;
 
 /// Memory for the other datastore.
 const METADATA_CACHE: usize = 64 << 20;

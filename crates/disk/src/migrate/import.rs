@@ -16,7 +16,6 @@ use crate::foreign::ForeignOriginal;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::Native;
-use crate::progress::{NoProgress, Progress, Throttled};
 use error::{Error, ErrorKind, IoContext, Result};
 use layer::Layer;
 use layer::image::Place;
@@ -26,6 +25,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use work::{NoProgress, Progress, Throttled};
 
 /// How the hidden disks above images are called.
 pub(crate) const OVERLAY: &str = ".overlay-";

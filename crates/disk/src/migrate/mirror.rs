@@ -23,8 +23,6 @@
 
 use super::work::Work;
 use crate::device::{Device, DirtyExtent, FlushTicket, ReadPlan, StatusExtent, Verdict};
-use crate::pace::Throttle;
-use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, SharedSlice};
 use chain::Ranges;
 use error::{Error, ErrorKind, Result};
@@ -33,6 +31,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+use work::Progress;
+use work::Throttle;
 
 /// Bytes that one step of the copier moves, at the most and where steps turn out slow.
 pub const STEP_MAX: u64 = 256 << 10;
@@ -202,7 +202,7 @@ impl MirrorDevice {
 
     /// Copies what is marked, front to back, and from then on keeps both copies alike. Once only.
     pub fn copy(&self, progress: &dyn Progress) -> Result<Copied> {
-        let mut throttle = Throttle::new(Watched(progress));
+        let throttle = Throttle::new(progress);
         let began = Instant::now();
         let mut copied = Copied::default();
         let (mut step, mut unflushed) = (STEP_MAX, 0);

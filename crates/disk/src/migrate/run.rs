@@ -23,13 +23,13 @@ use crate::foreign::{ForeignOriginal, ForeignReplica};
 use crate::info::{DeltaFormat, DiskFormat, DiskInfo, Provisioning};
 use crate::names;
 use crate::native::{NativeOriginal, NativeReplica};
-use crate::progress::Progress;
 use crate::switch::{Before, Client, Identity, Switch};
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::sync::Arc;
 use store::engine::DiskIdentity;
+use work::Progress;
 
 /// What a disk is to become.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -228,7 +228,10 @@ impl Datastore {
     ) -> Result<Target> {
         Ok(match options.format.kind(options.provisioning) {
             None => Target::Native(self.native.replica(hidden, capacity, options.provisioning, progress)?),
-            Some(kind) => Target::Foreign(self.foreign.replica(name, capacity, kind, options.delta, progress)?),
+            Some(kind) => {
+                let new = vmdk::NewDisk::new(name, capacity, kind, options.delta);
+                Target::Foreign(self.foreign.replica(&new, progress)?)
+            }
         })
     }
 

@@ -13,11 +13,11 @@
 
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
-use crate::progress::Progress;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
+use work::Progress;
 
 /// Where there is nothing yet.
 const ZEROS: &str = ".zeros";

@@ -9,10 +9,10 @@ use super::{Native, is_visible, stored};
 use crate::info::Provisioning;
 use crate::names;
 use backend::BLOCK_SIZE;
+use checksums::Checksums;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ops::Range;
-use store::buffer::Checksums;
 use store::catalog::{Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, DiskIdentity, NewDisk, NewSnapshot, ReceiveCommit};
 

@@ -3,12 +3,12 @@
 use super::Native;
 use crate::info::{DiskInfo, Point};
 use crate::names;
-use crate::pace::Throttle;
-use crate::progress::{Progress, Watched};
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
 use store::catalog::{Object, Provisioning};
 use store::engine::{BulkWriter, Condition, NewDisk, NewSnapshot};
+use work::Progress;
+use work::Throttle;
 
 /// Most clones made by one call: they are one durable change.
 pub const CLONES_MAX: usize = 10_000;
@@ -144,7 +144,7 @@ impl Native {
         let thick = source.provisioning != Provisioning::Thin;
         let title = format!("{}@{}", source.name, snapshot.name);
         let plan = |range| self.engine.plan_snapshot(snapshot.id, range);
-        let mut throttle = Throttle::new(Watched(progress));
+        let throttle = Throttle::new(progress);
         let mut done = 0;
         let mut at = 0;
         while at < end {

@@ -1,16 +1,15 @@
 //! Native disks as ends of a conversion.
 
 use super::Native;
-use crate::convert::{CopyPiece, DeviceSource, Pieces, Sink, Source, SourceRun};
+use crate::convert::{CopyPiece, HoldingSource, Pieces, Sink, Source};
 use crate::names;
-use crate::progress::Progress;
-use crate::switch::Client;
 use backend::BLOCK_SIZE;
 use error::Result;
 use std::sync::Arc;
 use store::Engine;
 use store::catalog::Provisioning;
 use store::engine::{BulkWriter, NewDisk};
+use work::Progress;
 
 impl Native {
     /// A disk or snapshot to read. Of a disk, what it is now: through a snapshot that goes with the source, and with a
@@ -28,8 +27,8 @@ impl Native {
             }
         };
         let held = self.hold(&disk, &object)?;
-        let inner = DeviceSource::new(self.device_of(&disk, &object));
-        Ok(Box::new(NativeSource { inner, _held: held, _point: point }))
+        // The snapshot is closed first, then let go, then deleted.
+        Ok(Box::new(HoldingSource::new(self.device_of(&disk, &object), (held, point))))
     }
 
     /// A new thin disk to fill; its name is reserved.
@@ -62,27 +61,6 @@ impl Drop for Point {
                 self.name
             );
         }
-    }
-}
-
-/// Reads a snapshot. Fields go in order: closed first, then let go, then deleted.
-struct NativeSource {
-    inner: DeviceSource,
-    _held: Client,
-    _point: Option<Point>,
-}
-
-impl Source for NativeSource {
-    fn capacity(&self) -> u64 {
-        self.inner.capacity()
-    }
-
-    fn next(&mut self, start: u64) -> Result<SourceRun> {
-        self.inner.next(start)
-    }
-
-    fn read(&mut self, start: u64, out: &mut [u8]) -> Result<()> {
-        self.inner.read(start, out)
     }
 }
 

@@ -3,12 +3,12 @@
 use super::Native;
 use crate::info::{DiskInfo, Provisioning};
 use crate::names;
-use crate::pace::Throttle;
-use crate::progress::{Progress, Watched};
 use backend::{BLOCK_SIZE, Buffer};
 use error::{Error, ErrorKind, Result};
 use store::catalog::{Catalog, Object, Provisioning as Stored};
 use store::engine::{BulkWriter, Condition, NewDisk};
+use work::Progress;
+use work::Throttle;
 
 /// The smallest capacity: one sector.
 pub const CAPACITY_MIN: u64 = 512;
@@ -110,7 +110,7 @@ impl Native {
         let eager = provisioning == Provisioning::EagerZeroedThick;
         let piece = if eager { ZERO_PIECE / BLOCK_SIZE as u64 } else { RESERVE_PIECE };
         let zeros = Buffer::zeroed(if eager { piece as usize } else { 0 });
-        let mut throttle = Throttle::new(Watched(progress));
+        let throttle = Throttle::new(progress);
         let mut at = blocks.start;
         while at < blocks.end {
             if progress.cancelled() {

@@ -30,8 +30,6 @@ pub(crate) use moving::{NativeOriginal, NativeReplica};
 
 use crate::device::Device;
 use crate::info::{CheckOptions, CheckReport, Finding};
-use crate::pace::Throttle;
-use crate::progress::{Progress, Watched};
 use crate::switch::{Client, Identity, SwitchedDevice, Switches};
 use backend::BLOCK_SIZE;
 use device::{NativeDevice, Target};
@@ -42,6 +40,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use store::Engine;
 use store::catalog::{Object, ObjectState, Provisioning};
+use work::{Progress, Throttle};
 
 /// The capacity of a disk that is open: its devices and a resize share one.
 pub(crate) struct Capacity(AtomicU64);
@@ -115,13 +114,13 @@ impl Native {
         // Without repair a check reads a view of its own: it goes at a pace, and disks change beside it.
         let _changes = options.repair.then(|| self.changes.lock());
         let wanted = store::engine::CheckOptions { data: options.data, repair: options.repair };
-        let paced = Mutex::new((Throttle::new(Watched(progress)), 0));
+        let (throttle, before) = (Throttle::new(progress), AtomicU64::new(0));
         let report = self.engine.check(wanted, &|done, total| {
             progress.update(done, total);
             // A repair has everything stand still: it ends as soon as it can.
             if !options.repair {
-                let (throttle, before) = &mut *paced.lock();
-                throttle.wait((done - std::mem::replace(before, done)) * BLOCK_SIZE as u64);
+                let more = done.saturating_sub(before.fetch_max(done, Ordering::Relaxed));
+                throttle.wait(more * BLOCK_SIZE as u64);
             }
             !progress.cancelled()
         })?;

@@ -9,7 +9,6 @@ use crate::device::Device;
 use crate::info::Provisioning;
 use crate::migrate::{Node, Original, Replica};
 use crate::names;
-use crate::progress::Progress;
 use crate::switch::Identity;
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
@@ -17,6 +16,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use store::catalog::{Object, ObjectState};
 use store::engine::{DiskIdentity, NewDisk, NewSnapshot};
+use work::Progress;
 
 /// A native disk that moves away.
 pub(crate) struct NativeOriginal {

@@ -2,7 +2,7 @@
 
 use super::Native;
 use super::disks::list;
-use crate::info::{ChangedExtent, DiskInfo, Point, SnapshotInfo};
+use crate::info::{ChangedExtent, DiskInfo, EachExtent, Point, SnapshotInfo};
 use crate::names;
 use backend::BLOCK_SIZE;
 use error::{Error, ErrorKind, Result};
@@ -129,13 +129,7 @@ impl Native {
     }
 
     /// Calls `each` for every extent that differs between two points of a disk, in order of offset.
-    pub fn diff(
-        &self,
-        disk: &str,
-        from: &Point,
-        to: &Point,
-        each: &mut dyn FnMut(ChangedExtent) -> Result<()>,
-    ) -> Result<()> {
+    pub fn diff(&self, disk: &str, from: &Point, to: &Point, each: EachExtent<'_>) -> Result<()> {
         let disk = self.find_disk(disk)?;
         let find = |point: &Point| match point {
             Point::Head => Ok(disk.clone()),

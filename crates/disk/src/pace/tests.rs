@@ -1,11 +1,9 @@
-//! The controller on a clock of its own, and work at a rate that changes.
+//! The controller on a clock of its own.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::NoProgress;
-use crate::progress::Watched;
-use std::sync::atomic::AtomicBool;
 
 /// A medium that serves `fast` requests in a window in time and `late` ones not, as the rate of the work decides.
 fn after(windows: u32, control: &mut Control, served: impl Fn(f64) -> (u64, u64)) -> f64 {
@@ -100,44 +98,4 @@ fn work_shares_the_rate_and_requests_are_timed_only_beside_it() {
     assert_eq!((foreground.pace().0, foreground.arrived()), (0, None));
     foreground.set_target(Duration::ZERO);
     assert_eq!(Background::new(&NoProgress, &foreground).rate(), 0);
-}
-
-/// At a rate, until it is cancelled.
-struct AtRate {
-    rate: AtomicU64,
-    cancelled: AtomicBool,
-}
-
-impl Progress for AtRate {
-    fn update(&self, _done: u64, _total: u64) {}
-
-    fn cancelled(&self) -> bool {
-        self.cancelled.load(Ordering::Relaxed)
-    }
-
-    fn rate(&self) -> u64 {
-        self.rate.load(Ordering::Relaxed)
-    }
-}
-
-#[test]
-fn a_throttle_keeps_to_its_rate_and_ends_on_request() {
-    let at = AtRate { rate: AtomicU64::new(1 << 20), cancelled: AtomicBool::new(false) };
-    let mut throttle = Throttle::new(Watched(&at));
-    let begun = Instant::now();
-    for _ in 0..10 {
-        assert!(throttle.wait(20 << 10));
-    }
-    let taken = begun.elapsed().as_secs_f64();
-    assert!(taken > 0.19, "200 KiB at 1 MiB/s took {taken} s");
-    // A rate of a byte a second would take for ever.
-    at.rate.store(1, Ordering::Relaxed);
-    std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| throttle.wait(1 << 20));
-        std::thread::sleep(Duration::from_millis(30));
-        at.cancelled.store(true, Ordering::Relaxed);
-        assert!(!waiting.join().unwrap());
-    });
-    at.rate.store(0, Ordering::Relaxed);
-    assert!(Throttle::new(Watched(&at)).wait(1 << 40));
 }

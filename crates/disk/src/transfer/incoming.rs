@@ -20,13 +20,13 @@ use crate::info::{DiskInfo, Provisioning};
 use crate::names;
 use crate::native::{Arrived, Native, check_capacity};
 use backend::{BLOCK_SIZE, Buffer, clock};
+use checksums::Checksums;
 use error::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use store::buffer::Checksums;
 use store::engine::DiskIdentity;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;

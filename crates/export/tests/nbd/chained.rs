@@ -6,6 +6,7 @@ use crate::layer_mock::{DirectFile, Manner, MemoryFile, Mock, Table};
 use crate::model::{PART, play};
 use backend::{File, Queue, portable};
 use chain::{Chain, Options};
+use disk::NoProgress;
 use disk::device::Device;
 use disk::{Allocation, ChainedDevice};
 use export::exports::{ExportName, Exports};
@@ -69,9 +70,11 @@ fn a_chain_is_served_like_a_native_disk() {
                 round += 1;
                 let keys = chain.keys();
                 match round % 5 {
-                    4 if keys.len() > 2 => drop(chain.merge_down(keys[0], keys[1], 0, &(), &mut || Ok(())).unwrap()),
+                    4 if keys.len() > 2 => {
+                        drop(chain.merge_down(keys[0], keys[1], 0, &NoProgress, &mut || Ok(())).unwrap())
+                    }
                     _ if keys.len() < 20 => drop(chain.push(layer(grain, moves, direct)).unwrap()),
-                    _ => drop(chain.consolidate(&(), &mut || Ok(())).unwrap()),
+                    _ => drop(chain.consolidate(&NoProgress, &mut || Ok(())).unwrap()),
                 }
                 std::thread::sleep(Duration::from_millis(3));
             }

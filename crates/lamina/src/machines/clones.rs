@@ -35,7 +35,8 @@ pub fn run(host: &Host, arguments: &VmClone, form: Form) -> Result<End, End> {
         },
     };
     let source = Source { machine: arguments.source.machine.clone(), snapshot: arguments.source.snapshot.clone() };
-    let watch = Follow::new("cloning", follow::interruption(exit::INTERRUPTED)?);
+    let template = if way == CloneKind::Full { follow::BYTES } else { follow::THINGS };
+    let watch = Follow::new("cloning", template, follow::interruption(exit::INTERRUPTED)?);
     let outcome = clone::make(host, &source, &names, &options, &watch);
     watch.finish();
     let mut outcome = outcome?;

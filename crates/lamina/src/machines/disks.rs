@@ -1,9 +1,8 @@
 //! The disks of machines: a datastore, through the server that owns it or opened by this process.
 
 use control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
-use disk::{ChangedExtent, DiskInfo, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
+use disk::{ChangedExtent, DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
-use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use vm::disks::{Disks, Facts, SnapshotFacts};
@@ -15,36 +14,23 @@ pub struct Bound {
 
 // What is asked of the disks of a machine is forced: its processes have been ended before, and none of them comes back.
 
-/// Follows a copy, and asks whether to go on.
-struct Copy<'a> {
-    go_on: &'a (dyn Fn(u64, u64) -> bool + Sync),
-    last: Mutex<(u64, u64)>,
-}
+/// Follows a copy.
+struct Copy<'a>(&'a dyn Progress);
 
 /// Follows what takes no time.
 struct Unwatched;
 
 impl Progress for Copy<'_> {
     fn update(&self, done: u64, total: u64) {
-        *self.last.lock() = (done, total);
-        (self.go_on)(done, total);
+        self.0.update(done, total);
     }
 
     fn cancelled(&self) -> bool {
-        let (done, total) = *self.last.lock();
-        !(self.go_on)(done, total)
+        self.0.cancelled()
     }
 }
 
-impl Progress for Unwatched {
-    fn update(&self, done: u64, total: u64) {
-        NoProgress.update(done, total);
-    }
-
-    fn cancelled(&self) -> bool {
-        false
-    }
-}
+impl Progress for Unwatched {}
 
 fn no_extents() -> Error {
     Error::new(ErrorKind::Invalid, "the datastore answered with extents, which were not asked for")
@@ -159,17 +145,10 @@ impl Disks for Bound {
         self.ask(Request::Clone { disk: disk.to_owned(), at, names: names.to_vec(), full: false }).map(drop)
     }
 
-    fn clone_full(
-        &self,
-        disk: &str,
-        snapshot: &str,
-        name: &str,
-        progress: &(dyn Fn(u64, u64) -> bool + Sync),
-    ) -> Result<()> {
+    fn clone_full(&self, disk: &str, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<()> {
         let at = Point::Snapshot(snapshot.to_owned());
         let request = Request::Clone { disk: disk.to_owned(), at, names: vec![name.to_owned()], full: true };
-        let watch = Copy { go_on: progress, last: Mutex::new((0, 0)) };
-        control::ask(&self.datastore, request, &watch).map(drop)
+        control::ask(&self.datastore, request, &Copy(progress)).map(drop)
     }
 
     fn delete(&self, disk: &str, promote: bool) -> Result<()> {

@@ -19,6 +19,7 @@
 
 use super::{ContentId, Descriptor, Result, TEXT_MAX, corrupt, invalid};
 use crate::{Error, ErrorKind, IoContext, SECTOR};
+use backend::replace::remove_if_there;
 use backend::{Access, Directory, File, IoMode, Lock};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -45,12 +46,7 @@ pub fn load(file: &dyn File, name: &str) -> Result<Descriptor> {
 pub fn replace(directory: &dyn Directory, name: &str, descriptor: &Descriptor) -> Result<()> {
     let temporary = format!("{name}{NEW_SUFFIX}");
     // Left by a crash, or by a failed creation that was not swept: this process owns the disk, so it may go.
-    match directory.remove(&temporary) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            return Err(Error::io(format!("removing the unfinished '{temporary}'"), error));
-        }
-        _ => {}
-    }
+    remove_if_there(directory, &temporary).during(|| format!("removing the unfinished '{temporary}'"))?;
     let pending = Pending::write(directory, name, descriptor)?;
     if let Err(error) = directory.copy_permissions(name, &temporary) {
         pending.abandon();

@@ -14,8 +14,9 @@
 use super::{FILE_BLOCK, Flat, Provisioning, zeros};
 use crate::descriptor::storage::{self, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
-use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
+use crate::{CAPACITY_MAX, Error, ErrorKind, IoContext, Result, SECTOR};
 use backend::{Access, Directory, File, IoMode};
+use work::{Progress, Throttle};
 
 /// Sectors of one piece of a split disk, as VMware cuts it: 2047 MiB.
 pub(crate) const SPLIT_SECTORS: u64 = 4_192_256;
@@ -94,12 +95,13 @@ pub fn create(
     directory: &dyn Directory,
     disk: &NewDisk<'_>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<Descriptor> {
     let descriptor = disk.descriptor(random)?;
     let pending = Pending::begin(directory, disk.name, &descriptor)?;
     let mut made = Vec::new();
-    let mut making = Making { disk: disk.name, done: 0, total: disk.capacity, moved: 0, watch };
+    let mut making =
+        Making { disk: disk.name, done: 0, total: disk.capacity, moved: 0, throttle: Throttle::new(progress) };
     let outcome = descriptor.extents.iter().try_for_each(|extent| {
         let Some(name) = &extent.file else { return Ok(()) };
         let mode = Flat::mode_for(disk.mode, 0, extent.length());
@@ -129,7 +131,7 @@ pub fn create_raw(
     capacity: u64,
     provisioning: Provisioning,
     mode: IoMode,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<()> {
     check_capacity(capacity)?;
     match directory.open_foreign(name, IoMode::Buffered, Access::Read) {
@@ -138,7 +140,7 @@ pub fn create_raw(
     }
     let temporary = format!("{name}{}", storage::NEW_SUFFIX);
     let (file, _lock) = storage::create_unfinished(directory, name, Flat::mode_for(mode, 0, capacity))?;
-    let mut making = Making { disk: name, done: 0, total: capacity, moved: 0, watch };
+    let mut making = Making { disk: name, done: 0, total: capacity, moved: 0, throttle: Throttle::new(progress) };
     let made = making
         .fill(&*file, &temporary, capacity, provisioning)
         .and_then(|()| directory.rename(&temporary, name).during(|| format!("renaming '{temporary}' to '{name}'")));
@@ -158,9 +160,14 @@ pub(crate) fn fill_extent(
     name: &str,
     length: u64,
     provisioning: Provisioning,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<()> {
-    Making { disk: name, done: 0, total: length, moved: 0, watch }.fill(file, name, length, provisioning)
+    Making { disk: name, done: 0, total: length, moved: 0, throttle: Throttle::new(progress) }.fill(
+        file,
+        name,
+        length,
+        provisioning,
+    )
 }
 
 /// A disk being made.
@@ -170,7 +177,7 @@ struct Making<'a> {
     total: u64,
     /// Bytes written since the last step.
     moved: u64,
-    watch: Watch<'a>,
+    throttle: Throttle<&'a dyn Progress>,
 }
 
 impl Making<'_> {
@@ -199,7 +206,7 @@ impl Making<'_> {
 
     fn tell(&mut self, within: u64) -> Result<()> {
         let moved = std::mem::take(&mut self.moved);
-        match (self.watch)(Step { done: self.done + within, total: self.total, moved }).is_break() {
+        match self.throttle.step(self.done + within, self.total, moved).is_break() {
             true => {
                 let text = format!("making '{}' was stopped; nothing of it is left", self.disk);
                 Err(Error::new(ErrorKind::Interrupted, text))

@@ -19,9 +19,10 @@
 
 use super::blocks::BlockType;
 use super::{FILE_BLOCK, Flat, Provisioning, interrupted};
-use crate::{IoContext, Layer, Result, Step, Watch};
+use crate::{IoContext, Layer, Result};
 use backend::{BLOCK_SIZE, Buffer, Placement};
 use std::ops::Range;
+use work::{Progress, Throttle};
 
 /// Bytes written between two flushes: a guest's flush in between waits for no more than this.
 const FLUSH_EVERY: u64 = 32 << 20;
@@ -30,14 +31,14 @@ impl Flat {
     /// Gives the extent all its space, zeroed, while it is in use. Durable on return.
     ///
     /// # Errors
-    /// `NoSpace` with the extent as it was; `Interrupted` when `watch` says so.
-    pub fn fill(&self, watch: Watch<'_>) -> Result<()> {
+    /// `NoSpace` with the extent as it was; `Interrupted` when `progress` says so.
+    pub fn fill(&self, progress: &dyn Progress) -> Result<()> {
         let _work = self.begin_work()?;
         let before = self.provisioning();
         self.set_provisioning(Provisioning::EagerZeroedThick);
         // Discards that began under the old type end here.
         drop(self.locks.alone(0..u64::MAX));
-        let outcome = self.take_space().and_then(|()| self.fill_blocks(watch)).and_then(|()| self.flush());
+        let outcome = self.take_space().and_then(|()| self.fill_blocks(progress)).and_then(|()| self.flush());
         if outcome.is_err() {
             self.set_provisioning(before);
         }
@@ -64,15 +65,16 @@ impl Flat {
         reserved
     }
 
-    fn fill_blocks(&self, watch: Watch<'_>) -> Result<()> {
+    fn fill_blocks(&self, progress: &dyn Progress) -> Result<()> {
         let total = self.bytes.end - self.bytes.start;
+        let throttle = Throttle::new(progress);
         let mut account = Account { flat: self, from: 0, known_to: 0, whole: Vec::new() };
         let mut memory = Buffer::default();
         let (mut unflushed, mut moved) = (0, 0);
         for block in 0..self.blocks.count() {
             let bytes = self.blocks.bytes_of(block..block + 1);
             let done = bytes.start - self.bytes.start;
-            if watch(Step { done, total, moved: std::mem::take(&mut moved) }).is_break() {
+            if throttle.step(done, total, std::mem::take(&mut moved)).is_break() {
                 self.flush()?;
                 return Err(interrupted("filling", &self.name));
             }
@@ -96,7 +98,7 @@ impl Flat {
             }
         }
         // What the watcher says to the last call changes nothing any more.
-        let _ = watch(Step { done: total, total, moved });
+        let _ = throttle.step(total, total, moved);
         Ok(())
     }
 

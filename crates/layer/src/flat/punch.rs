@@ -7,9 +7,10 @@
 use super::blocks::BlockType;
 use super::locks::ALONE_MAX;
 use super::{Flat, Provisioning, interrupted};
-use crate::{IoContext, Layer, Result, Step, Watch};
+use crate::{IoContext, Layer, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
+use work::{Progress, Throttle};
 
 /// Bytes read at a time: most blocks that hold something show it in their first part.
 const PART: u64 = 64 << 10;
@@ -19,17 +20,18 @@ impl Flat {
     /// blocks that were. Durable on return.
     ///
     /// # Errors
-    /// `Interrupted` when `watch` says so: the extent is thin then, with what was given back so far.
-    pub fn punch_zeros(&self, watch: Watch<'_>) -> Result<u64> {
+    /// `Interrupted` when `progress` says so: the extent is thin then, with what was given back so far.
+    pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         let _work = self.begin_work()?;
         self.set_provisioning(Provisioning::Thin);
         let total = self.bytes.end - self.bytes.start;
+        let throttle = Throttle::new(progress);
         let mut memory = Buffer::recycled(PART as usize / BLOCK_SIZE);
         let (mut given_back, mut moved) = (0, 0);
         let mut block = 0;
         while let Some(next) = self.blocks.next_with_space(block, self.blocks.count()) {
             let done = self.blocks.bytes_of(next..next + 1).start - self.bytes.start;
-            if watch(Step { done, total, moved: std::mem::take(&mut moved) }).is_break() {
+            if throttle.step(done, total, std::mem::take(&mut moved)).is_break() {
                 self.flush()?;
                 return Err(interrupted("giving back zeros of", &self.name));
             }
@@ -45,7 +47,7 @@ impl Flat {
             block = end;
         }
         self.flush()?;
-        let _ = watch(Step { done: total, total, moved });
+        let _ = throttle.step(total, total, moved);
         Ok(given_back)
     }
 

@@ -2,12 +2,12 @@
 //! while long work goes on.
 
 use super::*;
-use crate::Step;
 use crate::descriptor::tests::Random;
 use crate::descriptor::{Adapter, Descriptor, storage};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Access, Directory};
-use std::ops::ControlFlow;
+use testkit::steps;
+use work::NoProgress;
 
 mod meddling;
 
@@ -15,10 +15,6 @@ const MIB: u64 = FILE_BLOCK;
 
 fn disk(seed: u64) -> SimulatedDisk {
     SimulatedDisk::new(seed, SimulatedOptions::default())
-}
-
-fn go_on(_: Step) -> ControlFlow<()> {
-    ControlFlow::Continue(())
 }
 
 fn options(thin: bool) -> FlatOptions {
@@ -33,7 +29,7 @@ fn open(directory: &dyn Directory, name: &str, mode: IoMode, options: FlatOption
 
 /// A raw file of that type.
 fn made(directory: &dyn Directory, capacity: u64, provisioning: Provisioning) {
-    create_raw(directory, "disk", capacity, provisioning, IoMode::Buffered, &mut go_on).unwrap();
+    create_raw(directory, "disk", capacity, provisioning, IoMode::Buffered, &NoProgress).unwrap();
 }
 
 /// Reads as a chain does: what the map calls zero is not looked at.
@@ -132,14 +128,14 @@ fn random_histories_match_a_plain_array() {
                     own = flat.provisioning();
                 }
                 78..80 => {
-                    flat.fill(&mut go_on).unwrap();
+                    flat.fill(&NoProgress).unwrap();
                     own = Provisioning::EagerZeroedThick;
                     let counters = flat.counters();
                     assert_eq!((counters.nb, counters.tbz), (counters.blocks, 0));
                 }
                 80..83 => {
                     let before = flat.counters().nb;
-                    let given_back = flat.punch_zeros(&mut go_on).unwrap();
+                    let given_back = flat.punch_zeros(&NoProgress).unwrap();
                     own = Provisioning::Thin;
                     let counters = flat.counters();
                     assert_eq!((counters.nb + given_back, counters.tbz), (before, 0));
@@ -221,8 +217,8 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
                     history.write(touched.start, &vec![0; (touched.end - touched.start) as usize]);
                     flat.zero(touched, random.percent(50))
                 }
-                8 => flat.fill(&mut go_on).map(|()| history.flushed()),
-                9 => flat.punch_zeros(&mut go_on).map(|_| history.flushed()),
+                8 => flat.fill(&NoProgress).map(|()| history.flushed()),
+                9 => flat.punch_zeros(&NoProgress).map(|_| history.flushed()),
                 _ => flat.flush().map(|()| history.flushed()),
             };
             if outcome.is_err() {
@@ -235,7 +231,7 @@ fn power_cuts_keep_what_was_flushed_through_every_operation() {
             let flat = open(&*after.directory(), "disk", IoMode::Buffered, options(seed % 3 == 0)).unwrap();
             history.check(&read(&flat, 0, capacity), &format!("seed {seed} outcome {outcome}"));
             assert_eq!(flat.counters(), recounted(&*after.directory(), &flat));
-            flat.fill(&mut go_on).unwrap();
+            flat.fill(&NoProgress).unwrap();
         }
     }
     assert!(cuts > 200, "only {cuts} cuts: the test misses its aim");
@@ -262,7 +258,7 @@ fn a_crash_while_a_disk_is_made_leaves_all_of_it_or_nothing() {
                 mode: IoMode::Buffered,
             };
             world.cut_after(cut);
-            let finished = create(&*world.directory(), &new, &mut || random.next(), &mut go_on).is_ok();
+            let finished = create(&*world.directory(), &new, &mut || random.next(), &NoProgress).is_ok();
             let after = world.crash();
             let directory = after.directory();
             storage::sweep(&*directory).unwrap();
@@ -302,23 +298,23 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
     let world = SimulatedDisk::new(1, SimulatedOptions { capacity: 4 * MIB, ..SimulatedOptions::default() });
     let directory = world.directory();
     let mut random = Random(1);
-    let error = create(&*directory, &new(Provisioning::ZeroedThick), &mut || random.next(), &mut go_on).unwrap_err();
+    let error = create(&*directory, &new(Provisioning::ZeroedThick), &mut || random.next(), &NoProgress).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NoSpace);
     assert!(directory.list().unwrap().is_empty());
-    let error = create_raw(&*directory, "raw", 8 * MIB, Provisioning::EagerZeroedThick, IoMode::Direct, &mut go_on);
+    let error = create_raw(&*directory, "raw", 8 * MIB, Provisioning::EagerZeroedThick, IoMode::Direct, &NoProgress);
     assert_eq!(error.unwrap_err().kind(), ErrorKind::NoSpace);
     assert!(directory.list().unwrap().is_empty());
     world.set_capacity(64 * MIB);
-    let mut stop = |Step { done, total, .. }: Step| {
+    let stop = steps(|done, total| {
         assert_eq!(total, 8 * MIB);
-        if done >= 3 * MIB { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    };
-    let error = create(&*directory, &new(Provisioning::EagerZeroedThick), &mut || random.next(), &mut stop);
+        done < 3 * MIB
+    });
+    let error = create(&*directory, &new(Provisioning::EagerZeroedThick), &mut || random.next(), &stop);
     assert_eq!(error.unwrap_err().kind(), ErrorKind::Interrupted);
     assert!(directory.list().unwrap().is_empty());
     for number in 0..9 {
         world.fail_operation(world.operations() + number);
-        if create(&*directory, &new(Provisioning::Thin), &mut || random.next(), &mut go_on).is_err() {
+        if create(&*directory, &new(Provisioning::Thin), &mut || random.next(), &NoProgress).is_err() {
             storage::sweep(&*directory).unwrap();
             let names = directory.list().unwrap();
             // The last flush may fail when all is done.
@@ -330,7 +326,7 @@ fn failures_and_interruptions_while_a_disk_is_made_leave_nothing() {
     }
     for (name, capacity) in [("web", 512), ("web.vmdk", 0), ("web.vmdk", 511), ("web.vmdk", CAPACITY_MAX + 512)] {
         let disk = NewDisk { name, capacity, ..new(Provisioning::Thin) };
-        let error = create(&*directory, &disk, &mut || 1, &mut go_on).unwrap_err();
+        let error = create(&*directory, &disk, &mut || 1, &NoProgress).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Invalid);
     }
 }
@@ -380,7 +376,7 @@ fn what_does_not_fit_the_file_is_refused() {
     let flat = with(512, Some(MIB), IoMode::Buffered).unwrap();
     assert_eq!((flat.capacity(), flat.counters().blocks), (MIB, 2));
     assert_eq!(flat.write(0, &[&[1; 512]]).unwrap_err().kind(), ErrorKind::ReadOnly);
-    assert_eq!(flat.fill(&mut go_on).unwrap_err().kind(), ErrorKind::ReadOnly);
+    assert_eq!(flat.fill(&NoProgress).unwrap_err().kind(), ErrorKind::ReadOnly);
     assert!(flat.map(0..MIB + 512, 9, &mut Vec::new()).is_err());
     assert!(flat.map(u64::MAX - 1..u64::MAX, 9, &mut Vec::new()).is_err());
     let flat = open(&*directory, "disk", IoMode::Buffered, options(true)).unwrap();
@@ -407,7 +403,7 @@ fn a_failed_flush_ends_all_changes() {
     world.fail_syncs(1);
     assert_eq!(flat.flush().unwrap_err().kind(), ErrorKind::Io);
     for outcome in
-        [flat.flush(), flat.write(0, &[&[1; 512]]), flat.zero(0..512, false), flat.fill(&mut go_on), flat.close()]
+        [flat.flush(), flat.write(0, &[&[1; 512]]), flat.zero(0..512, false), flat.fill(&NoProgress), flat.close()]
     {
         assert_eq!(outcome.unwrap_err().kind(), ErrorKind::Stopped);
     }
@@ -440,29 +436,29 @@ fn filling_without_room_changes_nothing() {
     let flat = open(&*directory, "disk", IoMode::Buffered, options(true)).unwrap();
     flat.write(3 * MIB, &[&[9; 4096]]).unwrap();
     let before = flat.counters();
-    assert_eq!(flat.fill(&mut go_on).unwrap_err().kind(), ErrorKind::NoSpace);
+    assert_eq!(flat.fill(&NoProgress).unwrap_err().kind(), ErrorKind::NoSpace);
     assert_eq!((flat.counters(), flat.provisioning()), (before, Provisioning::Thin));
     assert_eq!(recounted(&*directory, &flat), before);
     world.set_capacity(16 * MIB);
     // Stopped on the way it stays thin with more space, and goes on where it was.
     let mut calls = 0;
-    let mut stop = |_: Step| {
+    let stop = steps(|_, _| {
         calls += 1;
-        if calls > 5 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
-    };
-    assert_eq!(flat.fill(&mut stop).unwrap_err().kind(), ErrorKind::Interrupted);
+        calls <= 5
+    });
+    assert_eq!(flat.fill(&stop).unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(flat.provisioning(), Provisioning::Thin);
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 8, tbz: 3 });
     assert_eq!(flat.counters(), recounted(&*directory, &flat));
     let before = world.operations();
-    flat.fill(&mut go_on).unwrap();
+    flat.fill(&NoProgress).unwrap();
     assert_eq!(world.operations() - before, 1 + 3 + 1, "a reservation, three blocks, a flush");
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 8, tbz: 0 });
     assert_eq!(flat.provisioning(), Provisioning::EagerZeroedThick);
-    let mut stop = |step: Step| if step.done >= 4 * MIB { ControlFlow::Break(()) } else { ControlFlow::Continue(()) };
-    assert_eq!(flat.punch_zeros(&mut stop).unwrap_err().kind(), ErrorKind::Interrupted);
+    let stop = steps(|done, _| done < 4 * MIB);
+    assert_eq!(flat.punch_zeros(&stop).unwrap_err().kind(), ErrorKind::Interrupted);
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 5, tbz: 0 });
-    assert_eq!(flat.punch_zeros(&mut go_on).unwrap(), 4);
+    assert_eq!(flat.punch_zeros(&NoProgress).unwrap(), 4);
     assert_eq!(flat.counters(), Counters { blocks: 8, nb: 1, tbz: 0 });
 }
 
@@ -473,11 +469,12 @@ fn long_work_excludes_other_long_work() {
     made(&*directory, 4 * MIB, Provisioning::Thin);
     let flat = open(&*directory, "disk", IoMode::Buffered, options(true)).unwrap();
     let mut busy = None;
-    let mut watch = |_: Step| {
-        busy.get_or_insert_with(|| flat.punch_zeros(&mut go_on).unwrap_err().kind());
-        ControlFlow::Continue(())
-    };
-    flat.fill(&mut watch).unwrap();
+    let watch = steps(|_, _| {
+        busy.get_or_insert_with(|| flat.punch_zeros(&NoProgress).unwrap_err().kind());
+        true
+    });
+    flat.fill(&watch).unwrap();
+    drop(watch);
     assert_eq!(busy, Some(ErrorKind::Busy));
 }
 

@@ -15,9 +15,10 @@ use crate::hosted::{self, Hosted};
 use crate::sesparse::{self, SeSparse};
 use crate::vmfssparse::{self, VmfsSparse};
 use crate::vsansparse::{self, VsanSparse};
-use crate::{Content, Error, ErrorKind, Layer, Result, Step, Watch};
+use crate::{Content, Error, ErrorKind, Layer, Result};
 use backend::{File, IoMode};
 use std::sync::Arc;
+use work::{Progress, Throttle};
 
 /// Bytes of compressed grains read at a time.
 const READ_PIECE: u64 = 1 << 20;
@@ -42,7 +43,7 @@ pub struct Checked {
 }
 
 /// Checks one image, without its parents. `options.writable` is ignored: `repair` says it.
-pub fn check(place: &Place, options: &OpenOptions, repair: bool, watch: Watch<'_>) -> Result<Vec<Checked>> {
+pub fn check(place: &Place, options: &OpenOptions, repair: bool, progress: &dyn Progress) -> Result<Vec<Checked>> {
     let options = OpenOptions { writable: repair, ..options.clone() };
     let signature = match options.format {
         None | Some(Format::Vmdk) => Image::probe(place)?,
@@ -63,7 +64,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, watch: Watch<'_
                 let offset = extent.line.offset.saturating_mul(crate::SECTOR);
                 let capacity = Some(extent.line.length());
                 let flat = FlatOptions { offset, capacity, writable, thin: descriptor.thin() };
-                out.push(work.check(extent.format, &extent.place, flat, parent, watch)?);
+                out.push(work.check(extent.format, &extent.place, flat, parent, progress)?);
             }
             Ok(out)
         }
@@ -73,7 +74,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, watch: Watch<'_
                 Some((_, descriptor)) => parent_of(&descriptor, &place.label(), &options)?.is_some(),
                 None => false,
             };
-            work.check_alone(Format::HostedSparse, place, parent, watch)
+            work.check_alone(Format::HostedSparse, place, parent, progress)
         }
         _ => {
             // Whatever cannot be opened alone says so here.
@@ -85,7 +86,7 @@ pub fn check(place: &Place, options: &OpenOptions, repair: bool, watch: Watch<'_
                 "qcow2" => Format::Qcow2,
                 _ => Format::Flat,
             };
-            work.check_alone(format, place, image.parent().is_some(), watch)
+            work.check_alone(format, place, image.parent().is_some(), progress)
         }
     }
 }
@@ -96,10 +97,16 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn check_alone(&self, format: Format, place: &Place, parent: bool, watch: Watch<'_>) -> Result<Vec<Checked>> {
+    fn check_alone(
+        &self,
+        format: Format,
+        place: &Place,
+        parent: bool,
+        progress: &dyn Progress,
+    ) -> Result<Vec<Checked>> {
         let flat = ExtentOptions::alone(self.options).flat;
         let _lock = lock_for(place, self.options)?;
-        Ok(vec![self.check(format, place, flat, parent, watch)?])
+        Ok(vec![self.check(format, place, flat, parent, progress)?])
     }
 
     /// Checks one extent, after what was to be repaired was.
@@ -109,7 +116,7 @@ impl Work<'_> {
         place: &Place,
         flat: FlatOptions,
         parent: bool,
-        watch: Watch<'_>,
+        progress: &dyn Progress,
     ) -> Result<Checked> {
         let file = |writable| place.open(IoMode::Buffered, access(writable));
         let compressed = format == Format::HostedSparse && is_compressed(&*file(false)?, &place.label())?;
@@ -118,7 +125,7 @@ impl Work<'_> {
         let mut checked = Checked { file: place.name.clone(), ..Checked::default() };
         if self.repair && repairable && flat.writable {
             let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
-            let before = self.look(format, place, file(false)?, flat, parent, watch)?;
+            let before = self.look(format, place, file(false)?, flat, parent, progress)?;
             let opened = open_extent(format, place, file(true)?, how)?;
             if let Some(Engine::Hosted(layer)) = &opened.engine {
                 layer.repair()?;
@@ -128,8 +135,8 @@ impl Work<'_> {
             checked.repaired = before.problems.len() as u64;
         }
         let mut after = match format {
-            Format::SeSparse => self.check_sesparse(place, file(flat.writable)?, flat.writable, watch)?,
-            _ => self.look(format, place, file(false)?, FlatOptions { writable: false, ..flat }, parent, watch)?,
+            Format::SeSparse => self.check_sesparse(place, file(flat.writable)?, flat.writable, progress)?,
+            _ => self.look(format, place, file(false)?, FlatOptions { writable: false, ..flat }, parent, progress)?,
         };
         checked.repaired = checked.repaired.saturating_sub(after.problems.len() as u64) + after.repaired;
         checked.notes.append(&mut after.notes);
@@ -144,7 +151,7 @@ impl Work<'_> {
         file: Arc<dyn File>,
         flat: FlatOptions,
         parent: bool,
-        watch: Watch<'_>,
+        progress: &dyn Progress,
     ) -> Result<Checked> {
         let image = place.label();
         let flat = FlatOptions { writable: false, ..flat };
@@ -176,7 +183,7 @@ impl Work<'_> {
                 let how = ExtentOptions { flat, parent, journal: self.options.journal, force: self.options.force };
                 let layer = open_extent(format, place, file, how)?.layer;
                 let mut checked = Checked { format: layer.format().into(), ..Checked::default() };
-                match walk(&*layer, watch) {
+                match walk(&*layer, progress) {
                     Err(error) if error.kind() == ErrorKind::Interrupted => return Err(error),
                     Err(error) => checked.problems.push(error.to_string()),
                     Ok(()) => {}
@@ -186,18 +193,18 @@ impl Work<'_> {
         }
     }
 
-    fn check_sesparse(&self, place: &Place, file: Arc<dyn File>, write: bool, watch: Watch<'_>) -> Result<Checked> {
+    fn check_sesparse(
+        &self,
+        place: &Place,
+        file: Arc<dyn File>,
+        write: bool,
+        progress: &dyn Progress,
+    ) -> Result<Checked> {
         let options = sesparse::Options { write, repair: write, journal: self.options.journal, ..Default::default() };
         let layer = SeSparse::open(file, &place.label(), options)?;
         let capacity = layer.capacity();
-        let mut stopped = false;
-        let found = layer.check(write, &mut |step| {
-            let answer = watch(Step { total: step.total.max(1), ..step });
-            stopped = answer.is_break();
-            answer
-        });
-        let found = match found {
-            _ if stopped => return Err(stopped_check()),
+        let found = match layer.check(write, progress) {
+            Err(error) if error.kind() == ErrorKind::Interrupted => return Err(stopped_check()),
             found => found?,
         };
         layer.close()?;
@@ -256,7 +263,8 @@ fn first_of(mut problems: Vec<String>, count: u64) -> Vec<String> {
 }
 
 /// Asks for every extent, and reads what is compressed.
-fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
+fn walk(layer: &dyn Layer, progress: &dyn Progress) -> Result<()> {
+    let throttle = Throttle::new(progress);
     let capacity = layer.capacity();
     let mut extents = Vec::new();
     let mut memory = vec![0; READ_PIECE as usize];
@@ -269,7 +277,7 @@ fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
             at = extent.start.saturating_add(extent.length);
             let (mut from, mut moved) = (extent.start, 0);
             while extent.content == Content::Encoded && from < at {
-                if watch(Step { done: from, total: capacity, moved }).is_break() {
+                if throttle.step(from, capacity, moved).is_break() {
                     return Err(stopped_check());
                 }
                 let part = (at - from).min(READ_PIECE);
@@ -281,7 +289,7 @@ fn walk(layer: &dyn Layer, watch: Watch<'_>) -> Result<()> {
         if at <= begun {
             return Err(Error::new(ErrorKind::Corrupt, format!("the image's map has no answer for byte {at}")));
         }
-        if watch(Step { done: at, total: capacity, moved: 0 }).is_break() {
+        if throttle.step(at, capacity, 0).is_break() {
             return Err(stopped_check());
         }
     }

@@ -25,13 +25,12 @@ use super::{Folder, Image, OpenOptions, Place};
 use crate::descriptor::storage::{self, NEW_SUFFIX, Pending};
 use crate::descriptor::{Adapter, CreateType, Descriptor, EXTENTS_MAX, ExtentKind, ExtentLine, Uuid};
 use crate::flat::{self, Flat, Provisioning};
-use crate::{
-    Error, ErrorKind, IoContext, Layer, Result, SECTOR, Step, Watch, hosted, sesparse, vmfssparse, vsansparse,
-};
+use crate::{Error, ErrorKind, IoContext, Layer, Result, SECTOR, hosted, sesparse, vmfssparse, vsansparse};
 use backend::{Access, Directory, File, IoMode, Lock};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
+use work::{Progress, WorkPart, WorkPlace};
 
 /// What an image is made of: a format, and for flat ones how they have their space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -332,10 +331,10 @@ pub fn create(
     folder: &Folder,
     image: &NewImage<'_>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<Made> {
     let descriptor = image.descriptor(random)?;
-    begin_described(folder, image, descriptor, random, watch)?.finish()
+    begin_described(folder, image, descriptor, random, progress)?.finish()
 }
 
 /// Makes an empty image but for its name, so that it can be filled first. What is neither finished nor abandoned is
@@ -344,14 +343,14 @@ pub fn begin(
     folder: &Folder,
     image: &NewImage<'_>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<Unfinished> {
     let mut descriptor = image.descriptor(random)?;
     // What is filled has no longer the content of an empty disk.
     if let Some(descriptor) = &mut descriptor {
         descriptor.renew_content(random);
     }
-    begin_described(folder, image, descriptor, random, watch)
+    begin_described(folder, image, descriptor, random, progress)
 }
 
 fn begin_described(
@@ -359,7 +358,7 @@ fn begin_described(
     image: &NewImage<'_>,
     descriptor: Option<Descriptor>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<Unfinished> {
     let directory = &**folder.directory();
     let unfinished = |lock| Unfinished {
@@ -372,7 +371,7 @@ fn begin_described(
     let (unfinished, made) = match &descriptor {
         Some(descriptor) if !is_single(Some(descriptor)) => {
             let mut unfinished = unfinished(Pending::begin(directory, image.name, descriptor)?.suspend());
-            let made = make_extents(directory, descriptor, image, &mut unfinished.extents, random, watch);
+            let made = make_extents(directory, descriptor, image, &mut unfinished.extents, random, progress);
             (unfinished, made)
         }
         embedded => {
@@ -380,7 +379,7 @@ fn begin_described(
             let (file, lock) = storage::create_unfinished(directory, image.name, image.mode_of(image.capacity))?;
             let unfinished = unfinished(lock);
             let temporary = unfinished.temporary();
-            let made = make_extent(file, &temporary, image.capacity, image, embedded.as_ref(), random, watch);
+            let made = make_extent(file, &temporary, image.capacity, image, embedded.as_ref(), random, progress);
             (unfinished, made)
         }
     };
@@ -455,7 +454,7 @@ fn make_extents(
     image: &NewImage<'_>,
     extents: &mut Vec<String>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<()> {
     let mut before = 0;
     for extent in &descriptor.extents {
@@ -466,8 +465,8 @@ fn make_extents(
         if !matches!(&file, Err(error) if error.kind() == ErrorKind::Exists) {
             extents.push(name.clone());
         }
-        let mut shifted = |step: Step| watch(Step { done: before + step.done, total, ..step });
-        make_extent(file?, name, length, image, None, random, &mut shifted)?;
+        let part = WorkPart { whole: progress, place: WorkPlace::Behind { before, total } };
+        make_extent(file?, name, length, image, None, random, &part)?;
         before += length;
     }
     Ok(())
@@ -481,12 +480,13 @@ fn make_extent(
     image: &NewImage<'_>,
     embedded: Option<&Descriptor>,
     random: &mut dyn FnMut() -> u64,
-    watch: Watch<'_>,
+    progress: &dyn Progress,
 ) -> Result<()> {
     if let Some(provisioning) = image.kind.provisioning() {
-        return flat::fill_extent(&*file, name, length, provisioning, watch);
+        return flat::fill_extent(&*file, name, length, provisioning, progress);
     }
-    if watch(Step { total: length, ..Step::default() }).is_break() {
+    progress.update(0, length);
+    if progress.cancelled() {
         let text = format!("making '{}' was stopped; nothing of it is left", image.name);
         return Err(Error::new(ErrorKind::Interrupted, text));
     }

@@ -5,10 +5,11 @@ use crate::hosted::Hosted;
 use crate::sesparse::SeSparse;
 use crate::vmfssparse::VmfsSparse;
 use crate::vsansparse::VsanSparse;
-use crate::{Error, ErrorKind, Result, Step, Watch};
-use std::ops::ControlFlow;
+use crate::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use work::Progress;
 
 /// An extent by its format, for what only that format can do.
 #[derive(Clone)]
@@ -86,12 +87,12 @@ impl Image {
 
     /// Finds grains that no table names, and with `zeros` those that hold only zeros, and frees them: see
     /// [`SeSparse::wipe`]. Goes on beside guests, at a pace that they hardly notice.
-    pub fn wipe(&self, zeros: bool, watch: Watch<'_>) -> Result<ImageFreed> {
+    pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;
         let mut sum = ImageFreed::default();
         for engine in &self.engines {
             if let Engine::SeSparse(layer) = engine {
-                let report = layer.wipe(zeros, &mut resting(layer, watch))?;
+                let report = layer.wipe(zeros, &Resting::new(layer, progress))?;
                 sum.freed += (report.unnamed + report.zeros) * SE_GRAIN;
             }
         }
@@ -100,18 +101,18 @@ impl Image {
 
     /// Moves live grains from the end of the files into free places and cuts the files: see [`SeSparse::shrink`] and
     /// [`VmfsSparse::shrink`].
-    pub fn shrink(&self, watch: Watch<'_>) -> Result<ImageFreed> {
+    pub fn shrink(&self, progress: &dyn Progress) -> Result<ImageFreed> {
         self.check_writable()?;
         let mut sum = ImageFreed::default();
         for engine in &self.engines {
             match engine {
                 Engine::SeSparse(layer) => {
-                    let report = layer.shrink(&mut resting(layer, watch))?;
+                    let report = layer.shrink(&Resting::new(layer, progress))?;
                     sum.cut += report.cut;
                     sum.moved += report.moved * SE_GRAIN;
                 }
                 Engine::VmfsSparse(layer) => {
-                    let report = layer.shrink(watch)?;
+                    let report = layer.shrink(progress)?;
                     sum.cut += report.before.saturating_sub(report.after);
                     sum.moved += report.moved;
                 }
@@ -122,7 +123,7 @@ impl Image {
     }
 
     /// Looks at every table. With `repair`, and open for writing, puts right what can be.
-    pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<ImageCheck> {
+    pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<ImageCheck> {
         if repair {
             self.check_writable()?;
         }
@@ -130,7 +131,7 @@ impl Image {
         for engine in &self.engines {
             match engine {
                 Engine::SeSparse(layer) => {
-                    let report = layer.check(repair, watch)?;
+                    let report = layer.check(repair, progress)?;
                     sum.dead += report.unnamed * SE_GRAIN;
                     sum.repaired += report.repaired;
                     let wrong = report.invalid + report.outside + report.overlapping + report.unproven;
@@ -214,26 +215,66 @@ impl Image {
     }
 }
 
-/// Tells `watch` of each step, and rests after it as [`SHARE`] demands.
-fn resting<'a>(layer: &'a SeSparse, watch: Watch<'a>) -> impl FnMut(Step) -> ControlFlow<()> + 'a {
-    let (mut begun, mut requests, mut done) = (Instant::now(), layer.requests(), 0);
-    move |step| {
-        let worked = begun.elapsed();
-        watch(step)?;
-        if step.done == done && step.moved == 0 {
-            return ControlFlow::Continue(());
+/// Another's progress, of work that rests after each step as [`SHARE`] demands.
+struct Resting<'a> {
+    layer: &'a SeSparse,
+    progress: &'a dyn Progress,
+    pause: Mutex<Pause>,
+}
+
+/// Since when it works, and what it did.
+struct Pause {
+    begun: Instant,
+    worked: Duration,
+    requests: u64,
+    done: u64,
+    moved: u64,
+}
+
+impl<'a> Resting<'a> {
+    fn new(layer: &'a SeSparse, progress: &'a dyn Progress) -> Self {
+        let (begun, requests) = (Instant::now(), layer.requests());
+        Self {
+            layer,
+            progress,
+            pause: Mutex::new(Pause { begun, worked: Duration::ZERO, requests, done: 0, moved: 0 }),
         }
-        done = step.done;
-        if layer.requests() != requests {
-            let mut rest = (worked * (100 - SHARE) / SHARE).min(REST_MAX);
-            while !rest.is_zero() {
+    }
+}
+
+impl Progress for Resting<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.progress.update(done, total);
+        let mut pause = self.pause.lock();
+        let idle = pause.done == done && pause.moved == 0;
+        (pause.done, pause.moved) = (done, 0);
+        if idle {
+            return;
+        }
+        if self.layer.requests() != pause.requests {
+            let mut rest = (pause.worked * (100 - SHARE) / SHARE).min(REST_MAX);
+            while !rest.is_zero() && !self.progress.cancelled() {
                 let part = rest.min(REST_PART);
                 std::thread::sleep(part);
                 rest -= part;
-                watch(Step { moved: 0, ..step })?;
             }
         }
-        (begun, requests) = (Instant::now(), layer.requests());
-        ControlFlow::Continue(())
+        (pause.begun, pause.requests) = (Instant::now(), self.layer.requests());
+    }
+
+    fn cancelled(&self) -> bool {
+        self.progress.cancelled()
+    }
+
+    fn rate(&self) -> u64 {
+        self.progress.rate()
+    }
+
+    /// A step ends: what it waits for its rate is not work.
+    fn moved(&self, bytes: u64) {
+        self.progress.moved(bytes);
+        let mut pause = self.pause.lock();
+        pause.worked = pause.begun.elapsed();
+        pause.moved += bytes;
     }
 }

@@ -41,7 +41,7 @@ pub use probe::{PROBE_LENGTH, Signature, probe};
 use crate::descriptor::{Access, ContentId, Descriptor, ExtentLine, storage};
 use crate::flat::{Counters, Flat, FlatOptions, Provisioning};
 use crate::sesparse::DirtyJournal;
-use crate::{Error, ErrorKind, IoContext, Layer, Result, Step, Watch};
+use crate::{Error, ErrorKind, IoContext, Layer, Result};
 use backend::{IoMode, Lock};
 use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
@@ -50,6 +50,7 @@ use maintain::Engine;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
+use work::{Progress, WorkPart, WorkPlace};
 
 /// Parents below an image that are followed unless the caller says otherwise: what ESXi allows.
 pub const LEVELS_MAX: usize = 32;
@@ -349,9 +350,9 @@ impl Image {
 
     /// Makes a flat disk eager zeroed thick, in use: see [`Flat::fill`]. The descriptor stops calling it thin once it
     /// is not.
-    pub fn inflate(&self, watch: Watch<'_>) -> Result<()> {
+    pub fn inflate(&self, progress: &dyn Progress) -> Result<()> {
         self.check_flat("inflated")?;
-        self.each_flat(watch, |flat, watch| flat.fill(watch))?;
+        self.each_flat(progress, |flat, progress| flat.fill(progress))?;
         match self.home {
             Some(_) => self.update_descriptor(|descriptor| descriptor.set_thin(false)),
             None => Ok(()),
@@ -360,14 +361,14 @@ impl Image {
 
     /// Makes a flat disk thin and gives back the file blocks that hold only zeros: see [`Flat::punch_zeros`]. The
     /// descriptor calls it thin before it is.
-    pub fn punch_zeros(&self, watch: Watch<'_>) -> Result<u64> {
+    pub fn punch_zeros(&self, progress: &dyn Progress) -> Result<u64> {
         self.check_flat("punched")?;
         if self.home.is_some() {
             self.update_descriptor(|descriptor| descriptor.set_thin(true))?;
         }
         let mut given_back = 0;
-        self.each_flat(watch, |flat, watch| {
-            given_back += flat.punch_zeros(watch)?;
+        self.each_flat(progress, |flat, progress| {
+            given_back += flat.punch_zeros(progress)?;
             Ok(())
         })?;
         Ok(given_back)
@@ -385,12 +386,15 @@ impl Image {
     }
 
     /// Does long work on one extent after another, as one piece of work to its watcher.
-    fn each_flat(&self, watch: Watch<'_>, mut work: impl FnMut(&Flat, Watch<'_>) -> Result<()>) -> Result<()> {
+    fn each_flat(
+        &self,
+        progress: &dyn Progress,
+        mut work: impl FnMut(&Flat, &dyn Progress) -> Result<()>,
+    ) -> Result<()> {
         let total = self.flats.iter().map(|flat| flat.capacity()).sum();
         let mut before = 0;
         for flat in self.flats.iter().filter(|flat| flat.writable()) {
-            let mut shifted = |step: Step| watch(Step { done: before + step.done, total, ..step });
-            work(flat, &mut shifted)?;
+            work(flat, &WorkPart { whole: progress, place: WorkPlace::Behind { before, total } })?;
             before += flat.capacity();
         }
         Ok(())

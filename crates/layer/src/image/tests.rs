@@ -2,7 +2,6 @@
 
 use super::concatenated::{Concatenated, Part};
 use super::*;
-use crate::Step;
 use crate::descriptor::tests::Random;
 use crate::descriptor::{Adapter, CreateType, ExtentKind};
 use crate::flat::{self, FILE_BLOCK, NewDisk, NewKind};
@@ -10,16 +9,12 @@ use crate::{Content, Extent, Usage};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Directory, File};
 use parking_lot::Mutex;
-use std::ops::ControlFlow;
+use work::NoProgress;
 
 const MIB: u64 = FILE_BLOCK;
 
 fn disk(seed: u64) -> SimulatedDisk {
     SimulatedDisk::new(seed, SimulatedOptions::default())
-}
-
-fn go_on(_: Step) -> ControlFlow<()> {
-    ControlFlow::Continue(())
 }
 
 fn seeded(seed: u64) -> Entropy {
@@ -48,7 +43,7 @@ fn base(directory: &Arc<dyn Directory>, name: &str, capacity: u64) {
         adapter: Adapter::LsiLogic,
         mode: IoMode::Buffered,
     };
-    flat::create(&**directory, &new, &mut || 9, &mut go_on).unwrap();
+    flat::create(&**directory, &new, &mut || 9, &NoProgress).unwrap();
 }
 
 /// An image of flat kind with a parent: no product makes one, and it needs no other format.
@@ -137,7 +132,7 @@ fn a_disk_is_opened_written_and_opened_again() {
     assert_eq!(error(open(&directory, "vm.vmdk", &writing())).0, ErrorKind::Busy);
     let reader = open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap();
     assert_eq!(error(reader.layer().write(0, &[&[1; 512]])).0, ErrorKind::ReadOnly);
-    assert_eq!(error(reader.inflate(&mut go_on)).0, ErrorKind::ReadOnly);
+    assert_eq!(error(reader.inflate(&NoProgress)).0, ErrorKind::ReadOnly);
     image.layer().write(3 * MIB, &[&[1; 4096]]).unwrap();
     // The identity on the medium has changed before anything else could.
     let renewed = open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().descriptor().unwrap();
@@ -146,7 +141,7 @@ fn a_disk_is_opened_written_and_opened_again() {
     image.layer().zero(0..MIB, true).unwrap();
     assert_eq!(image.descriptor().unwrap(), renewed, "one identity for one opening");
     assert_eq!(image.counters().unwrap(), Counters { blocks: 8, nb: 2, tbz: 1 });
-    image.inflate(&mut go_on).unwrap();
+    image.inflate(&NoProgress).unwrap();
     assert_eq!(image.provisioning(), Some(Provisioning::EagerZeroedThick));
     assert!(!image.descriptor().unwrap().thin());
     assert_eq!(image.descriptor().unwrap().content, renewed.content, "zeros that were there before are no change");
@@ -154,7 +149,7 @@ fn a_disk_is_opened_written_and_opened_again() {
     drop(image);
     let image = open(&directory, "vm.vmdk", &writing()).unwrap();
     assert_eq!(image.provisioning(), Some(Provisioning::EagerZeroedThick));
-    assert_eq!(image.punch_zeros(&mut go_on).unwrap(), 7);
+    assert_eq!(image.punch_zeros(&NoProgress).unwrap(), 7);
     assert!(image.descriptor().unwrap().thin());
     assert_eq!(image.counters().unwrap(), Counters { blocks: 8, nb: 1, tbz: 0 });
     assert_eq!(read(&**image.layer(), 3 * MIB, 8192), [[1; 4096], [0; 4096]].concat());
@@ -173,7 +168,7 @@ fn raw_files_need_no_descriptor() {
     image.layer().write(0, &[&[8; 512]]).unwrap();
     assert_eq!(read(&**image.layer(), 0, 1024), [[8; 512], [7; 512]].concat());
     assert_eq!(error(image.update_descriptor(|_| {})).0, ErrorKind::Invalid);
-    image.inflate(&mut go_on).unwrap();
+    image.inflate(&NoProgress).unwrap();
     drop(image);
     assert_eq!(
         error(open(&directory, "disk.img", &writing()).map(|_| open(&directory, "none", &writing())).unwrap()).0,
@@ -492,12 +487,12 @@ fn inflating_and_punching_survive_power_cuts_as_images() {
         image.layer().write(MIB, &[&[5; 8192]]).unwrap();
         image.layer().flush().unwrap();
         if seed % 2 == 0 {
-            image.inflate(&mut go_on).unwrap();
+            image.inflate(&NoProgress).unwrap();
         }
         world.cut_after(world.operations() + seed / 2 % 16);
         let outcome = match seed % 2 {
-            0 => image.punch_zeros(&mut go_on).map(drop),
-            _ => image.inflate(&mut go_on),
+            0 => image.punch_zeros(&NoProgress).map(drop),
+            _ => image.inflate(&NoProgress),
         };
         let after = world.crash().directory();
         let options = OpenOptions { random: seeded(1), ..writing() };
@@ -509,7 +504,7 @@ fn inflating_and_punching_survive_power_cuts_as_images() {
         if outcome.is_ok() {
             assert_eq!(thin, seed % 2 == 0, "seed {seed}");
         }
-        image.inflate(&mut go_on).unwrap();
+        image.inflate(&NoProgress).unwrap();
         assert_eq!(image.counters().unwrap(), Counters { blocks: 4, nb: 4, tbz: 0 });
     }
 }

@@ -20,7 +20,7 @@ pub use header::{Backing, Header};
 
 use crate::cache::ClockCache;
 use crate::extents::{Answer, check_range};
-use crate::stream::inflate::Inflaters;
+use crate::inflate::Inflaters;
 use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage};
 use backend::File;
 use entry::{Cluster, Entries};

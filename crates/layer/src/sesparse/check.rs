@@ -25,8 +25,9 @@ use super::recover::NamedTables;
 use super::relocate::names;
 use super::state::{LayerState, Step, backmap_page, bitmap_page, page_index, table_page};
 use super::wipe::{GrainSet, Holes};
-use crate::{ErrorKind, Result, Watch};
+use crate::{ErrorKind, Result};
 use std::ops::Range;
+use work::Progress;
 
 /// Grains of a window: 1 TiB, 32 MiB of memory.
 const WINDOW: u64 = 1 << 28;
@@ -126,8 +127,8 @@ struct Difference {
 impl SeSparse {
     /// Checks the image and, with `repair`, puts bitmap, backmap and the count of tables right. Guests go on meanwhile,
     /// but for changes during a repair.
-    pub fn check(&self, repair: bool, watch: Watch<'_>) -> Result<CheckReport> {
-        let mut work = self.begin_work(watch, "checking")?;
+    pub fn check(&self, repair: bool, progress: &dyn Progress) -> Result<CheckReport> {
+        let mut work = self.begin_work(progress, "checking")?;
         if repair {
             self.check_changeable()?;
         }
@@ -194,14 +195,8 @@ impl SeSparse {
         let mut holes = Holes::default();
         let first = window.start == 0;
         let ours = self.is_ours();
-        let (slots, mut slot) = (self.layout.slots(), 0);
-        while slot < slots {
-            let begun = slot;
-            slot = self.next_slot(slot)?;
-            if slot > begun {
-                work.step(slot - begun)?;
-                continue;
-            }
+        let mut slot = 0;
+        while self.find_slot(&mut slot, work)? {
             match self.read_table(slot, &mut holes) {
                 Ok(None) if first => {
                     if let Some(table) = self.settle(|state| state.table_of(slot))? {

@@ -2,14 +2,15 @@
 
 use super::SeSparse;
 use super::commit::interrupted;
-use crate::{Error, ErrorKind, Result, Step, Watch};
+use crate::{Error, ErrorKind, Result};
 use parking_lot::MutexGuard;
 use std::sync::atomic::Ordering;
+use work::{Progress, Throttle};
 
 /// A piece of work under way.
 pub(super) struct Work<'a, 'w> {
     layer: &'a SeSparse,
-    watch: Watch<'w>,
+    throttle: Throttle<&'w dyn Progress>,
     what: &'static str,
     done: u64,
     total: u64,
@@ -19,7 +20,7 @@ pub(super) struct Work<'a, 'w> {
 
 impl SeSparse {
     /// Begins a piece of long work, if none is under way.
-    pub(super) fn begin_work<'a, 'w>(&'a self, watch: Watch<'w>, what: &'static str) -> Result<Work<'a, 'w>> {
+    pub(super) fn begin_work<'a, 'w>(&'a self, progress: &'w dyn Progress, what: &'static str) -> Result<Work<'a, 'w>> {
         let Some(alone) = self.maintenance.try_lock() else {
             if self.closing.load(Ordering::Acquire) {
                 return Err(Error::new(ErrorKind::ReadOnly, format!("{} is being closed", self.name)));
@@ -27,7 +28,7 @@ impl SeSparse {
             let text = format!("{}: {what} has to wait: wipe, shrink or check is under way", self.name);
             return Err(Error::new(ErrorKind::Busy, text));
         };
-        Ok(Work { layer: self, watch, what, done: 0, total: 0, moved: 0, _alone: alone })
+        Ok(Work { layer: self, throttle: Throttle::new(progress), what, done: 0, total: 0, moved: 0, _alone: alone })
     }
 }
 
@@ -50,8 +51,9 @@ impl Work<'_, '_> {
 
     /// Fails when the work is not wanted any more.
     pub(super) fn ask(&mut self) -> Result<()> {
-        let step = Step { done: self.done, total: self.total, moved: std::mem::take(&mut self.moved) };
-        let wanted = !self.layer.closing.load(Ordering::Acquire) && (self.watch)(step).is_continue();
+        let moved = std::mem::take(&mut self.moved);
+        let wanted = !self.layer.closing.load(Ordering::Acquire)
+            && self.throttle.step(self.done, self.total.max(1), moved).is_continue();
         if wanted { Ok(()) } else { Err(interrupted(self.layer.name(), self.what)) }
     }
 }

@@ -7,8 +7,9 @@ use super::SeSparse;
 use super::entry::{GRAIN, GrainRun};
 use super::header::{PAGE_BITS, PAGE_ENTRIES};
 use super::maintain::Work;
-use crate::{Error, ErrorKind, Result, Watch};
+use crate::{Error, ErrorKind, Result};
 use backend::BLOCK_SIZE;
+use work::Progress;
 
 /// Grains looked at for one batch; one page of the backmap.
 const BATCH: u64 = PAGE_ENTRIES / 2;
@@ -32,8 +33,8 @@ impl SeSparse {
     /// Moves live grains from the end of the file into free ones and cuts the file. Grains that nothing names are in
     /// the way of that: wipe first. Goes on beside guests; fails with [`ErrorKind::Interrupted`] when stopped, and
     /// keeps what it did.
-    pub fn shrink(&self, watch: Watch<'_>) -> Result<ShrinkReport> {
-        let mut work = self.begin_work(watch, "shrinking")?;
+    pub fn shrink(&self, progress: &dyn Progress) -> Result<ShrinkReport> {
+        let mut work = self.begin_work(progress, "shrinking")?;
         self.check_changeable()?;
         let mut report = ShrinkReport::default();
         let mut done = self.shrink_down(&mut work, &mut report);

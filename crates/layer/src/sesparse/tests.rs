@@ -13,13 +13,14 @@ mod reclaim;
 mod threads;
 
 use super::{Options, SeSparse};
-use crate::{Content, Extent, Layer, Result, Step};
+use crate::{Content, Extent, Layer, Result};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Buffer, Directory, File, IoMode};
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use testkit::Random;
+use testkit::steps;
+use work::NoProgress;
 
 const GRAIN: u64 = 4096;
 const SECTORS: u64 = GRAIN / 512;
@@ -30,15 +31,6 @@ const MIB: u64 = 1 << 20;
 
 fn writing() -> Options {
     Options { write: true, ..Options::default() }
-}
-
-fn unwatched(_: Step) -> ControlFlow<()> {
-    ControlFlow::Continue(())
-}
-
-/// For work that is stopped once this is false.
-fn while_true(wanted: bool) -> ControlFlow<()> {
-    if wanted { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
 }
 
 fn simulated(seed: u64) -> SimulatedDisk {
@@ -156,7 +148,7 @@ impl Model {
 
 /// The image is right in every respect, for our own reader and for others.
 fn assert_clean(layer: &SeSparse) {
-    let report = layer.check(false, &mut unwatched).unwrap();
+    let report = layer.check(false, &NoProgress).unwrap();
     assert!(report.is_clean(), "{report:?}");
 }
 

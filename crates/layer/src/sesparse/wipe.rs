@@ -19,9 +19,10 @@ use super::maintain::Work;
 use super::relocate::{Held, names};
 use super::state::{LayerState, Step, backmap_page, bitmap_page, table_page};
 use super::touched::Touched;
-use crate::{IoContext, Result, Watch};
+use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, Buffer};
 use std::ops::Range;
+use work::Progress;
 
 /// Grains of a window: 512 GiB, 32 MiB of memory.
 const WINDOW: u64 = 1 << 27;
@@ -140,8 +141,8 @@ impl Holes {
 impl SeSparse {
     /// Frees grains that no table names and, with `zeros`, those that hold only zeros: their entries then say so. Goes
     /// on beside guests; fails with [`crate::ErrorKind::Interrupted`] when stopped, and keeps what it did.
-    pub fn wipe(&self, zeros: bool, watch: Watch<'_>) -> Result<WipeReport> {
-        let mut work = self.begin_work(watch, "wiping")?;
+    pub fn wipe(&self, zeros: bool, progress: &dyn Progress) -> Result<WipeReport> {
+        let mut work = self.begin_work(progress, "wiping")?;
         self.check_changeable()?;
         let mut report = WipeReport::default();
         let windows = self.state.lock().space.fresh.div_ceil(WINDOW);
@@ -244,6 +245,18 @@ impl SeSparse {
         })
     }
 
+    /// Goes on to the next slot that is in use, from `slot` on, as steps of the work; false where there is none.
+    pub(super) fn find_slot(&self, slot: &mut u64, work: &mut Work<'_, '_>) -> Result<bool> {
+        while *slot < self.layout.slots() {
+            let begun = std::mem::replace(slot, self.next_slot(*slot)?);
+            if *slot == begun {
+                return Ok(true);
+            }
+            work.step(*slot - begun)?;
+        }
+        Ok(false)
+    }
+
     /// The table of a slot and its content: what is in memory, else what the file has. `None` without a table, or with
     /// one that is a hole of the file.
     pub(super) fn read_table(&self, slot: u64, holes: &mut Holes) -> Result<Option<(Table, Vec<PageBytes>)>> {
@@ -293,14 +306,8 @@ impl SeSparse {
 
     /// Frees grains that hold only zeros.
     fn wipe_zeros(&self, work: &mut Work, report: &mut WipeReport) -> Result<()> {
-        let (slots, mut slot) = (self.layout.slots(), 0);
-        while slot < slots {
-            let begun = slot;
-            slot = self.next_slot(slot)?;
-            if slot > begun {
-                work.step(slot - begun)?;
-                continue;
-            }
+        let mut slot = 0;
+        while self.find_slot(&mut slot, work)? {
             for page in 0..TABLE_PAGES {
                 let held = self.settle(|state| held_by_page(state, slot, page))?;
                 if held.is_empty() {

@@ -14,8 +14,8 @@
 //! 4. [`StreamWriter`] never goes back: what it writes can go down a pipe.
 
 mod deflate;
+mod grains;
 mod index;
-pub(crate) mod inflate;
 mod marker;
 #[cfg(test)]
 mod tests;
@@ -31,8 +31,8 @@ use crate::hosted::header::{FLAG_COMPRESSED, FLAG_ZERO_GRAINS, Header};
 use crate::hosted::read_header;
 use crate::{Content, Error, ErrorKind, Extent, IoContext, Layer, Result, SECTOR, Usage, only_file};
 use backend::File;
+use grains::Grains;
 use index::Index;
-use inflate::Grains;
 use parking_lot::Mutex;
 use std::ops::Range;
 use std::sync::Arc;

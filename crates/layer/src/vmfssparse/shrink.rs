@@ -22,8 +22,9 @@ use super::space::{ALIGNMENT, Place};
 use super::tables::{DATA, PARTS_ALL, parts_of};
 use crate::runs::EntryRun;
 use crate::runs::marks::{Marks, WINDOW};
-use crate::{Error, ErrorKind, IoContext, Result, SECTOR, Step, Watch};
+use crate::{Error, ErrorKind, IoContext, Result, SECTOR};
 use std::time::{Duration, Instant};
+use work::{Progress, Throttle};
 
 /// Sectors moved while writes wait: 1 MiB, a fraction of a millisecond.
 const STEP_SECTORS: u64 = 2048;
@@ -61,18 +62,19 @@ struct Round<'a> {
 }
 
 impl VmfsSparse {
-    /// Gives dead space back to the file system. `watch` is told of each step, and stops the work by breaking
+    /// Gives dead space back to the file system. `progress` is told of each step, and can stop the work
     /// ([`ErrorKind::Interrupted`]); what was done until then stays done.
-    pub fn shrink(&self, watch: Watch<'_>) -> Result<Shrunk> {
+    pub fn shrink(&self, progress: &dyn Progress) -> Result<Shrunk> {
         let writer = self.writer()?;
         let Some(_shrinking) = writer.shrinking.try_lock() else {
             return Err(Error::new(ErrorKind::Busy, format!("{}: it is being shrunk already", self.image)));
         };
         let length = || self.file.file().len().during(|| format!("{}: cannot find out its length", self.image));
+        let throttle = Throttle::new(progress);
         let mut shrunk = Shrunk { before: length()?, ..Shrunk::default() };
         let mut slack = 0;
         for _ in 0..ROUNDS_MAX {
-            let (more, unmoved) = self.shrink_once(writer, slack, &mut shrunk.moved, watch)?;
+            let (more, unmoved) = self.shrink_once(writer, slack, &mut shrunk.moved, &throttle)?;
             if !more && unmoved == 0 {
                 break;
             }
@@ -83,7 +85,13 @@ impl VmfsSparse {
     }
 
     /// One round. Says whether more was put at the end of the file meanwhile, and how many sectors had no room.
-    fn shrink_once(&self, writer: &Writer, slack: u64, moved: &mut u64, watch: Watch<'_>) -> Result<(bool, u64)> {
+    fn shrink_once(
+        &self,
+        writer: &Writer,
+        slack: u64,
+        moved: &mut u64,
+        throttle: &Throttle<&dyn Progress>,
+    ) -> Result<(bool, u64)> {
         self.settle(writer)?;
         // Alone, so that no place is taken and not entered yet: it would look dead.
         let end = {
@@ -98,7 +106,7 @@ impl VmfsSparse {
             return Ok((self.cut(writer, end, end)?, 0));
         }
         let mut round = Round { writer, target, left: target, unmoved: 0, moved: 0 };
-        let result = self.move_all(&mut round, *moved, watch);
+        let result = self.move_all(&mut round, *moved, throttle);
         *moved += round.moved * SECTOR;
         // Also when it was stopped: what was moved stays so.
         self.settle(writer)?;
@@ -134,7 +142,7 @@ impl VmfsSparse {
         Ok(())
     }
 
-    fn move_all(&self, round: &mut Round<'_>, before: u64, watch: Watch<'_>) -> Result<()> {
+    fn move_all(&self, round: &mut Round<'_>, before: u64, throttle: &Throttle<&dyn Progress>) -> Result<()> {
         let mut start = self.tables.data_start();
         while start < round.target {
             let mut marks = Marks::new(start..round.target.min(start + WINDOW));
@@ -158,7 +166,7 @@ impl VmfsSparse {
                     // What is moved is read and written.
                     let moved = 2 * (round.moved - std::mem::replace(&mut told, round.moved)) * SECTOR;
                     let done = before + round.moved * SECTOR;
-                    if watch(Step { done, total: done, moved }).is_break() {
+                    if throttle.step(done, done, moved).is_break() {
                         let what = format!("{}: shrinking was stopped", self.image);
                         return Err(Error::new(ErrorKind::Interrupted, what));
                     }

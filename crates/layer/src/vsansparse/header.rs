@@ -4,6 +4,7 @@
 use super::layout::{BLOCK, COPIES, Layout};
 use crate::aligned::AlignedFile;
 use crate::{Error, ErrorKind, IoContext, Result};
+use checksums::checksum_without;
 
 /// What a file begins with.
 pub const MAGIC: [u8; 8] = *b"LMVSANSP";
@@ -116,24 +117,15 @@ impl Header {
     }
 }
 
-/// The checksum of a structure, in which its own field counts as zero.
-fn checksum(bytes: &[u8], field: usize) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(&bytes[..field]);
-    digest.update(&[0; 4]);
-    digest.update(&bytes[field + 4..]);
-    digest.finalize() as u32
-}
-
 /// Puts the checksum into its field.
 pub(super) fn seal(bytes: &mut [u8], field: usize) {
-    let sum = checksum(bytes, field);
+    let sum = checksum_without(bytes, field);
     bytes[field..field + 4].copy_from_slice(&sum.to_le_bytes());
 }
 
 /// Whether the checksum is right.
 pub(super) fn is_sealed(bytes: &[u8], field: usize) -> bool {
-    bytes[field..field + 4] == checksum(bytes, field).to_le_bytes()
+    bytes[field..field + 4] == checksum_without(bytes, field).to_le_bytes()
 }
 
 /// A number in a structure.

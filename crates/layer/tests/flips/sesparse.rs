@@ -2,7 +2,7 @@
 
 use super::super::*;
 use layer::sesparse::{CheckReport, Options, SeSparse};
-use std::ops::ControlFlow;
+use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
 const GRAIN: u64 = 4096;
@@ -17,7 +17,7 @@ fn open(file: Arc<dyn File>, options: Options) -> Result<SeSparse> {
 }
 
 fn check(layer: &SeSparse, repair: bool) -> CheckReport {
-    layer.check(repair, &mut |_| ControlFlow::Continue(())).unwrap()
+    layer.check(repair, &NoProgress).unwrap()
 }
 
 /// An image with a history, its tables in another order than what they map. Some were not closed.

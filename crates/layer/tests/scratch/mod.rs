@@ -5,7 +5,6 @@
 
 use backend::Buffer;
 use layer::{Content, Layer};
-use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 pub use testkit::Random;
@@ -13,11 +12,6 @@ pub use testkit::Random;
 /// A folder on the file system that cargo builds in.
 pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
-}
-
-/// Watches long work without a word.
-pub fn go_on(_: layer::Step) -> ControlFlow<()> {
-    ControlFlow::Continue(())
 }
 
 /// Reads as a chain does.

@@ -1,6 +1,5 @@
 //! One attempt: from connecting to disks that are there, or to a reason why not.
 
-use super::pace::Pace;
 use super::plan::DiskPlan;
 use super::{SendOptions, Sent, Shipment, stopped};
 use crate::frame::{Head, Kind};
@@ -11,8 +10,6 @@ use crate::stream::Conversation;
 use connections::TlsStream;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::tls::{CertificateName, ClientIdentity};
-use disk::Progress;
-use disk::pace::slower;
 use disk::transfer::{Extent, NewArrival, SEGMENT};
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
@@ -22,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
+use work::{Progress, Throttle, Throttled};
 
 /// Why an attempt came to nothing.
 pub enum Failed {
@@ -61,7 +59,7 @@ pub struct Attempt<'a> {
     identity: ClientIdentity,
     server: CertificateName,
     offer: Message,
-    pace: Pace,
+    throttle: Throttle<Throttled<'a>>,
     /// Most bytes that the receiver has said to have, whether for good or not.
     arrived: u64,
     resumed: Option<u64>,
@@ -148,8 +146,8 @@ impl<'a> Attempt<'a> {
         let offer =
             Message::Offer(Offer { disks, attachment: shipment.attachment.clone(), resume_only: shipment.resume_only });
         let identity = options.tls.load()?;
-        let pace = Pace::new();
-        Ok(Self { shipment, remote, options, progress, identity, server, offer, pace, arrived: 0, resumed: None })
+        let throttle = Throttle::new(Throttled { progress, rate: options.rate });
+        Ok(Self { shipment, remote, options, progress, identity, server, offer, throttle, arrived: 0, resumed: None })
     }
 
     /// Most bytes that the receiver has said to have.
@@ -398,9 +396,7 @@ impl<'a> Attempt<'a> {
             let mut at = extent.offset;
             while at < end {
                 let length = (end - at).min(PIECE_SENT as u64);
-                self.progress.moved(length);
-                let rate = slower(self.options.rate, self.progress.rate());
-                if shared.stopped() || !self.pace.wait(length, rate, &|| shared.stopped()) {
+                if shared.stopped() || !self.throttle.wait_unless(length, || shared.stopped()) {
                     return Ok(());
                 }
                 let plan = outgoing.read(at, length as usize)?;

@@ -14,18 +14,17 @@
 //!    again.
 
 mod attempt;
-mod pace;
 mod plan;
 
 use crate::limits::{ATTEMPTS_MAX, BACKOFF_MAX, BACKOFF_MIN, STREAMS_MAX};
 use crate::remote::Remote;
 use attempt::{Attempt, Failed};
 use connections::ClientTls;
-use disk::Progress;
 use disk::transfer::Outgoing;
 use error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
+use work::Progress;
 
 /// A disk to send.
 pub struct ShippedDisk {

@@ -162,7 +162,7 @@ impl Site {
 }
 
 fn hash(text: &str) -> u32 {
-    store::checksum(text.as_bytes())
+    checksums::checksum(text.as_bytes())
 }
 
 /// Writes `count` runs of random bytes at random places.

@@ -7,7 +7,6 @@ use crate::operation::{DISKS_MAX, SNAPSHOTS_MAX};
 use backend::BLOCK_SIZE;
 use disk::{Datastore, NewDisk, NoProgress, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -77,19 +76,7 @@ impl SimulationRun {
         let capacity = if provisioning == Provisioning::Thin { capacity } else { capacity.min(self.thick_max) };
         let name = self.new_name("d");
         let mut after = self.model.clone();
-        after.disks.insert(
-            name.clone(),
-            Disk {
-                capacity,
-                provisioning,
-                origin: None,
-                parent: None,
-                image: Arc::new(Image::default()),
-                snapshots: BTreeMap::new(),
-                detached: false,
-                reserved: provisioning != Provisioning::Thin,
-            },
-        );
+        after.disks.insert(name.clone(), Disk::of(capacity, provisioning, Image::default()));
         let what = format!("create {name}, {capacity} bytes, {provisioning:?}");
         self.change(&what, after, |ds| ds.create_disk(&name, &NewDisk::native(capacity, provisioning), &NoProgress))
             .map(|_| ())
@@ -254,19 +241,7 @@ impl SimulationRun {
             return Ok(());
         }
         let mut after = self.model.clone();
-        after.disks.insert(
-            name.clone(),
-            Disk {
-                capacity,
-                provisioning,
-                origin: None,
-                parent: None,
-                image: Arc::new(image),
-                snapshots: BTreeMap::new(),
-                detached: false,
-                reserved: provisioning != Provisioning::Thin,
-            },
-        );
+        after.disks.insert(name.clone(), Disk::of(capacity, provisioning, image));
         let what = format!("full clone {name} of {disk} at {point:?}, cancel {cancel}");
         self.change(&what, after, |ds| match cancel {
             true => ds.clone_full(&disk, &point, &name, &Impatient::default()),

@@ -13,54 +13,10 @@
 
 use crate::space::Run;
 use backend::{BLOCK_SIZE, SharedSlice};
+use checksums::Checksums;
 use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
-
-/// Checksums of the blocks of a piece of data.
-#[derive(Clone, Debug)]
-pub enum Checksums {
-    /// One block, no allocation.
-    One(u32),
-    /// Several: a part of what was computed for the whole write.
-    Many(Arc<[u32]>, Range<usize>),
-}
-
-impl Checksums {
-    /// Computes them over whole blocks.
-    pub fn of(bytes: &[u8]) -> Self {
-        debug_assert!(!bytes.is_empty() && bytes.len().is_multiple_of(BLOCK_SIZE));
-        if bytes.len() == BLOCK_SIZE {
-            return Self::One(crate::checksum(bytes));
-        }
-        let sums: Arc<[u32]> = bytes.chunks_exact(BLOCK_SIZE).map(crate::checksum).collect();
-        let count = sums.len();
-        Self::Many(sums, 0..count)
-    }
-
-    /// As a slice.
-    pub fn as_slice(&self) -> &[u32] {
-        match self {
-            Self::One(sum) => std::slice::from_ref(sum),
-            Self::Many(sums, range) => &sums[range.clone()],
-        }
-    }
-
-    /// The checksum of all the data.
-    pub fn whole(&self) -> u32 {
-        crate::checksum_of_blocks(self.as_slice().iter().copied())
-    }
-
-    fn part(&self, blocks: Range<usize>) -> Self {
-        match self {
-            Self::One(sum) => Self::One(*sum),
-            Self::Many(sums, range) => {
-                Self::Many(Arc::clone(sums), range.start + blocks.start..range.start + blocks.end)
-            }
-        }
-    }
-}
 
 /// What a range of blocks became.
 #[derive(Clone, Debug)]

@@ -4,6 +4,7 @@
 
 use super::*;
 use crate::testbed::Random;
+use std::sync::Arc;
 
 /// What a block of a layer is: its stamp, and for data the number that its bytes are made of.
 #[derive(Clone, Copy, PartialEq, Debug)]

@@ -3,13 +3,13 @@
 use super::Engine;
 use super::admit::STEP_PAGES;
 use super::reserve::KEPT;
-use crate::buffer::Checksums;
 use crate::journal::{Operation, RUN_MAX};
 use crate::space::Run;
 use crate::sync::MutexGuard;
 use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode};
+use checksums::Checksums;
 use std::ops::Range;
 
 /// Writes a disk that nothing else writes, from as many threads as there are; of two writes to a block the later

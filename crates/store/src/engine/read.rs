@@ -2,7 +2,7 @@
 
 use super::log::Cost;
 use super::metadata::{Effects, Fetch};
-use super::{Engine, Head, Meta};
+use super::{DataFiles, Engine, Head, Meta};
 use crate::buffer::{Content, DirtyPiece};
 use crate::journal::Operation;
 use crate::pages::PageKey;
@@ -67,16 +67,13 @@ impl Part {
     }
 }
 
+/// Parts of an answer with the block that each begins at.
+type Parts = Vec<(u64, Part)>;
+
 impl Meta {
     /// Appends where `range` of the tree `root` is.
-    fn plan(
-        &mut self,
-        files: &super::DataFiles,
-        root: Option<NodeId>,
-        range: Range<u64>,
-        out: &mut Vec<(u64, Part)>,
-    ) -> Result<()> {
-        let planned = self.plan_extents(files, root, range.clone(), out);
+    fn plan(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
+        let planned = self.plan_walk(files, root, range.clone(), out);
         if planned.is_err() && self.pages.absent() > 0 {
             // Not only what it stumbled over: all that can be known to be missed by now.
             self.survey(root, range, Aim::Read);
@@ -84,13 +81,7 @@ impl Meta {
         planned
     }
 
-    fn plan_extents(
-        &mut self,
-        files: &super::DataFiles,
-        root: Option<NodeId>,
-        range: Range<u64>,
-        out: &mut Vec<(u64, Part)>,
-    ) -> Result<()> {
+    fn plan_walk(&mut self, files: &DataFiles, root: Option<NodeId>, range: Range<u64>, out: &mut Parts) -> Result<()> {
         let mut extents: Vec<Extent> = Vec::new();
         if let Some(root) = root {
             let mut effects = Effects::default();
@@ -115,7 +106,7 @@ impl Meta {
     }
 
     /// A run of data: from memory where its payload is not home yet, from the medium elsewhere.
-    fn plan_run(&mut self, files: &super::DataFiles, logical: u64, run: Run, out: &mut Vec<(u64, Part)>) -> Result<()> {
+    fn plan_run(&mut self, files: &DataFiles, logical: u64, run: Run, out: &mut Parts) -> Result<()> {
         let mut block = run.start;
         let end = run.start + run.blocks;
         while block < end {
@@ -174,7 +165,7 @@ impl Engine {
         if buffer.gone {
             return Err(gone());
         }
-        let mut parts: Vec<(u64, Part)> = Vec::new();
+        let mut parts = Parts::new();
         let mut gaps = Vec::new();
         if buffer.layers.is_empty() {
             gaps.push(range);

@@ -408,11 +408,7 @@ impl Head {
 
     /// The checksum over head and body, the field itself taken as zero.
     fn checksum(bytes: &[u8]) -> u32 {
-        let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-        digest.update(&bytes[..60]);
-        digest.update(&[0; 4]);
-        digest.update(&bytes[HEAD_SIZE..]);
-        digest.finalize() as u32
+        checksums::checksum_without(bytes, HEAD_SIZE - 4)
     }
 }
 

@@ -120,13 +120,7 @@ pub fn blank(key: PageKey) -> Block {
 }
 
 fn page_checksum(page: &Block) -> u32 {
-    let mut head = [0; 16];
-    head.copy_from_slice(&page.0[..16]);
-    head[12..16].fill(0);
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    digest.update(&head);
-    digest.update(&page.0[16..]);
-    digest.finalize() as u32
+    checksums::checksum_without(&page.0, 12)
 }
 
 /// A copy of a page with its checksum in, as it goes to the medium.

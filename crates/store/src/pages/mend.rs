@@ -62,7 +62,7 @@ impl fmt::Display for Proof {
 /// wrong. False, and nothing changed, when no single bit explains it.
 pub fn restore_bit(bytes: &mut [u8], field: usize) -> bool {
     let Some(Ok(stored)) = bytes.get(field..field + 4).map(<[u8; 4]>::try_from) else { return false };
-    let found = crate::checksum_of(&[&bytes[..field], &[0; 4], &bytes[field + 4..]]);
+    let found = checksums::checksum_without(bytes, field);
     let difference = u32::from_le_bytes(stored) ^ found;
     if difference.count_ones() == 1 {
         bytes[field..field + 4].copy_from_slice(&found.to_le_bytes());

@@ -31,15 +31,16 @@ const BASELINE_SHARE_MIN: f64 = 0.97;
 /// Least multiple of the best qcow2 server, random cells only.
 const QCOW2_MULTIPLE_MIN: f64 = 1.5;
 
-struct Cell {
-    name: &'static str,
-    pattern: Pattern,
-    block: u32,
-    depth: u32,
-    flush_each: bool,
+/// A way of reading or writing that is measured.
+pub(super) struct Cell {
+    pub name: &'static str,
+    pub pattern: Pattern,
+    pub block: u32,
+    pub depth: u32,
+    pub flush_each: bool,
 }
 
-const fn cell(name: &'static str, pattern: Pattern, block: u32, depth: u32, flush_each: bool) -> Cell {
+pub(super) const fn cell(name: &'static str, pattern: Pattern, block: u32, depth: u32, flush_each: bool) -> Cell {
     Cell { name, pattern, block, depth, flush_each }
 }
 

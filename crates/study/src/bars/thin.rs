@@ -3,6 +3,7 @@
 //! Bytes are fixed rather than time, no block is written twice, and the flush at the end counts: so both disks get
 //! exactly the same writes, and every one of those to the empty disk is a first write. Each run has a fresh empty disk.
 
+use super::speed::{Cell, cell};
 use super::{Setting, fill, say};
 use crate::datastore::{Datastore, Serving};
 use crate::error::Result;
@@ -19,42 +20,12 @@ const PROPERTY: &str = "first writes";
 /// Least share of the full disk's rate.
 const SHARE_MIN: f64 = 0.95;
 
-struct Cell {
-    name: &'static str,
-    pattern: Pattern,
-    block: u32,
-    depth: u32,
-    flush_each: bool,
-    /// The disk's size divided by this is written.
-    part: u64,
-}
-
-const CELLS: [Cell; 4] = [
-    Cell {
-        name: "randwrite-4k-qd16",
-        pattern: Pattern::RandomWrite,
-        block: 4096,
-        depth: 16,
-        flush_each: false,
-        part: 2,
-    },
-    Cell {
-        name: "randwrite-4k-qd1",
-        pattern: Pattern::RandomWrite,
-        block: 4096,
-        depth: 1,
-        flush_each: false,
-        part: 16,
-    },
-    Cell {
-        name: "flushed-write-4k",
-        pattern: Pattern::RandomWrite,
-        block: 4096,
-        depth: 1,
-        flush_each: true,
-        part: 128,
-    },
-    Cell { name: "write-512k-qd4", pattern: Pattern::Write, block: 512 << 10, depth: 4, flush_each: false, part: 1 },
+/// What is written, and by what the disk's size is divided for how much.
+const CELLS: [(Cell, u64); 4] = [
+    (cell("randwrite-4k-qd16", Pattern::RandomWrite, 4096, 16, false), 2),
+    (cell("randwrite-4k-qd1", Pattern::RandomWrite, 4096, 1, false), 16),
+    (cell("flushed-write-4k", Pattern::RandomWrite, 4096, 1, true), 128),
+    (cell("write-512k-qd4", Pattern::Write, 512 << 10, 4, false), 1),
 ];
 
 const FULL: &str = "full";
@@ -75,9 +46,9 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
             fill(&server.endpoint, plan.disk_size)?;
             filled = true;
         }
-        for cell in &CELLS {
+        for (cell, part) in &CELLS {
             say(&format!("{} {}", mode.word(), cell.name));
-            let (full, empty) = measure_cell(setting, &datastore, mode, cell)?;
+            let (full, empty) = measure_cell(setting, &datastore, mode, cell, *part)?;
             let share = ratio(median(&empty), median(&full));
             let what = format!("{} {}: empty disk's share of the full one's rate", mode.word(), cell.name);
             findings.push(Finding::at_least(PROPERTY, what, share, SHARE_MIN, ""));
@@ -88,7 +59,13 @@ pub fn measure(setting: &Setting) -> Result<Outcome> {
     Ok(Outcome { findings, raw: Value::Array(raw) })
 }
 
-fn measure_cell(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &Cell) -> Result<(Vec<f64>, Vec<f64>)> {
+fn measure_cell(
+    setting: &Setting,
+    datastore: &Datastore,
+    mode: Mode,
+    cell: &Cell,
+    part: u64,
+) -> Result<(Vec<f64>, Vec<f64>)> {
     let plan = &setting.plan;
     let (mut full, mut empty) = (Vec::new(), Vec::new());
     for run in 0..plan.runs {
@@ -98,7 +75,7 @@ fn measure_cell(setting: &Setting, datastore: &Datastore, mode: Mode, cell: &Cel
             block: cell.block,
             depth: cell.depth,
             flush_each: cell.flush_each,
-            length: Length::Bytes(plan.disk_size / cell.part),
+            length: Length::Bytes(plan.disk_size / part),
             size: plan.disk_size,
             seed: plan.seed + u64::from(run),
         };

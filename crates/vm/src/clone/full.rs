@@ -1,24 +1,19 @@
 //! Full clones: copies of what the parent's disks hold, from snapshots that are gone again afterwards.
 
 use super::progress::Sum;
-use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, own_disks};
+use super::{Made, Outcome, Task, is_uncertain};
 use crate::definition::{CloneKind, Definition};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::machines::{Making, Snapshot};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use work::Unreported;
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
-    let point = source.point(host)?;
-    let definitions = clone_definitions(source, &point.definition, names, CloneKind::Full)?;
-    let temporary = if point.new { point.disks.clone() } else { Vec::new() };
-    let making = host.machines().make(
-        &definitions,
-        |definition| own_disks(definition, &point.disks, CloneKind::Full),
-        temporary,
-    )?;
+pub fn make(task: &Task<'_>) -> Result<Outcome> {
+    let Task { host, source, names, options, progress } = *task;
+    let (point, definitions, making) = task.begin(CloneKind::Full)?;
     let (quiet, stun) = match source.take(host, &point, options.quiesce) {
         Ok(taken) => taken,
         Err(error) => {
@@ -30,9 +25,9 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     };
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
-    let sum = Sum::new(names.len() * point.disks.len().max(1), watch);
+    let sum = Sum::new(names.len() * point.disks.len().max(1), progress);
     let uncertain = AtomicBool::new(false);
-    let each = fleet::each(names, options.parallel, &sum, &|name| {
+    let each = fleet::each(names, options.parallel, &Unreported(progress), &|name| {
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
         };
@@ -52,11 +47,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
 
 fn copy(host: &Host, definition: &Definition, from: &[Snapshot], making: &Making, sum: &Sum<'_>) -> Result<()> {
     for (disk, snapshot) in definition.disks.iter().zip(from) {
-        let part = sum.part();
-        host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &|done, total| {
-            part.update(done, total);
-            !sum.cancelled()
-        })?;
+        host.disks().clone_full(&snapshot.disk, &snapshot.name, &disk.name, &sum.part())?;
         making.made([disk.name.clone()]);
     }
     Ok(())

@@ -2,10 +2,10 @@
 //!
 //! A clone is created when its guest has its own identity: until then an error removes it and its process.
 
-use super::{Inside, Made, Options, Outcome, Source, is_uncertain, make_disks, own_disks};
+use super::{Inside, Made, Options, Outcome, Task, is_uncertain, make_disks, own_disks};
 use crate::agent::Agent;
 use crate::definition::{CloneKind, Definition};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::instant::image::Image;
 use crate::instant::{child, freeze, running};
@@ -25,7 +25,8 @@ const UNKNOWN_PATIENCE: Duration = Duration::from_secs(10);
 /// How long the parent's agent may take: it has nothing to wait for.
 const PARENT_PATIENCE: Duration = Duration::from_secs(3);
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(task: &Task<'_>) -> Result<Outcome> {
+    let Task { host, source, names, options, progress } = *task;
     if let Some(snapshot) = &source.snapshot {
         let text = format!(
             "an instant clone shares what its parent is now, not what snapshot '{snapshot}' holds: revert to it and \
@@ -43,7 +44,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
         |definition| own_disks(definition, &snapshots, CloneKind::Instant),
         Vec::new(),
     )?;
-    if let Err(error) = make_disks(host, &snapshots, &definitions, &making, watch) {
+    if let Err(error) = make_disks(host, &snapshots, &definitions, &making, progress) {
         if is_uncertain(&error) {
             making.leave();
         }
@@ -52,7 +53,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
     let by_name: BTreeMap<&str, &Definition> =
         definitions.iter().map(|definition| (definition.name.as_str(), definition)).collect();
     let made = Mutex::new(BTreeMap::new());
-    let each = fleet::each(names, options.parallel, watch, &|name| {
+    let each = fleet::each(names, options.parallel, progress, &|name| {
         let Some(definition) = by_name.get(name) else {
             return Err(Error::new(ErrorKind::Invalid, "it is not asked for"));
         };

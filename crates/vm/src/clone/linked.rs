@@ -1,22 +1,14 @@
 //! Linked clones: a delta for each disk, on snapshots of the parent's; all of them in one request for each disk.
 
-use super::{Made, Options, Outcome, Source, clone_definitions, is_uncertain, make_disks, own_disks};
+use super::{Made, Outcome, Task, is_uncertain, make_disks};
 use crate::definition::CloneKind;
-use crate::fleet::Watch;
-use crate::host::Host;
 use error::Result;
 
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
-    let point = source.point(host)?;
-    let definitions = clone_definitions(source, &point.definition, names, CloneKind::Linked)?;
-    let temporary = if point.new { point.disks.clone() } else { Vec::new() };
-    let making = host.machines().make(
-        &definitions,
-        |definition| own_disks(definition, &point.disks, CloneKind::Linked),
-        temporary,
-    )?;
+pub fn make(task: &Task<'_>) -> Result<Outcome> {
+    let Task { host, source, names, options, progress } = *task;
+    let (point, definitions, making) = task.begin(CloneKind::Linked)?;
     let outcome = source.take(host, &point, options.quiesce).and_then(|taken| {
-        make_disks(host, &point.disks, &definitions, &making, watch)?;
+        make_disks(host, &point.disks, &definitions, &making, progress)?;
         Ok(taken)
     });
     let (quiet, stun) = match outcome {
@@ -34,7 +26,7 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
             Ok(_) => outcome.made.push(Made::plain(name)),
             Err(error) => outcome.failed.push((name.clone(), error)),
         }
-        watch.update(outcome.made.len() + outcome.failed.len(), names.len());
+        progress.update((outcome.made.len() + outcome.failed.len()) as u64, names.len() as u64);
     }
     making.settle()?;
     Ok(outcome)

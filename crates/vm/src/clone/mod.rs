@@ -19,10 +19,11 @@ mod linked;
 mod progress;
 mod source;
 
+use source::Point;
 pub use source::{PREFIX, Source};
 
 use crate::definition::{CloneKind, Definition, Origin};
-use crate::fleet::{self, Watch};
+use crate::fleet;
 use crate::host::Host;
 use crate::lifecycle;
 use crate::machines::{Making, OwnDisk, Snapshot};
@@ -30,6 +31,7 @@ use crate::quiet::Quiet;
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::time::Duration;
+use work::{Progress, Unreported};
 
 /// What is to become of the identity inside the guest of an instant clone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,21 +91,54 @@ pub struct Outcome {
     pub stun: Option<Duration>,
 }
 
-/// Makes clones.
+/// What is cloned, under which names and how.
+#[derive(Clone, Copy)]
+struct Task<'a> {
+    host: &'a Host,
+    source: &'a Source,
+    names: &'a [String],
+    options: &'a Options,
+    progress: &'a dyn Progress,
+}
+
+impl Task<'_> {
+    /// Takes what the clones need to be, and begins to make them: of what point of the source, and what they are.
+    fn begin(&self, way: CloneKind) -> Result<(Point, Vec<Definition>, Making)> {
+        let point = self.source.point(self.host)?;
+        let definitions = clone_definitions(self.source, &point.definition, self.names, way)?;
+        let temporary = if point.new { point.disks.clone() } else { Vec::new() };
+        let own = |definition: &Definition| own_disks(definition, &point.disks, way);
+        let making = self.host.machines().make(&definitions, own, temporary)?;
+        Ok((point, definitions, making))
+    }
+}
+
+/// Makes clones. `progress` is told how many are made; of full ones how many bytes are copied.
 ///
 /// # Errors
 /// When none can be made, for a reason that is the source's.
-pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, watch: &dyn Watch) -> Result<Outcome> {
+pub fn make(
+    host: &Host,
+    source: &Source,
+    names: &[String],
+    options: &Options,
+    progress: &dyn Progress,
+) -> Result<Outcome> {
     let _working = host.work()?;
     let (names, failed) = free_names(host, source, names)?;
+    let task = Task { host, source, names: &names, options, progress };
     let mut outcome = match (names.is_empty(), options.way) {
         (true, _) => Outcome::default(),
-        (false, CloneKind::Linked) => linked::make(host, source, &names, options, watch)?,
-        (false, CloneKind::Full) => full::make(host, source, &names, options, watch)?,
-        (false, CloneKind::Instant) => instant::make(host, source, &names, options, watch)?,
+        (false, CloneKind::Linked) => linked::make(&task)?,
+        (false, CloneKind::Full) => full::make(&task)?,
+        (false, CloneKind::Instant) => instant::make(&task)?,
     };
     if options.start && options.way != CloneKind::Instant {
-        start(host, &mut outcome, options, watch);
+        match options.way {
+            // What is reported is how many bytes are copied.
+            CloneKind::Full => start(host, &mut outcome, options, &Unreported(progress)),
+            _ => start(host, &mut outcome, options, progress),
+        }
     }
     outcome.failed.extend(failed);
     outcome.failed.sort_by(|a, b| a.0.cmp(&b.0));
@@ -111,9 +146,9 @@ pub fn make(host: &Host, source: &Source, names: &[String], options: &Options, w
 }
 
 /// Starts what was made; one that cannot be started is there all the same, and told.
-fn start(host: &Host, outcome: &mut Outcome, options: &Options, watch: &dyn Watch) {
+fn start(host: &Host, outcome: &mut Outcome, options: &Options, progress: &dyn Progress) {
     let names: Vec<String> = outcome.made.iter().map(|made| made.name.clone()).collect();
-    let started = fleet::each(&names, options.parallel, watch, &|name| {
+    let started = fleet::each(&names, options.parallel, progress, &|name| {
         let change = host.change(name)?;
         lifecycle::start(&change, host.machines(), host.images(), host.features()?, false)
     });
@@ -177,10 +212,10 @@ fn make_disks(
     snapshots: &[Snapshot],
     definitions: &[Definition],
     making: &Making,
-    watch: &dyn Watch,
+    progress: &dyn Progress,
 ) -> Result<()> {
     for (index, snapshot) in snapshots.iter().enumerate() {
-        if watch.cancelled() {
+        if progress.cancelled() {
             return Err(Error::new(ErrorKind::Interrupted, "stopped on request; no clone was made"));
         }
         let disks: Vec<String> = definitions.iter().map(|definition| definition.disks[index].name.clone()).collect();

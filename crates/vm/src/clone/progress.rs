@@ -1,11 +1,11 @@
 //! The progress of many copies as one.
 
-use crate::fleet::Watch;
 use parking_lot::Mutex;
+use work::Progress;
 
 /// Bytes of each copy that was begun: done, and in all.
 pub struct Sum<'a> {
-    watch: &'a dyn Watch,
+    progress: &'a dyn Progress,
     /// How many copies there will be.
     parts: usize,
     begun: Mutex<Vec<(u64, u64)>>,
@@ -18,8 +18,8 @@ pub struct Part<'a> {
 }
 
 impl<'a> Sum<'a> {
-    pub fn new(parts: usize, watch: &'a dyn Watch) -> Self {
-        Self { watch, parts, begun: Mutex::default() }
+    pub fn new(parts: usize, progress: &'a dyn Progress) -> Self {
+        Self { progress, parts, begun: Mutex::default() }
     }
 
     /// A copy begins.
@@ -30,8 +30,8 @@ impl<'a> Sum<'a> {
     }
 }
 
-impl Part<'_> {
-    pub fn update(&self, done: u64, total: u64) {
+impl Progress for Part<'_> {
+    fn update(&self, done: u64, total: u64) {
         let (done, total, count) = {
             let mut begun = self.sum.begun.lock();
             begun[self.index] = (done, total);
@@ -40,16 +40,10 @@ impl Part<'_> {
         };
         // Those that have not begun are taken to be as large as those that have.
         let total = u128::from(total) * self.sum.parts.max(count) as u128 / count.max(1) as u128;
-        self.sum.watch.bytes(done, u64::try_from(total).unwrap_or(u64::MAX));
-    }
-}
-
-impl Watch for Sum<'_> {
-    fn update(&self, done: usize, total: usize) {
-        self.watch.update(done, total);
+        self.sum.progress.update(done, u64::try_from(total).unwrap_or(u64::MAX));
     }
 
     fn cancelled(&self) -> bool {
-        self.watch.cancelled()
+        self.sum.progress.cancelled()
     }
 }

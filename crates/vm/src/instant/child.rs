@@ -3,9 +3,8 @@
 use super::image::Image;
 use super::state;
 use crate::definition::{CloneKind, Definition, Origin};
-use crate::machine::{Change, MemoryRecord, Start, Successor};
+use crate::machine::{Change, Successor};
 use crate::machines::Machines;
-use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use error::Result;
 use serde_json::json;
@@ -19,13 +18,7 @@ pub fn definition(image: &Image, name: &str) -> Result<Definition> {
 /// Sets up its process with the state of the image; its guest stands still, its network cards unplugged.
 pub fn set_up(change: &Change, machines: &Machines, image: &Image, features: &Features) -> Result<Successor> {
     let nbd = machines.disks().server()?;
-    let mut successor = change.set_up(Start {
-        features,
-        nbd: &nbd,
-        memory: Memory::CopyOnWrite(image.record.memory.clone()),
-        record: MemoryRecord::Image(image.id.clone()),
-        incoming: true,
-    })?;
+    let mut successor = change.set_up(image.start(features, &nbd))?;
     let outcome = load(&mut successor, image, features);
     if let Err(error) = outcome {
         let _ = successor.process.kill();

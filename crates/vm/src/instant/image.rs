@@ -17,8 +17,9 @@ use crate::definition::{Definition, TEXT_MAX};
 use crate::disks::Disks;
 use crate::durable;
 use crate::identity::new_uuid;
-use crate::machine::{MemoryRecord, remove_if_there};
+use crate::machine::{MemoryRecord, Start, remove_if_there};
 use crate::machines::Machines;
+use crate::qemu::command::Memory;
 use crate::qemu::features::Features;
 use backend::clock;
 use error::{Error, ErrorKind, IoContext, Result};
@@ -27,7 +28,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use uuid::fmt::Hyphenated;
 
 /// The record's file.
@@ -92,6 +93,12 @@ impl Image {
     /// Its device state.
     pub fn state(&self) -> PathBuf {
         self.folder.join("state")
+    }
+
+    /// How a process begins that goes on from it.
+    pub fn start<'a>(&self, features: &'a Features, nbd: &'a Path) -> Start<'a> {
+        let memory = Memory::CopyOnWrite(self.record.memory.clone());
+        Start { features, nbd, memory, record: MemoryRecord::Image(self.id.clone()), incoming: true }
     }
 }
 

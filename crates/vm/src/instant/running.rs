@@ -21,8 +21,7 @@ use super::freeze::{Memories, Taken, at_once};
 use super::image::{Image, Images};
 use super::state;
 use crate::disks::Disks;
-use crate::machine::{Change, MemoryRecord, Start, Successor};
-use crate::qemu::command::Memory;
+use crate::machine::{Change, Successor};
 use crate::qemu::features::Features;
 use crate::qmp::Client;
 use error::Result;
@@ -45,13 +44,7 @@ pub fn take(
     state::prepare(&mut monitor, features)?;
     let image = images.begin(machine.definition()?, None)?;
     let outcome = Memories::prepare(machine.memory()?, images, &image, process.pid()).and_then(|memory| {
-        let mut successor = change.set_up(Start {
-            features,
-            nbd: &nbd,
-            memory: Memory::CopyOnWrite(image.record.memory.clone()),
-            record: MemoryRecord::Image(image.id.clone()),
-            incoming: true,
-        })?;
+        let mut successor = change.set_up(image.start(features, &nbd))?;
         let outcome = state::prepare(&mut successor.monitor, features).and_then(|()| {
             Handover { change, images, disks, features, image: &image, also, memory }.run(&mut monitor, &mut successor)
         });

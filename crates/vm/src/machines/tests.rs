@@ -5,6 +5,7 @@ use super::*;
 use crate::definition::Definition;
 use crate::disks::{Facts, SnapshotFacts};
 use parking_lot::Mutex;
+use work::Progress;
 
 /// Disks that are names, and what they stand on.
 #[derive(Default)]
@@ -52,7 +53,7 @@ impl Disks for Names {
         names.iter().for_each(|name| self.add(name, Some((disk, snapshot))));
         Ok(())
     }
-    fn clone_full(&self, _: &str, _: &str, name: &str, _: &(dyn Fn(u64, u64) -> bool + Sync)) -> Result<()> {
+    fn clone_full(&self, _: &str, _: &str, name: &str, _: &dyn Progress) -> Result<()> {
         self.add(name, None);
         Ok(())
     }

@@ -5,10 +5,10 @@ use error::ErrorKind;
 use layer::descriptor::Adapter;
 use layer::image::{Image, ImageKind, NewImage, OpenOptions, Place, create};
 use std::collections::BTreeMap;
-use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use vmdk::{Adopt, DeltaFormat, Disk, NewDisk, NewSnapshot, Options};
+use work::NoProgress;
 
 /// A folder as it comes from a host: a tree with two branches, its list of snapshots, and no record. Gives what the
 /// snapshots and the head hold, and the name of the head.
@@ -20,7 +20,7 @@ fn foreign(folder: &Path, delta: DeltaFormat) -> (BTreeMap<String, Vec<u8>>, Vec
         delta: Some(delta),
         adapter: Adapter::BusLogic,
     };
-    let disk = Disk::create(local(folder), &new, &options(1), &()).unwrap();
+    let disk = Disk::create(local(folder), &new, &options(1), &NoProgress).unwrap();
     let mut random = Random::new(5);
     let mut snapshots = BTreeMap::new();
     let mut snapshot = |name: &str| {
@@ -99,8 +99,8 @@ fn a_whole_tree_is_adopted_and_read() {
                 disk.chain().unwrap().write(100, &[9; 9000]).unwrap();
                 content[100..9100].fill(9);
                 disk.snapshot(&NewSnapshot::named("e")).unwrap();
-                disk.delete_snapshot("c", None, &()).unwrap();
-                disk.delete_snapshot("b", None, &()).unwrap();
+                disk.delete_snapshot("c", None, &NoProgress).unwrap();
+                disk.delete_snapshot("b", None, &NoProgress).unwrap();
             }
             disk.close().unwrap();
             drop(disk);
@@ -116,7 +116,7 @@ fn a_whole_tree_is_adopted_and_read() {
                 assert!(bytes_of(folder.path()) == before, "a foreign file was changed");
             }
             if how != Adopt::ReadOnly {
-                disk.consolidate(&()).unwrap();
+                disk.consolidate(&NoProgress).unwrap();
                 assert!(read(&disk.chain().unwrap()) == content);
             }
             let in_place = how == Adopt::Head { writable: true };
@@ -144,7 +144,7 @@ fn lists_that_lie_are_passed_over() {
             number += 1;
             number
         },
-        &mut |_| ControlFlow::Continue(()),
+        &NoProgress,
     )
     .unwrap();
     std::fs::write(folder.path().join("notes.vmdk"), b"nothing").unwrap();
@@ -165,7 +165,7 @@ fn lists_that_lie_are_passed_over() {
     let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
     assert_eq!(names, ["a", "b", "c", "d", "a-2"]);
     // Two names of one image: one goes, the other stays.
-    disk.delete_snapshot("a", None, &()).unwrap();
+    disk.delete_snapshot("a", None, &NoProgress).unwrap();
     assert!(read(&disk.snapshot_chain("a-2").unwrap()) == snapshots["a"]);
 }
 
@@ -189,7 +189,7 @@ fn chains_without_a_list_can_be_consolidated() {
     let disk = adopt(home.path(), folder.path(), &head, Adopt::Head { writable: true }).unwrap();
     let info = disk.info().unwrap();
     assert_eq!((info.levels, info.redundant, disk.snapshots().len()), (4, 3, 0));
-    disk.consolidate(&()).unwrap();
+    disk.consolidate(&NoProgress).unwrap();
     assert_eq!(disk.info().unwrap().levels, 1);
     assert!(read(&disk.chain().unwrap()) == content);
 }
@@ -208,7 +208,7 @@ fn an_overlay_takes_all_writes() {
             number += 1;
             number
         },
-        &mut |_| ControlFlow::Continue(()),
+        &NoProgress,
     )
     .unwrap();
     let place = Place::local(&above.path().join("top.vmdk"), &[]).unwrap();

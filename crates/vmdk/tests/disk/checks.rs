@@ -7,6 +7,7 @@ use layer::image::{Folder, ImageKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use vmdk::{Disk, NewDisk, NewSnapshot};
+use work::NoProgress;
 
 const CAPACITY: u64 = 64 << 20;
 const GUESTS: u32 = 2;
@@ -33,7 +34,7 @@ fn checked_beside_guests(seed: u64, kind: ImageKind, snapshots: u32) {
     let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
     let delta = Some(DELTAS[(seed % 3) as usize]);
     let new = NewDisk { name: "vm".into(), capacity: CAPACITY, kind, delta, adapter: Adapter::LsiLogic };
-    let disk: Arc<Disk> = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &()).unwrap();
+    let disk: Arc<Disk> = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
     let running = AtomicU32::new(GUESTS);
     let mut checks = 0;
     std::thread::scope(|scope| {
@@ -48,12 +49,12 @@ fn checked_beside_guests(seed: u64, kind: ImageKind, snapshots: u32) {
             if checks % 2 == 1 && checks / 2 < snapshots {
                 disk.snapshot(&NewSnapshot::named(format!("s{checks}"))).unwrap();
             }
-            let checked = disk.check(false, &()).unwrap();
+            let checked = disk.check(false, &NoProgress).unwrap();
             assert_eq!(checked.problems, Vec::<String>::new(), "{kind:?} {delta:?}, check {checks}");
             checks += 1;
         }
     });
-    assert_eq!(disk.check(false, &()).unwrap().problem_count, 0);
+    assert_eq!(disk.check(false, &NoProgress).unwrap().problem_count, 0);
 }
 
 #[test]

@@ -7,7 +7,7 @@
 
 use crate::world::{DELTAS, Random, Sub, leaked, options};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use chain::{Chain, Watch};
+use chain::Chain;
 use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
@@ -15,6 +15,8 @@ use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Options};
+use work::NoProgress;
+use work::Progress;
 
 const SECTOR: usize = 512;
 /// Cuts of one history.
@@ -213,7 +215,7 @@ impl World {
         assert!(disk.name() == self.name || Some(disk.name()) == self.maybe_name);
         self.name = disk.name();
         assert_eq!(leaked(&disk), Vec::<String>::new());
-        let checked = disk.check(false, &()).unwrap();
+        let checked = disk.check(false, &NoProgress).unwrap();
         // Hosted sparse tables have a second copy, which is written later and not read where the first is whole.
         let problems: Vec<_> =
             checked.problems.iter().filter(|problem| !problem.contains("from their copies")).collect();
@@ -279,8 +281,8 @@ struct Guest<'a> {
     patience: Mutex<u32>,
 }
 
-impl Watch for Guest<'_> {
-    fn progress(&self, _done: u64, _total: u64) {
+impl Progress for Guest<'_> {
+    fn update(&self, _done: u64, _total: u64) {
         let mut world = self.world.lock();
         if world.random.percent(50) {
             world.act(&self.chain);
@@ -324,7 +326,7 @@ fn perform(world: &Mutex<World>, disk: &Arc<Disk>, operation: Operation) -> Resu
             let new =
                 NewDisk { name: folder.clone(), capacity: 128 << 10, kind, delta: None, adapter: Adapter::LsiLogic };
             let home = world.lock().folder(&folder);
-            let made = Disk::create(home, &new, &options, &())?;
+            let made = Disk::create(home, &new, &options, &NoProgress)?;
             made.delete()
         }
         Operation::Snapshot => {
@@ -467,7 +469,7 @@ fn history(seed: u64, formats: &[DeltaFormat], counts: &mut BTreeMap<Operation, 
         adapter: Adapter::LsiLogic,
     };
     let options = world.options();
-    let mut disk = Disk::create(world.folder("a"), &new, &options, &()).unwrap();
+    let mut disk = Disk::create(world.folder("a"), &new, &options, &NoProgress).unwrap();
     for _ in 0..CUTS {
         let mut world_shared = Mutex::new(world);
         // Some depth first.

@@ -4,12 +4,13 @@
 use crate::world::{DELTAS, Sub, leaked, options, read};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use chain::Watch;
 use error::{Error, ErrorKind};
 use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::sync::{Arc, OnceLock};
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Options};
+use work::NoProgress;
+use work::Progress;
 
 const PAGE: u64 = 4096;
 const CAPACITY: u64 = 256 << 10;
@@ -34,7 +35,7 @@ impl Machine {
         options.folders = Some(Arc::new(move |uuid: &str| {
             Ok(Sub::folder(&found, if own.get().unwrap() == uuid { "a" } else { "c" }))
         }));
-        let disk = Disk::create(folder(&storage, "a"), &new, &options, &()).unwrap();
+        let disk = Disk::create(folder(&storage, "a"), &new, &options, &NoProgress).unwrap();
         known.set(disk.uuid()).unwrap();
         let machine = Self { storage, disk, options };
         for (index, name) in ["first", "second"].into_iter().enumerate() {
@@ -83,8 +84,8 @@ fn folder(storage: &SimulatedDisk, name: &str) -> Folder {
 }
 
 /// Another program that takes all free space during long work.
-impl Watch for Machine {
-    fn progress(&self, _: u64, _: u64) {
+impl Progress for Machine {
+    fn update(&self, _: u64, _: u64) {
         // The list of snapshots would make room for a record.
         let _ = folder(&self.storage, "a").directory().remove("vm.vmsd");
         self.fill(0);
@@ -177,15 +178,15 @@ fn a_snapshot_is_deleted_where_its_data_has_room() {
         let content = read(&machine.disk.chain().unwrap());
         machine.fill(0);
         // Its data goes down into a base that is thick.
-        machine.disk.delete_snapshot("first", Some(Direction::Down), &()).unwrap();
+        machine.disk.delete_snapshot("first", Some(Direction::Down), &NoProgress).unwrap();
         assert!(machine.storage.directory().room().unwrap().available > 0);
         assert!(Machine::names(&machine.storage).contains(&"vm.vmsd".to_owned()), "the list is back");
         assert_eq!(leaked(&machine.disk), Vec::<String>::new());
         machine.fill(0);
-        machine.disk.consolidate(&()).unwrap();
+        machine.disk.consolidate(&NoProgress).unwrap();
         assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}");
         assert_eq!(machine.disk.snapshots().len(), 0);
-        assert_eq!(machine.disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+        assert_eq!(machine.disk.check(false, &NoProgress).unwrap().problems, Vec::<String>::new());
     }
 }
 
@@ -231,7 +232,7 @@ fn a_snapshot_whose_data_has_no_room_leaves_the_disk_as_it_is() {
         let machine = Machine::new(ImageKind::Thin, *delta, 11);
         let content = read(&machine.disk.chain().unwrap());
         machine.fill(0);
-        let refused = machine.disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap_err();
+        let refused = machine.disk.delete_snapshot("second", Some(Direction::Down), &NoProgress).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
         let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         assert_eq!(names, ["first", "second"], "{delta:?}");
@@ -256,15 +257,15 @@ fn a_snapshot_whose_data_has_only_room_that_is_told_of_leaves_the_disk_as_it_is(
         let content = read(&machine.disk.chain().unwrap());
         machine.fill(6);
         machine.storage.overstate_room(32 << 20);
-        let refused = machine.disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap_err();
+        let refused = machine.disk.delete_snapshot("second", Some(Direction::Down), &NoProgress).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace, "{delta:?}: {refused}");
         let names: Vec<String> = machine.disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         assert_eq!(names, ["first", "second"], "{delta:?}: {refused}");
         assert_eq!(leaked(&machine.disk), Vec::<String>::new());
         machine.storage.set_capacity(128 << 20);
-        machine.disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap();
+        machine.disk.delete_snapshot("second", Some(Direction::Down), &NoProgress).unwrap();
         assert!(read(&machine.disk.chain().unwrap()) == content, "{delta:?}");
-        assert_eq!(machine.disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+        assert_eq!(machine.disk.check(false, &NoProgress).unwrap().problems, Vec::<String>::new());
     }
 }
 
@@ -276,7 +277,7 @@ fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
         let storage = SimulatedDisk::new(3, SimulatedOptions { capacity: 64 << 20, ..SimulatedOptions::default() });
         let adapter = Adapter::LsiLogic;
         let new = NewDisk { name: "vm".into(), capacity: 1 << 30, kind: ImageKind::Thin, delta: Some(delta), adapter };
-        let disk = Disk::create(folder(&storage, "a"), &new, &options(1), &()).unwrap();
+        let disk = Disk::create(folder(&storage, "a"), &new, &options(1), &NoProgress).unwrap();
         for name in ["first", "second"] {
             disk.snapshot(&NewSnapshot::named(name)).unwrap();
         }
@@ -287,13 +288,13 @@ fn a_snapshot_whose_tables_have_no_room_leaves_the_disk_as_it_is() {
         let directory = storage.directory();
         let filler = directory.create("filler", IoMode::Buffered).unwrap();
         filler.reserve(0, directory.room().unwrap().available - PIECES * PAGE * 3 / 2).unwrap();
-        let refused = disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap_err();
+        let refused = disk.delete_snapshot("second", Some(Direction::Down), &NoProgress).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::NoSpace, "{refused}");
         let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
         assert_eq!(names, ["first", "second"], "{delta:?}: {refused}");
         filler.set_len(0).unwrap();
         filler.sync().unwrap();
-        disk.delete_snapshot("second", Some(Direction::Down), &()).unwrap();
+        disk.delete_snapshot("second", Some(Direction::Down), &NoProgress).unwrap();
         let mut found = [0; PAGE as usize];
         for piece in 0..PIECES {
             chain.read(piece << 25, &mut found).unwrap();
@@ -371,10 +372,10 @@ fn a_disk_is_written_opened_and_closed_where_there_is_no_room() {
             let chain = disk.chain().unwrap();
             chain.write(20 * PAGE, &[99; PAGE as usize]).unwrap();
             content[20 * PAGE as usize..21 * PAGE as usize].fill(99);
-            disk.delete_snapshot("first", None, &()).unwrap();
-            disk.delete_snapshot("second", None, &()).unwrap();
+            disk.delete_snapshot("first", None, &NoProgress).unwrap();
+            disk.delete_snapshot("second", None, &NoProgress).unwrap();
             assert!(read(&chain) == content, "{kind:?} {delta:?}");
-            assert_eq!(disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+            assert_eq!(disk.check(false, &NoProgress).unwrap().problems, Vec::<String>::new());
             disk.delete().unwrap();
         }
     }
@@ -388,9 +389,9 @@ type Operation = fn(&Disk) -> Result<(), Error>;
 fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
     let operations: [Operation; 4] = [
         |disk| disk.snapshot(&NewSnapshot::named("late")).map(drop),
-        |disk| disk.delete_snapshot("second", Some(Direction::Down), &()),
-        |disk| disk.delete_snapshot("first", Some(Direction::Up), &()),
-        |disk| disk.consolidate(&()),
+        |disk| disk.delete_snapshot("second", Some(Direction::Down), &NoProgress),
+        |disk| disk.delete_snapshot("first", Some(Direction::Up), &NoProgress),
+        |disk| disk.consolidate(&NoProgress),
     ];
     let (mut opened, mut unfinished) = (0, 0);
     for (delta, kind) in DELTAS.into_iter().zip([ImageKind::Thin, ImageKind::MonolithicSparse, ImageKind::Thin]) {
@@ -431,9 +432,9 @@ fn an_interrupted_operation_keeps_no_disk_shut_for_lack_of_room() {
                 let disk = Disk::open(folder(&storage, "a"), &options(3)).unwrap();
                 assert!(read(&disk.chain().unwrap()) == content, "{delta:?}, cut {cut}");
                 assert_eq!(disk.record().pending, None);
-                assert_eq!(disk.check(false, &()).unwrap().problems, Vec::<String>::new());
+                assert_eq!(disk.check(false, &NoProgress).unwrap().problems, Vec::<String>::new());
                 assert_eq!(leaked(&disk), Vec::<String>::new());
-                disk.consolidate(&()).unwrap();
+                disk.consolidate(&NoProgress).unwrap();
                 assert!(read(&disk.chain().unwrap()) == content, "{delta:?}, cut {cut}");
             }
         }

@@ -3,7 +3,6 @@
 //! where it supports the formats.
 
 use crate::world::{Busy, DELTAS, Guest, Random, leaked, local, options, qemu_read, read, scratch};
-use chain::Watch;
 use error::ErrorKind;
 use layer::descriptor::Adapter;
 use layer::image::ImageKind;
@@ -12,6 +11,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot};
+use work::NoProgress;
+use work::Progress;
 
 struct History {
     seed: u64,
@@ -32,7 +33,7 @@ impl History {
         let capacity = capacity / 4096 * 4096;
         let new =
             NewDisk { name: "vm".to_owned(), capacity, kind, delta: Some(formats[0]), adapter: Adapter::LsiLogic };
-        let disk = Disk::create(local(folder), &new, &options(seed), &()).unwrap();
+        let disk = Disk::create(local(folder), &new, &options(seed), &NoProgress).unwrap();
         let guest = Guest { random: Random::new(seed ^ 1), content: vec![0; capacity as usize] };
         Self {
             seed,
@@ -115,7 +116,7 @@ impl History {
     }
 
     fn maintain(&mut self) {
-        let watch: &dyn Watch = &();
+        let watch: &dyn Progress = &NoProgress;
         for freed in [self.disk.wipe(watch), self.disk.shrink(watch)] {
             match freed {
                 Ok(_) => {}
@@ -148,7 +149,7 @@ impl History {
         let home = layer::image::Folder::plain(folder);
         let new =
             NewDisk { name: "x".to_owned(), capacity: 4096, kind: ImageKind::Thin, delta: None, adapter: Adapter::Ide };
-        Disk::create(home, &new, &options(0), &()).unwrap()
+        Disk::create(home, &new, &options(0), &NoProgress).unwrap()
     }
 
     fn verify(&mut self, folder: &Path) {
@@ -164,7 +165,7 @@ impl History {
         wanted.sort();
         assert_eq!(names, wanted, "seed {seed}");
         assert_eq!(leaked(&self.disk), Vec::<String>::new(), "seed {seed}");
-        let checked = self.disk.check(false, &()).unwrap();
+        let checked = self.disk.check(false, &NoProgress).unwrap();
         assert_eq!(checked.problems, Vec::<String>::new(), "seed {seed}");
         if self.formats.contains(&DeltaFormat::VsanSparse) {
             return;

@@ -8,6 +8,7 @@ use layer::descriptor::Adapter;
 use layer::image::{Folder, ImageKind};
 use std::sync::Arc;
 use vmdk::{DeltaFormat, Disk, NewDisk, NewSnapshot};
+use work::NoProgress;
 
 const SECTOR: u64 = 512;
 const CAPACITY: u64 = 24 << 20;
@@ -51,7 +52,7 @@ impl World {
         let machine = SimulatedDisk::new(seed, SimulatedOptions::default());
         let new =
             NewDisk { name: "vm".into(), capacity: CAPACITY, kind, delta: Some(delta), adapter: Adapter::LsiLogic };
-        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &()).unwrap();
+        let disk = Disk::create(Folder::plain(machine.directory()), &new, &options(seed), &NoProgress).unwrap();
         let what = format!("seed {seed}, {kind:?}, {delta:?}");
         let sector = Sector { now: vec![0], later: vec![0] };
         let random = Random::new(seed);
@@ -292,7 +293,7 @@ fn a_disk_whose_operation_failed_is_not_trusted() {
             machine.fail_requests(Fault::Sync, step, 1);
             let done = match by {
                 0 => disk.snapshot(&NewSnapshot::named("b")).map(drop),
-                1 => disk.delete_snapshot("a", None, &()),
+                1 => disk.delete_snapshot("a", None, &NoProgress),
                 _ => disk.revert("a"),
             };
             let came = done.is_err();
@@ -351,7 +352,7 @@ fn small_in(home: Folder, seed: u64) -> Arc<Disk> {
         delta: Some(DELTAS[(seed % 3) as usize]),
         adapter: Adapter::LsiLogic,
     };
-    let disk = Disk::create(home, &new, &options(seed), &()).unwrap();
+    let disk = Disk::create(home, &new, &options(seed), &NoProgress).unwrap();
     let chain = disk.chain().unwrap();
     chain.write(0, &[1; 4096]).unwrap();
     chain.flush().unwrap();

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Tuning, snapshot_group};
+use work::NoProgress;
 
 const MIB: u64 = 1 << 20;
 
@@ -18,7 +19,7 @@ fn new(name: &str, capacity: u64, kind: ImageKind, delta: DeltaFormat) -> NewDis
 }
 
 fn make(folder: &Path, delta: DeltaFormat) -> Arc<Disk> {
-    Disk::create(local(folder), &new("vm", 4 * MIB, ImageKind::Thin, delta), &options(1), &()).unwrap()
+    Disk::create(local(folder), &new("vm", 4 * MIB, ImageKind::Thin, delta), &options(1), &NoProgress).unwrap()
 }
 
 fn snapshot(disk: &Disk, name: &str) {
@@ -94,7 +95,7 @@ fn files_are_called_as_on_an_esxi_host() {
         ];
         assert_eq!(without_time, wanted);
         // The lowest free number is taken again.
-        disk.delete_snapshot("second", Some(Direction::Up), &()).unwrap();
+        disk.delete_snapshot("second", Some(Direction::Up), &NoProgress).unwrap();
         snapshot(&disk, "third");
         assert!(files(folder.path()).contains(&"vm-000001.vmdk".to_owned()));
         disk.delete().unwrap();
@@ -115,15 +116,15 @@ fn an_image_with_several_children_is_held_until_one_is_left() {
         assert_eq!((byte(&disk, 0), byte(&disk, 4096)), (1, 0));
         write(&disk, 8192, 3, 4096);
         snapshot(&disk, "right");
-        disk.delete_snapshot("root", None, &()).unwrap();
+        disk.delete_snapshot("root", None, &NoProgress).unwrap();
         assert_eq!(names(&disk), ["left", "right"]);
         assert_eq!(disk.record().nodes.len(), 4);
         // Nothing stands on it, so it goes, and what was held is merged.
-        disk.delete_snapshot("left", None, &()).unwrap();
+        disk.delete_snapshot("left", None, &NoProgress).unwrap();
         assert_eq!(disk.record().nodes.len(), 2);
         assert_eq!((byte(&disk, 0), byte(&disk, 4096), byte(&disk, 8192)), (1, 0, 3));
         assert_eq!(leaked(&disk), Vec::<String>::new());
-        disk.delete_snapshot("right", None, &()).unwrap();
+        disk.delete_snapshot("right", None, &NoProgress).unwrap();
         assert_eq!(files(folder.path()), ["lamina.disk", "lamina.lock", "vm-flat.vmdk", "vm.vmdk", "vm.vmsd"]);
     }
 }
@@ -142,8 +143,8 @@ fn side_branches_are_merged_while_the_head_is_elsewhere() {
         snapshot(&disk, "c");
         disk.revert("root").unwrap();
         write(&disk, 0, 9, 512);
-        disk.delete_snapshot("b", Some(direction), &()).unwrap();
-        disk.delete_snapshot("a", Some(direction), &()).unwrap();
+        disk.delete_snapshot("b", Some(direction), &NoProgress).unwrap();
+        disk.delete_snapshot("a", Some(direction), &NoProgress).unwrap();
         assert_eq!(names(&disk), ["root", "c"]);
         let chain = disk.snapshot_chain("c").unwrap();
         let found = read(&chain);
@@ -151,10 +152,10 @@ fn side_branches_are_merged_while_the_head_is_elsewhere() {
         assert_eq!(byte(&disk, 0), 9);
         assert_eq!(leaked(&disk), Vec::<String>::new());
         // While it is open it stays, and so does what is below.
-        let refused = kind(disk.delete_snapshot("c", None, &()));
+        let refused = kind(disk.delete_snapshot("c", None, &NoProgress));
         assert_eq!(refused.0, ErrorKind::Busy);
         drop(chain);
-        disk.delete_snapshot("c", None, &()).unwrap();
+        disk.delete_snapshot("c", None, &NoProgress).unwrap();
     }
 }
 
@@ -169,7 +170,7 @@ fn refusals_say_why() {
     snapshot(&disk, "one");
     assert_eq!(kind(disk.snapshot(&NewSnapshot::named("one"))).0, ErrorKind::Exists);
     assert_eq!(kind(disk.revert("two")).0, ErrorKind::NotFound);
-    assert_eq!(kind(disk.delete_snapshot("two", None, &())).0, ErrorKind::NotFound);
+    assert_eq!(kind(disk.delete_snapshot("two", None, &NoProgress)).0, ErrorKind::NotFound);
     disk.tune(&Tuning { levels_max: Some(3), ..Tuning::default() }).unwrap();
     snapshot(&disk, "two");
     let refused = kind(disk.snapshot(&NewSnapshot::named("three")));
@@ -178,19 +179,21 @@ fn refusals_say_why() {
         "{refused:?}"
     );
     assert!(kind(disk.tune(&Tuning { levels_max: Some(0), ..Tuning::default() })).1.contains("levels"));
-    assert_eq!(kind(disk.wipe(&())).0, ErrorKind::Unsupported);
+    assert_eq!(kind(disk.wipe(&NoProgress)).0, ErrorKind::Unsupported);
     disk.tune(&Tuning { levels_max: Some(32), ..Tuning::default() }).unwrap();
     snapshot(&disk, "three");
     assert_eq!(disk.info().unwrap().levels, 4);
     disk.close().unwrap();
     assert_eq!(kind(disk.snapshot(&NewSnapshot::named("late"))).0, ErrorKind::Stopped);
     assert_eq!(
-        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &())).0,
+        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &NoProgress))
+            .0,
         ErrorKind::Busy
     );
     drop(disk);
     assert_eq!(
-        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &())).0,
+        kind(Disk::create(local(folder.path()), &new("b", MIB, ImageKind::Thin, DELTAS[0]), &options(1), &NoProgress))
+            .0,
         ErrorKind::Exists
     );
 }
@@ -240,24 +243,24 @@ fn clones_pin_what_they_stand_on() {
     snapshot(&clone, "own");
     assert_eq!(clone.origin().unwrap().snapshot, "gold");
     assert_eq!(disk.snapshots()[1].clones, ["child"]);
-    let refused = kind(disk.delete_snapshot("gold", None, &()));
+    let refused = kind(disk.delete_snapshot("gold", None, &NoProgress));
     assert!(refused.0 == ErrorKind::Busy && refused.1.contains("child"), "{refused:?}");
     // What is only below keeps its place and loses its name.
-    disk.delete_snapshot("below", None, &()).unwrap();
+    disk.delete_snapshot("below", None, &NoProgress).unwrap();
     assert_eq!(disk.record().nodes.len(), 3);
-    assert_eq!(kind(disk.consolidate(&())).0, ErrorKind::Busy);
+    assert_eq!(kind(disk.consolidate(&NoProgress)).0, ErrorKind::Busy);
     assert_eq!(kind(Arc::clone(&disk).delete()).0, ErrorKind::Busy);
     clone.close().unwrap();
     drop(clone);
     let clone = Disk::open(local(there.path()), &options(6)).unwrap();
     assert_eq!((byte(&clone, 0), byte(&clone, 4096)), (7, 2));
-    clone.consolidate(&()).unwrap();
+    clone.consolidate(&NoProgress).unwrap();
     assert_eq!((byte(&clone, 0), byte(&clone, 4096), clone.info().unwrap().levels), (7, 2, 3));
     clone.delete().unwrap();
     assert_eq!(files(there.path()), Vec::<String>::new());
     assert_eq!((disk.clones().len(), disk.snapshots()[0].clones.len()), (0, 0));
-    disk.delete_snapshot("gold", None, &()).unwrap();
-    disk.consolidate(&()).unwrap();
+    disk.delete_snapshot("gold", None, &NoProgress).unwrap();
+    disk.consolidate(&NoProgress).unwrap();
     assert_eq!((byte(&disk, 0), byte(&disk, 4096), disk.info().unwrap().levels), (3, 2, 1));
 }
 
@@ -321,7 +324,8 @@ fn consolidation_ends_under_continuous_writes() {
         let folder = scratch();
         let capacity = 32 * MIB;
         let disk =
-            Disk::create(local(folder.path()), &new("vm", capacity, ImageKind::Thin, delta), &options(1), &()).unwrap();
+            Disk::create(local(folder.path()), &new("vm", capacity, ImageKind::Thin, delta), &options(1), &NoProgress)
+                .unwrap();
         let guest = Mutex::new(Guest { random: Random::new(9), content: vec![0; capacity as usize] });
         let chain = disk.chain().unwrap();
         for round in 0..6 {
@@ -337,7 +341,7 @@ fn consolidation_ends_under_continuous_writes() {
                     guest.lock().act(&chain);
                 }
             });
-            let outcome = disk.consolidate(&());
+            let outcome = disk.consolidate(&NoProgress);
             stop.store(true, Ordering::Relaxed);
             writer.join().unwrap();
             outcome.unwrap();
@@ -371,9 +375,9 @@ fn an_interrupted_merge_can_be_gone_on_with() {
         let disk = Disk::open(local(folder.path()), &options(2)).unwrap();
         assert!(read(&disk.chain().unwrap()) == guest.lock().content);
         if direction == Direction::Up {
-            disk.delete_snapshot("b", None, &()).unwrap();
+            disk.delete_snapshot("b", None, &NoProgress).unwrap();
         }
-        disk.delete_snapshot("a", None, &()).unwrap();
+        disk.delete_snapshot("a", None, &NoProgress).unwrap();
         assert_eq!(disk.info().unwrap().levels, 1);
         assert!(read(&disk.chain().unwrap()) == guest.lock().content);
         assert_eq!(leaked(&disk), Vec::<String>::new());
@@ -389,10 +393,10 @@ fn flat_bases_take_and_give_back_their_space_below_snapshots() {
     let counters = disk.info().unwrap().counters.unwrap();
     assert_eq!((counters.blocks, counters.nb), (4, 2));
     snapshot(&disk, "s");
-    disk.inflate(&()).unwrap();
+    disk.inflate(&NoProgress).unwrap();
     let info = disk.info().unwrap();
     assert_eq!((info.counters.unwrap().nb, info.counters.unwrap().tbz, info.kind.as_str()), (4, 0, "eagerzeroedthick"));
-    disk.punch_zeros(&()).unwrap();
+    disk.punch_zeros(&NoProgress).unwrap();
     let info = disk.info().unwrap();
     assert_eq!((info.counters.unwrap().nb, info.kind.as_str()), (1, "thin"));
     assert_eq!(byte(&disk, 0), 1);
@@ -424,15 +428,15 @@ fn dead_grains_are_given_back_at_every_level() {
             |number: u32| std::fs::metadata(folder.path().join(format!("vm-{number:06}-{extent}.vmdk"))).unwrap().len();
         let before = (length(1), length(2));
         if delta == DeltaFormat::SeSparse {
-            disk.wipe(&()).unwrap();
+            disk.wipe(&NoProgress).unwrap();
         }
-        let freed = disk.shrink(&()).unwrap();
+        let freed = disk.shrink(&NoProgress).unwrap();
         if delta == DeltaFormat::SeSparse {
             assert!(freed.returned >= 4 << 20, "{freed:?}");
             assert!(length(1) + (3 << 19) < before.0 && length(2) + (3 << 19) < before.1);
         }
         assert!(read(&disk.chain().unwrap()) == content);
-        let checked = disk.check(true, &()).unwrap();
+        let checked = disk.check(true, &NoProgress).unwrap();
         assert_eq!((checked.problems.len(), checked.images), (0, 3));
     }
 }
@@ -453,9 +457,9 @@ fn deltas_go_to_other_folders_and_formats() {
     drop(disk);
     let disk = Disk::open(local(here.path()), &options(1)).unwrap();
     assert_eq!((byte(&disk, 0), byte(&disk, 512), byte(&disk, 1024)), (1, 2, 3));
-    disk.delete_snapshot("s", Some(Direction::Down), &()).unwrap();
+    disk.delete_snapshot("s", Some(Direction::Down), &NoProgress).unwrap();
     assert_eq!(files(there.path()), Vec::<String>::new());
-    disk.delete_snapshot("t", Some(Direction::Down), &()).unwrap();
+    disk.delete_snapshot("t", Some(Direction::Down), &NoProgress).unwrap();
     assert_eq!((byte(&disk, 0), byte(&disk, 512), byte(&disk, 1024)), (1, 2, 3));
 }
 
@@ -463,7 +467,7 @@ fn deltas_go_to_other_folders_and_formats() {
 fn large_disks_get_sesparse() {
     let folder = scratch();
     let new = NewDisk { delta: None, ..new("vm", 3 << 40, ImageKind::Thin, DELTAS[0]) };
-    let disk = Disk::create(local(folder.path()), &new, &options(1), &()).unwrap();
+    let disk = Disk::create(local(folder.path()), &new, &options(1), &NoProgress).unwrap();
     snapshot(&disk, "s");
     write(&disk, (3 << 40) - 4096, 5, 4096);
     assert_eq!(disk.info().unwrap().formats[0], "sesparse");
@@ -507,7 +511,7 @@ fn single_failures_leave_the_disk_whole() {
                 home(),
                 &new("vm", 256 << 10, ImageKind::Thin, DELTAS[number as usize % 3]),
                 &options(1),
-                &(),
+                &NoProgress,
             )
             .unwrap();
             write(&disk, 0, 1, 8192);
@@ -522,9 +526,9 @@ fn single_failures_leave_the_disk_whole() {
             machine.fail_operation(machine.operations() + number);
             let outcome = match which {
                 0 => disk.snapshot(&NewSnapshot::named("c")).map(drop),
-                1 => disk.delete_snapshot("b", Some(Direction::Up), &()),
-                2 => disk.delete_snapshot("a", Some(Direction::Down), &()),
-                _ => disk.consolidate(&()),
+                1 => disk.delete_snapshot("b", Some(Direction::Up), &NoProgress),
+                2 => disk.delete_snapshot("a", Some(Direction::Down), &NoProgress),
+                _ => disk.consolidate(&NoProgress),
             };
             let what = format!("operation {which}, failure {number}: {outcome:?}");
             // Also after a flush of metadata that failed, which the page cache may have forgotten.
@@ -542,7 +546,7 @@ fn single_failures_leave_the_disk_whole() {
                 assert!(read(&disk.snapshot_chain("b").unwrap()) == snapshot_b, "{what}");
             }
             assert_eq!(leaked(&disk), Vec::<String>::new(), "{what}");
-            disk.consolidate(&()).unwrap();
+            disk.consolidate(&NoProgress).unwrap();
             assert!(read(&disk.chain().unwrap()) == content, "{what}");
         }
     }

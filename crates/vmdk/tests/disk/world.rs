@@ -2,7 +2,7 @@
 //! on a simulated disk, QEMU.
 
 use backend::{Access, Directory, File, IoMode, LocalFolder, Lock, Queue, QueueKind, Room};
-use chain::{Chain, Watch};
+use chain::Chain;
 use layer::image::Folder;
 use parking_lot::Mutex;
 use std::io;
@@ -12,6 +12,7 @@ use std::sync::Arc;
 use vmdk::{DeltaFormat, Disk, Options};
 
 pub use testkit::Random;
+use work::Progress;
 
 pub const DELTAS: [DeltaFormat; 3] = [DeltaFormat::VmfsSparse, DeltaFormat::SeSparse, DeltaFormat::VsanSparse];
 
@@ -65,8 +66,8 @@ pub struct Busy<'a> {
     pub patience: Mutex<u32>,
 }
 
-impl Watch for Busy<'_> {
-    fn progress(&self, _done: u64, _total: u64) {
+impl Progress for Busy<'_> {
+    fn update(&self, _done: u64, _total: u64) {
         let mut guest = self.guest.lock();
         if guest.random.percent(60) {
             guest.act(&self.chain);

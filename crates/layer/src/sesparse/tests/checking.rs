@@ -106,18 +106,21 @@ fn a_writer_waits_for_no_read_and_for_no_step() {
             counted[1].fetch_add(u64::from(!free), Ordering::Relaxed);
         }
     });
-    let (mut random, mut steps, mut waits) = (Random(2), 0, 0);
-    let report = layer.check(false, &mut |_| {
-        steps += 1;
-        match layer.gate.try_read().map(drop) {
-            Some(()) => fill(&layer, &mut random, 2),
-            None => waits += 1,
-        }
-        ControlFlow::Continue(())
-    });
+    let (mut random, mut asked, mut waits) = (Random(2), 0, 0);
+    let report = layer.check(
+        false,
+        &steps(|_, _| {
+            asked += 1;
+            match layer.gate.try_read().map(drop) {
+                Some(()) => fill(&layer, &mut random, 2),
+                None => waits += 1,
+            }
+            true
+        }),
+    );
     assert!(report.unwrap().is_clean());
     let [reads, held] = [0, 1].map(|count| counts[count].load(Ordering::Relaxed));
-    assert!(steps >= SLOTS.len() && reads >= SLOTS.len() as u64);
+    assert!(asked >= SLOTS.len() && reads >= SLOTS.len() as u64);
     assert_eq!((waits, held), (0, 0), "steps and reads that a writer waits for");
 }
 
@@ -131,15 +134,18 @@ fn what_changes_between_the_steps_is_not_told() {
         fill(&layer, &mut random, 40);
         for _ in 0..4 {
             let mut reader = None;
-            let report = layer.check(false, &mut |_| {
-                let operations = random.below(6);
-                fill(&layer, &mut random, operations);
-                if random.once_in(3) {
-                    layer.flush().unwrap();
-                }
-                reader = if random.once_in(4) { layer.epoch() } else { None };
-                ControlFlow::Continue(())
-            });
+            let report = layer.check(
+                false,
+                &steps(|_, _| {
+                    let operations = random.below(6);
+                    fill(&layer, &mut random, operations);
+                    if random.once_in(3) {
+                        layer.flush().unwrap();
+                    }
+                    reader = if random.once_in(4) { layer.epoch() } else { None };
+                    true
+                }),
+            );
             let report = report.unwrap();
             assert!(report.is_clean(), "seed {seed}: {report:?}");
         }
@@ -171,7 +177,7 @@ fn writers_readers_and_flushes_beside_a_check() {
                 });
             }
             while running.load(Ordering::Acquire) > 0 || checks == 0 {
-                let report = layer.check(false, &mut unwatched).unwrap();
+                let report = layer.check(false, &NoProgress).unwrap();
                 assert!(report.is_clean(), "check {checks}: {report:?}");
                 checks += 1;
             }
@@ -229,13 +235,16 @@ fn damage_is_found_beside_changes() {
         fill(&layer, &mut random, 40);
         layer.flush().unwrap();
         damage(&layer);
-        let quiet = layer.check(false, &mut unwatched).unwrap();
+        let quiet = layer.check(false, &NoProgress).unwrap();
         assert!(quiet.is_damaged() && (quiet.unallocated, quiet.misowned) == (1, 2), "{quiet:?}");
-        let report = layer.check(false, &mut |_| {
-            // Tables that are not damaged, and a new one.
-            Operation::draw(&mut random, &[2, 5, 9, 11], 200).apply(&layer).unwrap();
-            ControlFlow::Continue(())
-        });
+        let report = layer.check(
+            false,
+            &steps(|_, _| {
+                // Tables that are not damaged, and a new one.
+                Operation::draw(&mut random, &[2, 5, 9, 11], 200).apply(&layer).unwrap();
+                true
+            }),
+        );
         let (found, expected) = (report.unwrap(), quiet);
         assert_eq!((found.findings, found.doubts), (expected.findings, expected.doubts), "seed {seed}");
         assert_eq!(found.proven, expected.proven, "seed {seed}");
@@ -261,7 +270,7 @@ fn an_entry_that_changes_before_its_owner_is_compared_is_not_told() {
             (0..2).for_each(|_| layer.commit_at_once().unwrap());
         }
     });
-    let report = layer.check(false, &mut unwatched).unwrap();
+    let report = layer.check(false, &NoProgress).unwrap();
     assert!(changed.load(Ordering::Relaxed) > 0 && report.is_clean(), "{report:?}");
     assert_clean(&layer);
 }
@@ -286,13 +295,16 @@ fn a_wipe_forgets_holes_that_a_commit_fills() {
     layer.flush().unwrap();
     let last = (HOLES - 1) * 4096 * GRAIN;
     layer.write(last, &[&stamped(3, 5)]).unwrap();
-    let wiped = layer.wipe(false, &mut |step| {
-        if step.done < HOLES {
-            layer.flush().unwrap();
-            others.clone().for_each(|slot| _ = map_all(&layer, slot * 4096 * GRAIN, 4096 * GRAIN).unwrap());
-        }
-        ControlFlow::Continue(())
-    });
+    let wiped = layer.wipe(
+        false,
+        &steps(|done, _| {
+            if done < HOLES {
+                layer.flush().unwrap();
+                others.clone().for_each(|slot| _ = map_all(&layer, slot * 4096 * GRAIN, 4096 * GRAIN).unwrap());
+            }
+            true
+        }),
+    );
     assert_eq!(wiped.unwrap().unnamed, 0);
     assert_eq!(stamps(&layer, last, 3 * GRAIN).unwrap(), [5; 24]);
     assert_clean(&layer);

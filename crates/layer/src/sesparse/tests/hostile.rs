@@ -88,11 +88,11 @@ fn exercise(file: Arc<MemoryFile>, write: bool, deep: bool) {
     }
     if deep {
         let started = Instant::now();
-        let mut watch = |_: Step| while_true(started.elapsed() < Duration::from_millis(50));
-        let _ = layer.check(write, &mut watch);
+        let watch = steps(|_, _| started.elapsed() < Duration::from_millis(50));
+        let _ = layer.check(write, &watch);
         if write {
-            let _ = layer.wipe(true, &mut watch);
-            let _ = layer.shrink(&mut watch);
+            let _ = layer.wipe(true, &watch);
+            let _ = layer.shrink(&watch);
         }
     }
     let _ = layer.close();
@@ -173,22 +173,22 @@ fn damaged_tables_give_errors_where_they_are_read() {
         layer.map(6 * GRAIN..20 * GRAIN, 9, &mut out).unwrap();
         assert_eq!((out.len(), out[0].length), (1, 4 * GRAIN), "up to the damage");
         assert_eq!(layer.map(10 * GRAIN..11 * GRAIN, 9, &mut out).unwrap_err().kind(), ErrorKind::Corrupt);
-        let report = layer.check(false, &mut unwatched).unwrap();
+        let report = layer.check(false, &NoProgress).unwrap();
         assert!(report.is_damaged() && report.invalid + report.outside == 1, "{report:?}");
     }
     for raw in [1, 0x1000_0001_0000_0000, 0x1000_0000_ffff_ffff] {
         assert_eq!(opened(&[(SLOTS, raw)], true).err().unwrap().kind(), ErrorKind::Corrupt);
         let layer = opened(&[(SLOTS, raw)], false).unwrap();
         assert_eq!(layer.map(0..GRAIN, 9, &mut Vec::new()).unwrap_err().kind(), ErrorKind::Corrupt);
-        assert_eq!(layer.check(false, &mut unwatched).unwrap().invalid, 1);
+        assert_eq!(layer.check(false, &NoProgress).unwrap().invalid, 1);
     }
     // Two slots with one table: to read, but not to write.
     assert!(opened(&[(SLOTS, 0x1000_0000_0000_0001)], true).is_err());
     let shared = opened(&[(SLOTS, 0x1000_0000_0000_0001)], false).unwrap();
-    assert!(shared.check(false, &mut unwatched).unwrap().is_damaged());
+    assert!(shared.check(false, &NoProgress).unwrap().is_damaged());
     // Two entries with one grain.
     let overlap = opened(&[(TABLE, 0x3001_0000_0000_0000)], false).unwrap();
-    assert_eq!(overlap.check(false, &mut unwatched).unwrap().overlapping, 1);
+    assert_eq!(overlap.check(false, &NoProgress).unwrap().overlapping, 1);
 }
 
 #[test]
@@ -196,10 +196,10 @@ fn bitmap_and_backmap_are_repaired_from_the_tables() {
     const BITMAP: u64 = 8192 * 512;
     const BACKMAP: u64 = 10240 * 512;
     let layer = opened(&[(BITMAP, 0xff00_0000_0000_fff0), (BACKMAP + 8, 0x1000_0000_0000_0005)], true).unwrap();
-    let report = layer.check(false, &mut unwatched).unwrap();
+    let report = layer.check(false, &NoProgress).unwrap();
     assert!(!report.is_damaged());
     assert!(report.unallocated > 10 && report.misowned == 1 && report.unnamed > 1, "{report:?}");
-    let repaired = layer.check(true, &mut unwatched).unwrap();
+    let repaired = layer.check(true, &NoProgress).unwrap();
     assert_eq!(repaired.repaired, report.unallocated + report.misowned + report.unnamed);
     assert_clean(&layer);
     assert_eq!(stamps(&layer, 0, 3 * GRAIN).unwrap(), [1; 24]);
@@ -222,11 +222,11 @@ fn what_others_wrote_is_appended_to_until_it_is_wiped() {
     layer.write(16 * MIB, &[&stamped(30, 9)]).unwrap();
     let Content::Data { offset, .. } = map_all(&layer, 16 * MIB, GRAIN).unwrap()[0].content else { panic!() };
     assert_eq!(offset, 12288 * 512 + grains * GRAIN, "at the end");
-    assert_eq!(layer.shrink(&mut unwatched).unwrap_err().kind(), ErrorKind::Unsupported);
-    let report = layer.wipe(false, &mut unwatched).unwrap();
+    assert_eq!(layer.shrink(&NoProgress).unwrap_err().kind(), ErrorKind::Unsupported);
+    let report = layer.wipe(false, &NoProgress).unwrap();
     assert!(report.repaired >= 52 && report.unnamed > 0, "{report:?}");
     assert_clean(&layer);
-    layer.shrink(&mut unwatched).unwrap();
+    layer.shrink(&NoProgress).unwrap();
     layer.close().unwrap();
     let layer = SeSparse::open(Arc::clone(&file), NAME, writing()).unwrap();
     assert_eq!(stamps(&layer, 0, 20 * GRAIN).unwrap(), before);

@@ -49,8 +49,8 @@ fn any_capacity_up_to_the_limit() {
             }
         };
         compare(&layer);
-        layer.wipe(true, &mut unwatched).unwrap();
-        layer.shrink(&mut unwatched).unwrap();
+        layer.wipe(true, &NoProgress).unwrap();
+        layer.shrink(&NoProgress).unwrap();
         compare(&layer);
         assert_clean(&layer);
         let usage = layer.usage().unwrap();
@@ -114,8 +114,8 @@ fn qemu_reads_chains_beyond_two_tebibytes() {
     layers[0].zero(last..last + 64 * GRAIN, false).unwrap();
     layers[1].zero(middle..middle + 32 * GRAIN, false).unwrap();
     for layer in &layers {
-        layer.wipe(true, &mut unwatched).unwrap();
-        assert!(layer.shrink(&mut unwatched).unwrap().moved > 0 || layer.usage().unwrap().dead == 0);
+        layer.wipe(true, &NoProgress).unwrap();
+        assert!(layer.shrink(&NoProgress).unwrap().moved > 0 || layer.usage().unwrap().dead == 0);
         layer.flush().unwrap();
     }
     let read = |image: &str, patterns: &[(u8, u64, u64)]| {

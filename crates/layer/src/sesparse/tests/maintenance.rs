@@ -38,11 +38,11 @@ fn dead_grains_return_to_the_file_system() {
         let live = before.iter().filter(|stamp| **stamp != 0).count() as u64 * 512;
         let dead = 64 * MIB - live;
         assert!(dead > 16 * MIB);
-        let wiped = layer.wipe(true, &mut unwatched).unwrap();
+        let wiped = layer.wipe(true, &NoProgress).unwrap();
         assert_eq!((wiped.zeros > 0, wiped.unnamed), (zeros, 0));
         let usage = layer.usage().unwrap();
         assert_eq!((usage.mapped, usage.dead), (live, dead), "known before it is returned");
-        let shrunk = layer.shrink(&mut unwatched).unwrap();
+        let shrunk = layer.shrink(&NoProgress).unwrap();
         assert_eq!(shrunk.left, 0);
         assert!(shrunk.moved * GRAIN <= dead, "{shrunk:?}");
         let usage = layer.usage().unwrap();
@@ -62,14 +62,13 @@ fn long_work_can_be_stopped_and_goes_on_later() {
     let mut stops = 0;
     for patience in 1.. {
         let patient = |mut left: u32| {
-            move |step: Step| {
-                assert!(step.done <= step.total.max(step.done));
+            steps(move |_, _| {
                 left -= u32::from(left > 0);
-                while_true(left > 0)
-            }
+                left > 0
+            })
         };
         let mut stopped = false;
-        let ends = [layer.wipe(true, &mut patient(patience * 3)).err(), layer.shrink(&mut patient(patience)).err()];
+        let ends = [layer.wipe(true, &patient(patience * 3)).err(), layer.shrink(&patient(patience)).err()];
         for error in ends.into_iter().flatten() {
             assert_eq!(error.kind(), ErrorKind::Interrupted);
             stopped = true;
@@ -95,14 +94,15 @@ fn one_piece_of_long_work_at_a_time() {
     let layer = create(&disk, IoMode::Buffered, 100 * MIB, writing());
     layer.write(0, &[&stamped(9, 1)]).unwrap();
     let mut inner = None;
-    let mut watch = |_: Step| {
-        inner = layer.shrink(&mut unwatched).err().map(|error| error.kind());
-        while_true(true)
-    };
-    layer.wipe(false, &mut watch).unwrap();
+    let watch = steps(|_, _| {
+        inner = layer.shrink(&NoProgress).err().map(|error| error.kind());
+        true
+    });
+    layer.wipe(false, &watch).unwrap();
+    drop(watch);
     assert_eq!(inner, Some(ErrorKind::Busy));
     let reader = open(&*disk.directory(), IoMode::Buffered, Options::default());
-    assert_eq!(reader.unwrap().wipe(false, &mut unwatched).unwrap_err().kind(), ErrorKind::ReadOnly);
+    assert_eq!(reader.unwrap().wipe(false, &NoProgress).unwrap_err().kind(), ErrorKind::ReadOnly);
 }
 
 #[test]
@@ -149,8 +149,7 @@ fn a_grain_that_is_written_while_it_moves_stays_where_it_is() {
     layer.write(0, &[&stamped(64, 1)]).unwrap();
     layer.zero(0..8 * GRAIN, false).unwrap();
     layer.flush().unwrap();
-    let mut watch = unwatched;
-    let mut work = layer.begin_work(&mut watch, "moving grains").unwrap();
+    let mut work = layer.begin_work(&NoProgress, "moving grains").unwrap();
     let (held, allocated) = layer.held(GrainRun { start: 0, count: 64 }).unwrap();
     assert_eq!((held.len(), allocated), (56, 56));
     let announced = layer.announce(&held, &mut work).unwrap();

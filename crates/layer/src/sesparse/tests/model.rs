@@ -24,18 +24,18 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
             84..90 => epochs.clear(),
             90..92 => {
                 epochs.clear();
-                layer.wipe(random.once_in(2), &mut unwatched).unwrap();
+                layer.wipe(random.once_in(2), &NoProgress).unwrap();
             }
             92..94 => {
                 epochs.clear();
-                layer.shrink(&mut unwatched).unwrap();
+                layer.shrink(&NoProgress).unwrap();
             }
             94..96 => model.compare(&layer),
             96..98 => {
                 layer.close().unwrap();
                 let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
                 model.compare(&reader);
-                let report = reader.check(false, &mut unwatched).unwrap();
+                let report = reader.check(false, &NoProgress).unwrap();
                 // What readers held on to could not be freed, and is when the image is opened again.
                 assert!(report.is_clean() || !epochs.is_empty() && !report.is_damaged(), "{report:?}");
                 epochs.clear();
@@ -47,8 +47,8 @@ fn history(seed: u64, capacity: u64, slots: &[u64], steps: u64) {
     }
     model.compare(&layer);
     drop(epochs);
-    layer.wipe(true, &mut unwatched).unwrap();
-    layer.shrink(&mut unwatched).unwrap();
+    layer.wipe(true, &NoProgress).unwrap();
+    layer.shrink(&NoProgress).unwrap();
     model.compare(&layer);
     assert_clean(&layer);
     let live = model.grains.values().filter(|sectors| !matches!(sectors[0].last(), Some(0 | &ABSENT))).count() as u64;

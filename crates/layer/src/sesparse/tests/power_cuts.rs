@@ -26,7 +26,7 @@ fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
         assert!(reader.replayed().is_none());
         let mut seen = model.clone();
         seen.settle(&reader);
-        let report = reader.check(false, &mut unwatched).unwrap();
+        let report = reader.check(false, &NoProgress).unwrap();
         let wrong = report.unallocated + report.misowned + report.uncounted_tables;
         assert!(!report.is_damaged() && wrong == 0, "seed {seed}: {report:?}");
         drop(reader);
@@ -40,7 +40,7 @@ fn cuts(seed: u64, capacity: u64, slots: &[u64]) {
 fn repair(disk: &SimulatedDisk, mode: IoMode, options: Options, mut model: Model) {
     model.settle(&open(&*disk.directory(), mode, Options::default()).unwrap());
     let layer = open(&*disk.directory(), mode, Options { repair: true, ..options }).unwrap();
-    let report = layer.check(true, &mut unwatched).unwrap();
+    let report = layer.check(true, &NoProgress).unwrap();
     assert!(!report.is_damaged() && report.proven.is_empty(), "{report:?}");
     model.settle(&layer);
     assert_clean(&layer);
@@ -57,13 +57,13 @@ fn step(random: &mut Random, layer: &SeSparse, model: &mut Model, slots: &[u64])
         }
         28..35 if layer.flush().is_ok() => model.flushed(),
         35 => {
-            let _ = layer.wipe(true, &mut unwatched);
+            let _ = layer.wipe(true, &NoProgress);
         }
         36 => {
-            let _ = layer.wipe(false, &mut unwatched);
+            let _ = layer.wipe(false, &NoProgress);
         }
         37..39 => {
-            let _ = layer.shrink(&mut unwatched);
+            let _ = layer.shrink(&NoProgress);
         }
         _ if random.once_in(8) => {
             if layer.close().is_ok() {
@@ -115,14 +115,14 @@ fn shrink_and_wipe_survive_a_cut_anywhere() {
     for cut in 0.. {
         let (disk, layer, mut model) = build(cut % 3);
         disk.cut_after(disk.operations() + cut);
-        let done = layer.wipe(true, &mut unwatched).is_ok() && layer.shrink(&mut unwatched).is_ok();
+        let done = layer.wipe(true, &NoProgress).is_ok() && layer.shrink(&NoProgress).is_ok();
         drop(layer);
         let disk = disk.crash();
         let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
         model.settle(&layer);
         assert_clean(&layer);
-        layer.wipe(false, &mut unwatched).unwrap();
-        layer.shrink(&mut unwatched).unwrap();
+        layer.wipe(false, &NoProgress).unwrap();
+        layer.shrink(&NoProgress).unwrap();
         model.settle(&layer);
         assert_clean(&layer);
         assert_eq!(layer.usage().unwrap().dead, 0);

@@ -53,8 +53,8 @@ fn history(seed: u64, capacity: u64, mode: IoMode) {
         }
         expected[at as usize..at as usize + data.len()].copy_from_slice(&data);
         if step == 120 {
-            layer.wipe(true, &mut unwatched).unwrap();
-            layer.shrink(&mut unwatched).unwrap();
+            layer.wipe(true, &NoProgress).unwrap();
+            layer.shrink(&NoProgress).unwrap();
         }
     }
     if !capacity.is_multiple_of(GRAIN) {
@@ -166,8 +166,8 @@ fn qemu_reads_what_a_crash_leaves() {
         while !disk.is_off() {
             match random.below(20) {
                 0 => drop(layer.flush()),
-                1 => drop(layer.wipe(true, &mut unwatched)),
-                2 => drop(layer.shrink(&mut unwatched)),
+                1 => drop(layer.wipe(true, &NoProgress)),
+                2 => drop(layer.shrink(&NoProgress)),
                 _ => drop(Operation::draw(&mut random, &[0, 2], 200).apply(&layer)),
             }
         }
@@ -175,8 +175,8 @@ fn qemu_reads_what_a_crash_leaves() {
         let disk = disk.crash();
         let before = compare_copy(&disk, seed);
         let layer = open(&*disk.directory(), IoMode::Buffered, writing()).unwrap();
-        layer.wipe(true, &mut unwatched).unwrap();
-        layer.shrink(&mut unwatched).unwrap();
+        layer.wipe(true, &NoProgress).unwrap();
+        layer.shrink(&NoProgress).unwrap();
         layer.flush().unwrap();
         drop(layer);
         assert!(compare_copy(&disk, seed) == before, "seed {seed}");

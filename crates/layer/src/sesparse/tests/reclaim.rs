@@ -49,8 +49,8 @@ fn live(layer: &SeSparse) -> u64 {
 
 /// Wipes and shrinks in peace; then the file holds its tables and what is live, and nothing else.
 fn reclaim_all(layer: &SeSparse, file: &dyn File) {
-    layer.wipe(true, &mut unwatched).unwrap();
-    layer.shrink(&mut unwatched).unwrap();
+    layer.wipe(true, &NoProgress).unwrap();
+    layer.shrink(&NoProgress).unwrap();
     let live = live(layer);
     let usage = layer.usage().unwrap();
     assert_eq!((usage.mapped, usage.dead), (live * GRAIN, 0));
@@ -85,15 +85,15 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
     half_dead(&layer, &mut random, &mut model);
     disk.cut_after(disk.operations() + after);
     let mut work = |shrink: bool| {
-        let mut watch = |_: Step| {
+        let watch = steps(|_, _| {
             if beside && !disk.is_off() {
                 guest(&mut random, &layer, &mut model);
             }
-            while_true(true)
-        };
+            true
+        });
         match shrink {
-            false => layer.wipe(true, &mut watch).is_ok(),
-            true => layer.shrink(&mut watch).is_ok(),
+            false => layer.wipe(true, &watch).is_ok(),
+            true => layer.shrink(&watch).is_ok(),
         }
     };
     let done = work(false) && work(true);
@@ -101,7 +101,7 @@ fn cut(seed: u64, after: u64, beside: bool) -> bool {
     let disk = disk.crash();
     let reader = open(&*disk.directory(), mode, Options::default()).unwrap();
     model.clone().settle(&reader);
-    let report = reader.check(false, &mut unwatched).unwrap();
+    let report = reader.check(false, &NoProgress).unwrap();
     assert!(!report.is_damaged() && report.unallocated + report.misowned == 0, "seed {seed}, {after}: {report:?}");
     drop(reader);
     let layer = open(&*disk.directory(), mode, options).unwrap();
@@ -149,7 +149,7 @@ fn child() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             loop {
-                let done = layer.wipe(true, &mut unwatched).and_then(|_| layer.shrink(&mut unwatched));
+                let done = layer.wipe(true, &NoProgress).and_then(|_| layer.shrink(&NoProgress));
                 if let Err(error) = done {
                     eprintln!("{error}");
                     std::process::exit(1);
@@ -265,8 +265,8 @@ fn deleting_half_returns_its_space() {
         layer.flush().unwrap();
         let usage = layer.usage().unwrap();
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 64 * MIB), "behind it");
-        layer.wipe(true, &mut unwatched).unwrap();
-        layer.shrink(&mut unwatched).unwrap();
+        layer.wipe(true, &NoProgress).unwrap();
+        layer.shrink(&NoProgress).unwrap();
         let usage = layer.usage().unwrap();
         assert_eq!((usage.mapped, usage.dead), (64 * MIB, 0));
         let returned = full.allocated - usage.allocated;

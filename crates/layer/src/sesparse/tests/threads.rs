@@ -76,10 +76,10 @@ fn run(mode: IoMode, punch: Option<u64>) {
         let writers: Vec<_> = (0..WRITERS).map(|writer| scope.spawn(move || write(layer, writer, end))).collect();
         scope.spawn(|| read(layer, &stop));
         while Instant::now() < end {
-            layer.wipe(true, &mut unwatched).unwrap();
-            moved += layer.shrink(&mut unwatched).unwrap().moved;
+            layer.wipe(true, &NoProgress).unwrap();
+            moved += layer.shrink(&NoProgress).unwrap().moved;
             rounds += 1;
-            assert_eq!(layer.check(false, &mut unwatched).unwrap().findings, Vec::<String>::new());
+            assert_eq!(layer.check(false, &NoProgress).unwrap().findings, Vec::<String>::new());
         }
         let models = writers.into_iter().map(|writer| writer.join().unwrap()).collect();
         stop.store(true, Ordering::Relaxed);
@@ -94,8 +94,8 @@ fn run(mode: IoMode, punch: Option<u64>) {
             }
         }
     };
-    layer.wipe(true, &mut unwatched).unwrap();
-    layer.shrink(&mut unwatched).unwrap();
+    layer.wipe(true, &NoProgress).unwrap();
+    layer.shrink(&NoProgress).unwrap();
     compare(&layer);
     assert_clean(&layer);
     let live = models.iter().flatten().filter(|stamp| !matches!(**stamp, 0 | ABSENT)).count() as u64;
@@ -121,7 +121,7 @@ fn closing_ends_long_work() {
     std::thread::scope(|scope| {
         let wipe = scope.spawn(|| {
             loop {
-                if let Err(error) = layer.wipe(true, &mut unwatched) {
+                if let Err(error) = layer.wipe(true, &NoProgress) {
                     return error;
                 }
             }

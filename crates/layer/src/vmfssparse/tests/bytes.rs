@@ -2,7 +2,7 @@
 
 use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::ops::ControlFlow;
+use work::NoProgress;
 
 fn u32_at(bytes: &[u8], offset: usize) -> u32 {
     u32::from_le_bytes(bytes[offset..offset + 4].try_into().unwrap())
@@ -183,7 +183,7 @@ fn a_failed_flush_stops_everything() {
     assert_eq!(layer.flush().unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.write(0, &[&[1; 4096]]).unwrap_err().kind(), ErrorKind::Stopped);
     assert_eq!(layer.close().unwrap_err().kind(), ErrorKind::Stopped);
-    assert_eq!(layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap_err().kind(), ErrorKind::Stopped);
+    assert_eq!(layer.shrink(&NoProgress).unwrap_err().kind(), ErrorKind::Stopped);
 }
 
 /// Tables that wait to be written are bounded: a random write over a large disk commits by itself.

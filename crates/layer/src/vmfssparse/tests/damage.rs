@@ -4,7 +4,7 @@ use super::*;
 use crate::model::Random;
 use crate::vmfssparse::header::GRAIN_SECTORS_MAX;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::ops::ControlFlow;
+use work::NoProgress;
 
 /// A small image with something in each of its tables.
 fn image() -> Vec<u8> {
@@ -66,7 +66,7 @@ fn try_everything(file: Arc<dyn File>, random: &mut Random) {
             }
             let _ = layer.flush();
             if random.below(20) == 0 {
-                let _ = layer.shrink(&mut |_| ControlFlow::Continue(()));
+                let _ = layer.shrink(&NoProgress);
             }
         }
         if capacity < 64 << 30 {

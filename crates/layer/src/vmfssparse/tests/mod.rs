@@ -4,7 +4,7 @@ use super::*;
 use crate::model::{Subject, Trial, run_threads};
 use backend::IoMode;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::ops::ControlFlow;
+use work::NoProgress;
 
 mod bytes;
 mod damage;
@@ -42,7 +42,7 @@ impl Subject for Cowd {
             layer.tables.raise_limit(space.free());
         }
         if number.is_multiple_of(4) {
-            layer.shrink(&mut |_| ControlFlow::Continue(()))?;
+            layer.shrink(&NoProgress)?;
         }
         Ok(())
     }

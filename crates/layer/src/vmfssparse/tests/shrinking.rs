@@ -1,12 +1,12 @@
 //! Dead space is found and returned while other threads read and write.
 
 use super::*;
-use crate::Step;
 use crate::model::{Random, sector_bytes, stamps};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use testkit::steps;
+use work::NoProgress;
 
 const CAPACITY: u64 = 20 * 4096;
 
@@ -54,14 +54,14 @@ fn all_dead_space_is_returned() {
         let model = scattered(&layer, u64::from(grain));
         let before = layer.usage().unwrap();
         assert!(before.dead > before.mapped);
-        let shrunk = layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+        let shrunk = layer.shrink(&NoProgress).unwrap();
         let after = layer.usage().unwrap();
         assert_eq!(after.mapped, before.mapped);
         assert_eq!(shrunk.after, layer.writer().unwrap().space.lock().free() * SECTOR);
         assert!(after.dead * 100 <= before.dead, "{} of {} dead bytes are left", after.dead, before.dead);
         assert!(layer.check().unwrap().problems.is_empty());
         expect(&layer, &model);
-        let shrunk = layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+        let shrunk = layer.shrink(&NoProgress).unwrap();
         assert_eq!(shrunk.moved, 0, "nothing is left to do");
         layer.close().unwrap();
         let file = disk.directory().open("image", IoMode::Buffered).unwrap();
@@ -75,12 +75,12 @@ fn all_dead_space_is_returned() {
 fn it_stops_when_told_and_keeps_what_was_done() {
     let (_disk, layer) = image(1);
     let model = scattered(&layer, 1);
-    let mut stop = |step: Step| if step.done < 64 << 10 { ControlFlow::Continue(()) } else { ControlFlow::Break(()) };
-    let error = layer.shrink(&mut stop).unwrap_err();
+    let stop = steps(|done, _| done < 64 << 10);
+    let error = layer.shrink(&stop).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Interrupted);
     expect(&layer, &model);
     assert!(layer.check().unwrap().problems.is_empty());
-    layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+    layer.shrink(&NoProgress).unwrap();
     expect(&layer, &model);
 }
 
@@ -95,7 +95,7 @@ fn places_are_kept_while_a_reader_holds_them() {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let shrinking = scope.spawn(|| {
-            let shrunk = layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+            let shrunk = layer.shrink(&NoProgress).unwrap();
             done.store(true, Ordering::SeqCst);
             shrunk
         });
@@ -144,13 +144,13 @@ fn it_shrinks_under_writes() {
             }
             model
         });
-        let shrunk = layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+        let shrunk = layer.shrink(&NoProgress).unwrap();
         over.store(true, Ordering::SeqCst);
         (writing.join().unwrap(), shrunk)
     });
     expect(&layer, &model);
     assert!(layer.check().unwrap().problems.is_empty());
-    let again = layer.shrink(&mut |_| ControlFlow::Continue(())).unwrap();
+    let again = layer.shrink(&NoProgress).unwrap();
     expect(&layer, &model);
     assert!(shrunk.moved > 0 && again.after <= shrunk.before.max(again.before));
     assert!(layer.usage().unwrap().dead * 100 <= before.dead);

@@ -14,7 +14,6 @@
 //! 2. While a range is being written, reads and writes of it wait: no read sees a block that is half old.
 //! 3. No write-through is under way when a snapshot is taken, a checkpoint captured, permits end, or the disk goes.
 
-use crate::buffer::Checksums;
 use crate::engine::admit::batch_bytes;
 use crate::engine::log::Cost;
 use crate::engine::metadata::Touched;
@@ -25,6 +24,7 @@ use crate::sync::atomic::Ordering;
 use crate::tree::Aim;
 use crate::{IoContext, Result};
 use backend::{BLOCK_SIZE, IoMode, SharedSlice};
+use checksums::Checksums;
 use std::ops::Range;
 
 /// The smallest write that goes through, in blocks (128 KiB).

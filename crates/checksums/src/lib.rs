@@ -3,9 +3,12 @@
 //! The checksum of several blocks follows from theirs, without a look at the data: so what was summed block by block
 //! for the medium need not be summed again for the wire.
 
+#![forbid(unsafe_code)]
+
 use backend::BLOCK_SIZE;
 use crc_fast::{CrcAlgorithm, Digest};
-use std::sync::LazyLock;
+use std::ops::Range;
+use std::sync::{Arc, LazyLock};
 
 /// The checksum of bytes.
 pub fn checksum(bytes: &[u8]) -> u32 {
@@ -18,6 +21,11 @@ pub fn checksum_of(parts: &[&[u8]]) -> u32 {
     let mut digest = Digest::new(CrcAlgorithm::Crc32Iscsi);
     parts.iter().for_each(|part| digest.update(part));
     digest.finalize() as u32
+}
+
+/// The checksum of a structure that holds it in four bytes at `field`, which count as zero.
+pub fn checksum_without(bytes: &[u8], field: usize) -> u32 {
+    checksum_of(&[&bytes[..field], &[0; 4], &bytes[field + 4..]])
 }
 
 /// What becomes of a checksum when a block comes behind what was summed, but for the checksum of that block: byte by
@@ -42,19 +50,58 @@ pub fn checksum_of_blocks(sums: impl IntoIterator<Item = u32>) -> u32 {
     })
 }
 
+/// Checksums of the blocks of a piece of data.
+#[derive(Clone, Debug)]
+pub enum Checksums {
+    /// One block, no allocation.
+    One(u32),
+    /// Several: a part of what was computed for the whole write.
+    Many(Arc<[u32]>, Range<usize>),
+}
+
+impl Checksums {
+    /// Computes them over whole blocks.
+    pub fn of(bytes: &[u8]) -> Self {
+        debug_assert!(!bytes.is_empty() && bytes.len().is_multiple_of(BLOCK_SIZE));
+        if bytes.len() == BLOCK_SIZE {
+            return Self::One(checksum(bytes));
+        }
+        let sums: Arc<[u32]> = bytes.chunks_exact(BLOCK_SIZE).map(checksum).collect();
+        let count = sums.len();
+        Self::Many(sums, 0..count)
+    }
+
+    /// As a slice.
+    pub fn as_slice(&self) -> &[u32] {
+        match self {
+            Self::One(sum) => std::slice::from_ref(sum),
+            Self::Many(sums, range) => &sums[range.clone()],
+        }
+    }
+
+    /// The checksum of all the data.
+    pub fn whole(&self) -> u32 {
+        checksum_of_blocks(self.as_slice().iter().copied())
+    }
+
+    /// Of a part of the data.
+    pub fn part(&self, blocks: Range<usize>) -> Self {
+        match self {
+            Self::One(sum) => Self::One(*sum),
+            Self::Many(sums, range) => {
+                Self::Many(Arc::clone(sums), range.start + blocks.start..range.start + blocks.end)
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn the_checksum_of_blocks_is_that_of_their_bytes() {
-        let mut state = 1u32;
-        let bytes: Vec<u8> = (0..9 * BLOCK_SIZE)
-            .map(|_| {
-                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-                (state >> 24) as u8
-            })
-            .collect();
+        let bytes = testkit::Random(1).bytes(9 * BLOCK_SIZE);
         for blocks in 0..=9 {
             let bytes = &bytes[..blocks * BLOCK_SIZE];
             let sums: Vec<u32> = bytes.chunks(BLOCK_SIZE).map(checksum).collect();

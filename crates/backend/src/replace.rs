@@ -1,0 +1,106 @@
+//! Small files that are replaced as a whole: the new content is written and flushed under a temporary name, then that
+//! is renamed, then the folder is flushed. So a crash leaves the old content or the new one, each of them whole, and at
+//! most a file of the temporary name beside it.
+
+use crate::{Directory, File, IoMode};
+use std::io;
+use std::sync::Arc;
+
+/// Puts `bytes` in the place of what `name` holds, whose permissions stay if it is there, by way of `temporary`.
+/// Durable on return.
+pub fn durably(directory: &dyn Directory, name: &str, temporary: &str, bytes: &[u8]) -> io::Result<()> {
+    prepare(directory, temporary, bytes)?;
+    keep_permissions(directory, name, temporary)?;
+    directory.rename(temporary, name)?;
+    directory.sync()
+}
+
+/// As [`durably`], without a flush: the file survives the end of this process, and a power cut once the operating
+/// system has written it. A flush would make the data of all disks in the file system go to the medium first.
+pub fn unflushed(directory: &dyn Directory, name: &str, temporary: &str, bytes: &[u8]) -> io::Result<()> {
+    write(directory, temporary, bytes, |_| Ok(()))?;
+    directory.rename(temporary, name)
+}
+
+/// Writes a whole file of that name, durable but for the name; in the place of one that an earlier try has left.
+pub fn prepare(directory: &dyn Directory, temporary: &str, bytes: &[u8]) -> io::Result<()> {
+    write(directory, temporary, bytes, |file| file.sync())
+}
+
+/// Removes a file that may be gone already.
+pub fn remove_if_there(directory: &dyn Directory, name: &str) -> io::Result<()> {
+    match directory.remove(name) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+fn write(
+    directory: &dyn Directory,
+    name: &str,
+    bytes: &[u8],
+    finish: impl FnOnce(&Arc<dyn File>) -> io::Result<()>,
+) -> io::Result<()> {
+    remove_if_there(directory, name)?;
+    let file = directory.create(name, IoMode::Buffered)?;
+    // What is not whole takes room that others could use: on a full file system, all that is left.
+    file.write_at(&[bytes], 0, false).and_then(|()| finish(&file)).inspect_err(|_| drop(directory.remove(name)))
+}
+
+fn keep_permissions(directory: &dyn Directory, name: &str, temporary: &str) -> io::Result<()> {
+    match directory.copy_permissions(name, temporary) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+    use crate::simulated::{SimulatedDisk, SimulatedOptions};
+
+    fn content(directory: &dyn Directory) -> Vec<u8> {
+        let file = directory.open("record", IoMode::Buffered).unwrap();
+        let mut bytes = vec![0; file.len().unwrap() as usize];
+        file.read_at(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn a_power_cut_leaves_the_old_content_or_the_new() {
+        let (old, new) = (vec![1; 700], vec![2; 5000]);
+        let mut found = [0, 0];
+        for seed in 0..40 {
+            for cut in 0.. {
+                let disk = SimulatedDisk::new(seed * 1000 + cut, SimulatedOptions::default());
+                durably(&*disk.directory(), "record", "record.new", &old).unwrap();
+                disk.cut_after(disk.operations() + cut);
+                let finished = durably(&*disk.directory(), "record", "record.new", &new).is_ok();
+                let after = disk.crash();
+                let left = content(&*after.directory());
+                assert!(left == old || left == new, "seed {seed} cut {cut}: neither");
+                assert!(!finished || left == new, "seed {seed} cut {cut}: the old one is back");
+                found[usize::from(left == new)] += 1;
+                // Whatever was left, the next replacement succeeds and leaves nothing else.
+                durably(&*after.directory(), "record", "record.new", &old).unwrap();
+                assert_eq!(after.directory().list().unwrap(), ["record"]);
+                if finished {
+                    break;
+                }
+            }
+        }
+        assert!(found[0] > 50 && found[1] > 50, "{found:?}: the cuts miss their aim");
+    }
+
+    #[test]
+    fn what_cannot_be_written_whole_leaves_nothing() {
+        let disk = SimulatedDisk::new(1, SimulatedOptions::default());
+        durably(&*disk.directory(), "record", "record.new", &[1; 4096]).unwrap();
+        disk.set_capacity(8192);
+        unflushed(&*disk.directory(), "record", "record.new", &[2; 1 << 20]).unwrap_err();
+        prepare(&*disk.directory(), "record.new", &[2; 1 << 20]).unwrap_err();
+        assert_eq!(disk.directory().list().unwrap(), ["record"]);
+        assert_eq!(content(&*disk.directory()), [1; 4096]);
+    }
+}

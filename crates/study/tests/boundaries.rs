@@ -1,0 +1,215 @@
+//! What a part may not know, held to the manifests and the imports: the tables of ARCHITECTURE.md are the rules.
+
+#![allow(clippy::unwrap_used)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+type Names = BTreeSet<String>;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
+/// Names between backquotes.
+fn quoted(cell: &str) -> Vec<String> {
+    cell.split('`').skip(1).step_by(2).map(str::to_owned).collect()
+}
+
+/// The rows of the table below a heading of ARCHITECTURE.md: first cell and second cell.
+fn table(heading: &str) -> Vec<(String, String)> {
+    let page = read(&root().join("ARCHITECTURE.md"));
+    let section = page.split(&format!("\n## {heading}\n")).nth(1).expect("the heading is there");
+    let section = section.split("\n## ").next().unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    let cells = rows.map(|line| line.trim_matches('|').split(" | ").map(str::trim).collect::<Vec<_>>());
+    cells.map(|cells| (cells[0].to_owned(), cells.get(1).copied().unwrap_or_default().to_owned())).collect()
+}
+
+/// The keys of each section of a manifest.
+fn sections(manifest: &str) -> BTreeMap<String, Names> {
+    let (mut out, mut section) = (BTreeMap::<String, Names>::new(), String::new());
+    for line in manifest.lines() {
+        if let Some(name) = line.strip_prefix('[') {
+            section = name.trim_end_matches(']').to_owned();
+        } else if let Some((key, _)) = line.split_once('=').filter(|_| !line.starts_with(['#', ' '])) {
+            let key = key.trim().split('.').next().unwrap().to_owned();
+            out.entry(section.clone()).or_default().insert(key);
+        }
+    }
+    out
+}
+
+/// The folders of the crates by name.
+fn crates() -> BTreeMap<String, PathBuf> {
+    let entries = std::fs::read_dir(root().join("crates")).unwrap().map(|entry| entry.unwrap().path());
+    entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path)).collect()
+}
+
+fn sources(folder: &Path, out: &mut Vec<(PathBuf, String)>) {
+    let Ok(entries) = std::fs::read_dir(folder) else { return };
+    for path in entries.map(|entry| entry.unwrap().path()) {
+        if path.is_dir() {
+            sources(&path, out);
+        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            let text = read(&path);
+            out.push((path, text));
+        }
+    }
+}
+
+/// The lines of a source that are no comments, without its unit tests.
+fn code(text: &str) -> String {
+    let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
+    text.lines().filter(|line| !line.trim_start().starts_with("//")).map(|line| format!("{line}\n")).collect()
+}
+
+fn none(complaints: Vec<String>) {
+    assert!(complaints.is_empty(), "\n{}", complaints.join("\n"));
+}
+
+#[test]
+fn crates_use_what_the_page_allows() {
+    let crates = crates();
+    let allowed: BTreeMap<String, Names> = table("Dependencies")
+        .into_iter()
+        .flat_map(|(users, used)| {
+            let used: Names = quoted(&used).into_iter().collect();
+            quoted(&users).into_iter().map(move |user| (user, used.clone()))
+        })
+        .collect();
+    let mut complaints: Vec<String> =
+        allowed.keys().filter(|name| !crates.contains_key(*name)).map(|name| format!("no crate {name}")).collect();
+    for (name, path) in &crates {
+        let Some(allowed) = allowed.get(name) else {
+            complaints.push(format!("{name} is not in the table of dependencies"));
+            continue;
+        };
+        let sections = sections(&read(&path.join("Cargo.toml")));
+        let keys = sections.iter().filter(|(section, _)| {
+            *section == "dependencies" || (section.starts_with("target.") && section.ends_with(".dependencies"))
+        });
+        let used: Names = keys.flat_map(|(_, keys)| keys).filter(|key| crates.contains_key(*key)).cloned().collect();
+        complaints.extend(used.difference(allowed).map(|other| format!("{name} may not depend on {other}")));
+        complaints.extend(allowed.difference(&used).map(|other| format!("{name} does not depend on {other}")));
+    }
+    none(complaints);
+}
+
+#[test]
+fn every_dependency_is_used() {
+    let mut complaints = Vec::new();
+    for (name, path) in crates() {
+        // Its sources are those of another crate.
+        if name == "schedules" {
+            continue;
+        }
+        let (mut product, mut tests) = (Vec::new(), Vec::new());
+        sources(&path.join("src"), &mut product);
+        ["tests", "examples", "benches"].iter().for_each(|folder| sources(&path.join(folder), &mut tests));
+        let product: String = product.iter().map(|(_, text)| text.as_str()).collect();
+        let tests: String = tests.iter().map(|(_, text)| text.as_str()).collect();
+        for (section, keys) in sections(&read(&path.join("Cargo.toml"))) {
+            let is_dev = section == "dev-dependencies";
+            if !is_dev && !section.ends_with("dependencies") {
+                continue;
+            }
+            for key in keys {
+                let word = match key.as_str() {
+                    "rustls-webpki" => "webpki".to_owned(),
+                    _ => key.replace('-', "_"),
+                };
+                let used = |text: &str| {
+                    let paths = [format!("{word}::"), format!("use {word};"), format!("use {word} as")];
+                    paths.iter().any(|path| text.contains(path.as_str()))
+                };
+                if !used(&product) && !(is_dev && used(&tests)) {
+                    complaints.push(format!("{name}: {key} of its {section} is not used"));
+                }
+            }
+        }
+    }
+    none(complaints);
+}
+
+/// `a/{b,c}` as `a/b` and `a/c`.
+fn expanded(path: &str) -> Vec<String> {
+    match path.split_once('{').and_then(|(start, rest)| Some((start, rest.split_once('}')?.0))) {
+        Some((start, names)) => names.split(',').map(|name| format!("{start}{name}")).collect(),
+        None => vec![path.to_owned()],
+    }
+}
+
+/// The modules at the root of the crate that a source names. `levels` is how often `super` leads there.
+fn named(code: &str, levels: usize) -> Names {
+    let mut out = Names::new();
+    for start in ["crate::".to_owned(), "super::".repeat(levels)] {
+        for (at, _) in code.match_indices(&start) {
+            if code[..at].ends_with(|c: char| c.is_alphanumeric() || c == '_' || c == ':') {
+                continue;
+            }
+            let rest = &code[at + start.len()..];
+            let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
+            match rest.strip_prefix('{').and_then(|rest| rest.split(';').next()) {
+                None => drop(out.insert(word(rest))),
+                Some(group) => {
+                    let mut depth = 0;
+                    let items = group.split(|c: char| {
+                        depth += i32::from(c == '{') - i32::from(c == '}');
+                        c == ',' && depth == 0
+                    });
+                    out.extend(items.map(|item| word(item.trim())));
+                }
+            }
+        }
+    }
+    out
+}
+
+#[test]
+fn folders_import_nothing_that_they_may_not_know() {
+    let mut complaints = Vec::new();
+    let rules = table("Folders that do not import each other");
+    assert!(!rules.is_empty());
+    for (folders, forbidden) in rules {
+        let folders: Vec<String> = quoted(&folders).iter().flat_map(|folder| expanded(folder)).collect();
+        let last = |folder: &String| folder.rsplit('/').next().unwrap().to_owned();
+        let mut forbidden_names: Names = quoted(&forbidden).into_iter().collect();
+        if forbidden.starts_with("each other") {
+            forbidden_names.extend(folders.iter().map(last));
+        }
+        for folder in &folders {
+            let path = root().join(folder);
+            let mut files = Vec::new();
+            sources(&path, &mut files);
+            let file = path.with_extension("rs");
+            if file.exists() {
+                files.push((file.clone(), read(&file)));
+            }
+            assert!(!files.is_empty(), "{folder} of ARCHITECTURE.md has no sources");
+            for (file, text) in files.iter().filter(|(file, _)| !file.to_string_lossy().contains("/tests")) {
+                let within = file.strip_prefix(&path).map_or(0, |rest| rest.components().count());
+                let is_head = file.file_name().is_some_and(|name| name == "mod.rs");
+                let levels = if within == 0 { 1 } else { within + usize::from(!is_head) };
+                let names = named(&code(text), levels);
+                for name in names.iter().filter(|name| forbidden_names.contains(*name) && **name != last(folder)) {
+                    let file = file.strip_prefix(root()).unwrap().display();
+                    complaints.push(format!("{file} imports {name}, which {folder} may not know"));
+                }
+            }
+        }
+    }
+    none(complaints);
+}
+
+#[test]
+fn imports_are_found_in_every_form() {
+    let code = "use crate::hosted::{Header, x};\nuse crate::{Error, flat::Flat, sesparse::{self, y}};\nsuper::super::ova::f();";
+    let found = named(code, 2);
+    assert_eq!(found.into_iter().collect::<Vec<_>>(), ["Error", "flat", "hosted", "ova", "sesparse"]);
+    assert_eq!(expanded("a/{b,c}"), ["a/b", "a/c"]);
+}
