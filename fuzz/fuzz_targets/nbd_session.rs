@@ -8,7 +8,8 @@ use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOp
 use connections::Peer;
 use connections::transport::{Transport, Wait};
 use export::exports::{ExportName, Exports};
-use export::nbd::{Clients, Terms, serve};
+use export::clients::Clients;
+use export::nbd::{Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
 use std::io::{self, IoSlice, IoSliceMut};

@@ -5,7 +5,7 @@ use crate::message::{Reply, Request};
 use crate::socket::{self, Client};
 use disk::{Datastore, OpenOptions, QueueChoice};
 use error::{Error, ErrorKind, Result};
-use export::nbd::Clients;
+use export::clients::Clients;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread;

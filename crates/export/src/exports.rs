@@ -1,5 +1,7 @@
-//! Exports: what a client can choose to open, whatever the protocol, and what it may do with it.
+//! Exports: what a client can choose to open, whatever the protocol, when it may, and what it may do with it.
 
+use crate::clients::Visit;
+use crate::clients::limits::RETIRED_PATIENCE;
 use disk::device::Device;
 use disk::pace::Foreground;
 use std::io;
@@ -46,4 +48,42 @@ pub enum ResizePolicy {
     Grow,
     /// Make it larger, or smaller with loss of what lies beyond.
     Any,
+}
+
+/// Exports as one session sees them: one that is told to end its connections is opened after they have ended.
+pub struct Admission<'a> {
+    exports: &'a dyn Exports,
+    visit: &'a Visit,
+}
+
+impl<'a> Admission<'a> {
+    /// The exports for the session of that visit.
+    pub fn new(exports: &'a dyn Exports, visit: &'a Visit) -> Self {
+        Self { exports, visit }
+    }
+}
+
+impl Exports for Admission<'_> {
+    fn names(&self) -> Vec<ExportName> {
+        self.exports.names()
+    }
+
+    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>> {
+        self.visit.chooses(name, RETIRED_PATIENCE)?;
+        let device = self.exports.open(name, read_only)?;
+        self.visit.opened(name)?;
+        Ok(device)
+    }
+
+    fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {
+        self.exports.queue(depth)
+    }
+
+    fn foreground(&self) -> Option<Arc<Foreground>> {
+        self.exports.foreground()
+    }
+
+    fn description(&self, name: &str) -> Option<String> {
+        self.exports.description(name)
+    }
 }

@@ -7,7 +7,7 @@
 use super::Service;
 use disk::{DiskInfo, DiskUser};
 use error::{Error, ErrorKind, Result};
-use export::nbd::{Client, Clients};
+use export::clients::{Client, Clients};
 use std::path::Path;
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use super::{Service, Watch};
 use crate::message::{DiskRequest, Reconnect, Reply, Resized};
 use disk::{Progress, Throttled};
 use error::Result;
-use export::nbd::Whose;
+use export::clients::Whose;
 
 /// Carries out one.
 pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {

@@ -15,6 +15,7 @@ use crate::uri;
 use ::disk::pace::Background;
 use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress};
 use error::Result;
+use export::clients::Clients;
 use export::nbd;
 use std::path::Path;
 
@@ -26,7 +27,7 @@ pub struct Service<'a> {
     /// Its folder.
     pub folder: &'a Path,
     /// The NBD clients of this process, or of the last one that served it.
-    pub clients: &'a nbd::Clients,
+    pub clients: &'a Clients,
     /// The NBD server of this process, if it has one.
     pub nbd: Option<&'a nbd::Server>,
     /// How this process serves it, if it does.

@@ -3,9 +3,9 @@
 //! A session goes through phases, one file each: [`server`] takes the connection over, [`handshake`] agrees on an export
 //! and on extensions, [`transmission`] serves requests until one side leaves: it is codec and stream, and has the work
 //! done by the session core ([`crate::session`]). Beside them: [`protocol`] (constants, headers), [`options`] and
-//! [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts), [`clients`]
-//! (which clients are connected or may reconnect), [`limits`] (bounds). Sockets, TLS and threads are those of
-//! [`connections`].
+//! [`requests`] (what a client sends, checked), [`replies`] (what it is sent), [`status`] (metadata contexts),
+//! [`limits`] (bounds). What can be opened and which clients are connected stand beside ([`crate::exports`],
+//! [`crate::clients`]); sockets, TLS and threads are those of [`connections`].
 //!
 //! What the server promises, whatever a client does:
 //!
@@ -16,7 +16,6 @@
 //!    the device.
 //! 4. TCP without TLS and client certificates stays on the loopback interface unless the operator says otherwise.
 
-pub mod clients;
 pub mod handshake;
 mod inbox;
 pub mod limits;
@@ -28,17 +27,13 @@ pub mod server;
 pub mod status;
 pub mod transmission;
 
-pub use clients::{Client, Clients, Whose};
 pub use server::{Server, ServerConfig};
 
-use crate::exports::{ExportName, Exports, ResizePolicy};
+use crate::clients::Visit;
+use crate::exports::{Admission, Exports, ResizePolicy};
 use connections::TlsIdentity;
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Transport;
-use disk::device::Device;
-use disk::pace::Foreground;
-use std::io;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// What holds for a session.
@@ -68,47 +63,16 @@ impl Default for Terms {
     }
 }
 
-/// Exports as one session sees them: one that is told to end its connections is opened after they have ended.
-struct Admission<'a> {
-    exports: &'a dyn Exports,
-    visit: &'a clients::Visit,
-}
-
-impl Exports for Admission<'_> {
-    fn names(&self) -> Vec<ExportName> {
-        self.exports.names()
-    }
-
-    fn open(&self, name: &str, read_only: bool) -> error::Result<Arc<dyn Device>> {
-        self.visit.chooses(name, limits::RETIRED_PATIENCE)?;
-        let device = self.exports.open(name, read_only)?;
-        self.visit.opened(name)?;
-        Ok(device)
-    }
-
-    fn queue(&self, depth: u32) -> io::Result<Box<dyn backend::Queue>> {
-        self.exports.queue(depth)
-    }
-
-    fn foreground(&self) -> Option<Arc<Foreground>> {
-        self.exports.foreground()
-    }
-
-    fn description(&self, name: &str) -> Option<String> {
-        self.exports.description(name)
-    }
-}
-
 /// Serves one client over any transport, from the greeting to the end. An error says why the connection ended, unless
 /// the client ended it; it is logged here, where the name of the export is known.
 pub fn serve(
     transport: Box<dyn Transport>,
     exports: &dyn Exports,
     terms: &Terms,
-    visit: &mut clients::Visit,
+    visit: &mut Visit,
 ) -> error::Result<()> {
     let stop = visit.stop();
-    let exports = &Admission { exports, visit: &*visit };
+    let exports = &Admission::new(exports, visit);
     let agreement = handshake::negotiate(transport, exports, terms)
         .inspect_err(|error| tracing::info!(%error, "connection ended in the handshake by an error"))?;
     let Some(mut agreement) = agreement else {

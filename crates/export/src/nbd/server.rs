@@ -1,11 +1,11 @@
 //! The NBD server: its configuration, and what it does with connections that the service accepts.
 //!
 //! Connections that are told to end for their clients to reconnect finish what they have taken up; new ones to the same
-//! export begin after them ([`super::clients`]).
+//! export begin after them ([`crate::clients`]).
 
-use super::clients::{Clients, Whose};
 use super::limits::{CONNECTIONS_DEFAULT, STOP_GRACE_DEFAULT, UNIX_SEND_BUFFER_BYTES};
 use super::{Terms, serve};
+use crate::clients::{Clients, Whose};
 use crate::exports::{Exports, ResizePolicy};
 use connections::limits::HANDSHAKE_TIMEOUT_DEFAULT;
 use connections::transport::Socket;

@@ -35,14 +35,21 @@ const LONG: Duration = Duration::from_micros(200);
 pub struct Flushes<T> {
     device: Arc<dyn Device>,
     /// Not started.
-    asked: Vec<T>,
+    asked: Vec<Asked<T>>,
     /// Handed over.
-    running: Vec<T>,
+    running: Vec<Asked<T>>,
     flusher: Option<Flusher>,
     /// No thread could be had: every flush is completed by the session.
     no_flusher: bool,
     /// How long the last flush took.
     last: Duration,
+}
+
+/// A flush request.
+struct Asked<T> {
+    tag: T,
+    /// When it came, where that matters.
+    arrived: Option<Instant>,
 }
 
 /// The thread that completes what is handed over.
@@ -74,8 +81,9 @@ impl<T> Flushes<T> {
         !self.asked.is_empty() && self.running.is_empty()
     }
 
-    pub fn ask(&mut self, tag: T) {
-        self.asked.push(tag);
+    /// Takes up a request.
+    pub fn ask(&mut self, tag: T, arrived: Option<Instant>) {
+        self.asked.push(Asked { tag, arrived });
     }
 
     /// Starts one for all that were asked for; true when it was completed here and took long.
@@ -126,8 +134,8 @@ impl<T> Flushes<T> {
         }
     }
 
-    /// Takes the outcome of what was handed over, if it is there.
-    pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>) {
+    /// Takes the outcome of what was handed over, if it is there; `served` is told when each request came.
+    pub fn reap(&mut self, completions: &mut VecDeque<Completion<T>>, served: impl Fn(Option<Instant>)) {
         let Some(flusher) = self.flusher.as_ref().filter(|_| !self.running.is_empty()) else { return };
         let (done, took) = match flusher.outcomes.try_recv() {
             Ok(outcome) => outcome,
@@ -138,6 +146,7 @@ impl<T> Flushes<T> {
             }
         };
         self.last = took;
+        self.running.iter().for_each(|asked| served(asked.arrived));
         complete(self.running.drain(..), done, completions);
     }
 
@@ -173,8 +182,8 @@ impl<T> Flushes<T> {
     }
 }
 
-fn complete<T>(tags: impl Iterator<Item = T>, done: Result<()>, completions: &mut VecDeque<Completion<T>>) {
-    for tag in tags {
+fn complete<T>(asked: impl Iterator<Item = Asked<T>>, done: Result<()>, completions: &mut VecDeque<Completion<T>>) {
+    for Asked { tag, .. } in asked {
         let outcome = done.as_ref().map(|()| Reply::Done).map_err(Error::repeated);
         completions.push_back(Completion { tag, outcome });
     }

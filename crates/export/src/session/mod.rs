@@ -256,7 +256,7 @@ impl<'a, T> Session<'a, T> {
                 }
                 return;
             }
-            Operation::Flush => return self.flushes.ask(tag),
+            Operation::Flush => return self.flushes.ask(tag, self.arrived),
             Operation::Write { offset, data, fua } => self.device.write(offset, data, fua),
             Operation::Zero { offset, length, allocate, fua } => {
                 self.device.write_zeroes(offset, length, allocate, fua)
@@ -325,7 +325,8 @@ impl<'a, T> Session<'a, T> {
     pub fn wait(&mut self, socket: Option<BorrowedFd<'_>>) -> Result<bool> {
         let began = Instant::now();
         let readable = if self.reads.pending() == 0 && self.flushes.running() {
-            let readable = self.flushes.wait(socket).during(|| self.waiting_for("a flush"))?;
+            let readable =
+                self.flushes.wait(socket).during(|| format!("waiting for a flush of {}", self.device.name()))?;
             self.reap(Some(Duration::ZERO))? || readable
         } else {
             if let Some(descriptor) = self.flushes.descriptor() {
@@ -343,30 +344,26 @@ impl<'a, T> Session<'a, T> {
         Ok(readable)
     }
 
-    fn waiting_for(&self, what: &str) -> String {
-        format!("waiting for {what} of {}", self.device.name())
-    }
-
     fn reap(&mut self, timeout: Option<Duration>) -> Result<bool> {
         let mut finished = std::mem::take(&mut self.finished);
         let readable = self.reads.wait(timeout, &mut self.pool, &mut finished);
+        let foreground = &self.foreground;
+        let served = |arrived| {
+            if let (Some(foreground), Some(arrived)) = (foreground, arrived) {
+                foreground.served(arrived, 1);
+            }
+        };
         for read in finished.drain(..) {
-            self.note_served(read.ask.arrived);
+            served(read.ask.arrived);
             self.completions.push_back(read.into());
         }
         self.finished = finished;
-        let readable = readable.during(|| self.waiting_for("reads"))?;
+        let readable = readable.during(|| format!("waiting for reads of {}", self.device.name()))?;
         if readable.flush {
             self.flushes.clear_wake();
         }
-        self.flushes.reap(&mut self.completions);
+        self.flushes.reap(&mut self.completions, served);
         Ok(readable.socket)
-    }
-
-    fn note_served(&self, arrived: Option<Instant>) {
-        if let (Some(foreground), Some(arrived)) = (&self.foreground, arrived) {
-            foreground.served(arrived, 1);
-        }
     }
 }
 

@@ -2,8 +2,9 @@
 
 use connections::Peer;
 use connections::transport::{Transport, Wait};
+use export::clients::Clients;
 use export::exports::Exports;
-use export::nbd::{Clients, Terms, serve};
+use export::nbd::{Terms, serve};
 use parking_lot::Mutex;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::os::fd::BorrowedFd;

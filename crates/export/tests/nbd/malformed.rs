@@ -5,7 +5,8 @@ use crate::in_process::option;
 use crate::memory_disk::{MemoryDisk, Random, Shelf};
 use connections::Peer;
 use connections::transport::Memory;
-use export::nbd::{Clients, Terms, serve};
+use export::clients::Clients;
+use export::nbd::{Terms, serve};
 use std::sync::Arc;
 use testkit::protocol::{Client, Mode};
 

@@ -346,8 +346,11 @@ impl Device for MemoryDisk {
             let (from, to) = (offset.max(block * BLOCK), (offset + data.len() as u64).min((block + 1) * BLOCK));
             let data = &data[(from - offset) as usize..(to - offset) as usize];
             self.file.bytes.write()[from as usize..to as usize].copy_from_slice(data);
-            let places = [Place::Memory, Place::Media, Place::Media, Place::Encoded];
-            let place = places[state.random.below(4) as usize];
+            let place = match state.random.below(16) {
+                0..5 => Place::Memory,
+                5 => Place::Encoded,
+                _ => Place::Media,
+            };
             state.blocks.insert(block, place);
         })
     }

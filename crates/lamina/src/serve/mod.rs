@@ -25,6 +25,7 @@ use connections::{Address, Limits, Listen, TlsConfig};
 use control::{Service, Serving, require_folder, socket, uri};
 use disk::{Datastore, OpenOptions};
 use error::{Error, Result};
+use export::clients::Clients;
 use export::nbd;
 use exports::DatastoreExports;
 use rustix::process::{Resource, getrlimit};
@@ -86,7 +87,7 @@ fn serve(
     let status = datastore.status()?;
     let exports = DatastoreExports { datastore: Arc::clone(datastore), read_only: arguments.read_only };
     let grace = Duration::from_secs(arguments.client_grace);
-    let clients = Arc::new(nbd::Clients::of_server(Arc::clone(datastore.directory()), grace));
+    let clients = Arc::new(Clients::of_server(Arc::clone(datastore.directory()), grace));
     let config = nbd::ServerConfig { clients: Arc::clone(&clients), ..nbd_config(path, arguments)? };
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
@@ -192,7 +193,7 @@ fn start_control(
     path: &Path,
     datastore: &Arc<Datastore>,
     serving: &Serving,
-    clients: &Arc<nbd::Clients>,
+    clients: &Arc<Clients>,
     nbd: &Arc<nbd::Server>,
 ) -> Result<socket::Server> {
     let listener = socket::bind(path)?;

@@ -122,7 +122,7 @@ pub struct ServeArguments {
     /// How long a disk counts as in use after the connection of a client ended without a disconnect request: within
     /// that time the client may come back, as it does when the server is restarted.
     #[arg(long, value_name = "SECONDS", default_value_t = 120, allow_hyphen_values = true,
-          value_parser = clap::value_parser!(u64).range(..=export::nbd::limits::CLIENT_GRACE_MAX.as_secs()))]
+          value_parser = clap::value_parser!(u64).range(..=export::clients::limits::CLIENT_GRACE_MAX.as_secs()))]
     pub client_grace: u64,
     /// Latency that background work (copies, merges, checks, moves) leaves to 99 % of the requests of clients: the work
     /// slows down until it does, to 8 MiB/s at the least. 0 for work at full speed.

@@ -5,8 +5,8 @@
 //!    clients of one disk take no other disk its grace.
 
 use super::State;
+use super::limits::{CLIENT_GRACE_MAX, CLIENTS_GONE_MAX};
 use super::record::Gone;
-use crate::nbd::limits::{CLIENT_GRACE_MAX, CLIENTS_GONE_MAX};
 use connections::Peer;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

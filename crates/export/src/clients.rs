@@ -1,13 +1,13 @@
 //! Which clients have which exports open, and which may come back to one.
 //!
-//! A client that leaves with `NBD_CMD_DISC` is done with its export. One whose connection ends in another way (the
-//! client is killed, the network fails, the server stops) may reconnect and go on as if nothing had happened, as QEMU
-//! does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
+//! A client that says that it leaves (over NBD with `NBD_CMD_DISC`) is done with its export. One whose connection ends in
+//! another way (the client is killed, the network fails, the server stops) may reconnect and go on as if nothing had
+//! happened, as QEMU does with `reconnect-delay`. Such a client counts as a user of its export for the grace time.
 //!
 //! Invariants:
 //!
 //! 1. From the moment at which a session has agreed on an export until its device is closed, the session is listed as
-//!    connected; when it ends without `NBD_CMD_DISC`, it becomes a client in grace in the same step. There is no moment
+//!    connected; when it ends without saying so, it becomes a client in grace in the same step. There is no moment
 //!    at which a client that may come back is not listed.
 //! 2. A session that is told to end, so that its client reconnects, keeps new sessions of its export waiting until its
 //!    requests are done. A request that the client repeats over the new connection never overtakes the first one.
@@ -17,14 +17,15 @@
 //! 5. A client of a disk that is renamed is listed under the new name, with the name it asked for. While it is listed,
 //!    that name opens no other disk ([renames]).
 
+pub mod limits;
 pub mod record;
 mod renames;
 mod waiting;
 
-use super::limits::{CLIENT_GRACE_DEFAULT, CLIENT_GRACE_MAX, RECORD_GATHER, RECORD_RETRY, RETIRED_LOOK};
 use backend::{Directory, clock};
 use connections::{Connection, Peer};
 use error::{Error, ErrorKind, IoContext, Result};
+use limits::{CLIENT_GRACE_DEFAULT, CLIENT_GRACE_MAX, RECORD_GATHER, RECORD_RETRY, RETIRED_LOOK};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use record::{Gone, Record};
 use std::collections::BTreeMap;

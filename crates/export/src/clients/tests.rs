@@ -1,7 +1,7 @@
 //! Clients come, leave, vanish and come back; and what of it outlives the process.
 #![allow(clippy::unwrap_used)]
 
-use super::super::limits::CLIENTS_GONE_MAX;
+use super::limits::CLIENTS_GONE_MAX;
 use super::*;
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 
@@ -234,7 +234,7 @@ fn the_page_about_the_record_shows_what_is_written() {
         ],
     };
     let written = String::from_utf8(record::encode(&record).unwrap()).unwrap();
-    let page = include_str!("../../../../../docs/format/clients.md");
+    let page = include_str!("../../../../docs/format/clients.md");
     assert!(page.contains(&written), "the page is to show:\n{written}");
 }
 
