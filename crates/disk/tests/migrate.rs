@@ -354,6 +354,34 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
 }
 
 #[test]
+fn a_disk_with_several_first_states_moves_between_the_formats() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    datastore.create_disk("web", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
+    let (mut head, mut random) = (vec![0; CAPACITY], Random(8));
+    let take = |name: &str| {
+        datastore.create_snapshots(&[("web".into(), name.into())], &SnapshotOptions::default()).unwrap();
+    };
+    scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
+    take("first");
+    scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
+    take("zeros-of-a-migration");
+    let kept = head.clone();
+    // The state that both the snapshot and the head stand on goes.
+    datastore.revert("web", "first").unwrap();
+    datastore.delete_snapshot("web", "first", None, &NoProgress).unwrap();
+    let head = datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap().to_vec();
+    assert!(head != kept);
+    for format in [FORMATS[1], FORMATS[2], FORMATS[3], FORMATS[0]] {
+        datastore.migrate("web", &options(format), &NoProgress).unwrap();
+        assert!(datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap() == head[..], "{format:?}");
+        let snapshot = datastore.device("web@zeros-of-a-migration", true).unwrap();
+        assert!(snapshot.read(0, CAPACITY).unwrap() == kept[..], "{format:?}");
+        assert_eq!(datastore.snapshots(Some("web")).unwrap().len(), 1, "{format:?}");
+    }
+}
+
+#[test]
 fn a_live_import_serves_at_once_and_goes_on_after_an_interruption() {
     use disk::migrate::ImportMode;
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
