@@ -139,6 +139,9 @@ pub struct ImageDetails {
     pub dead: u64,
     /// Levels are left that no snapshot needs.
     pub consolidation_needed: bool,
+    /// A live import: it is read from its images until the server has copied them into the datastore.
+    #[serde(default)]
+    pub importing: bool,
 }
 
 /// A disk.

@@ -316,6 +316,7 @@ fn contents(folder: &Path) -> BTreeMap<String, Vec<u8>> {
 fn import(path: &Path, way: disk::migrate::ImportMode, rate: u64) -> disk::migrate::ImportOptions {
     disk::migrate::ImportOptions {
         path: path.into(),
+        format: None,
         way,
         target: options(FORMATS[0]),
         permitted: Vec::new(),
@@ -351,6 +352,82 @@ fn a_folder_of_a_host_comes_in_by_copy_and_in_place_with_its_tree() {
     datastore.migrate("place", &options(FORMATS[2]), &NoProgress).unwrap();
     check(&datastore, "place", &model, "independent");
     assert!(contents(head.parent().unwrap()) == before, "the host's files are as they were");
+}
+
+#[test]
+fn a_disk_with_several_first_states_moves_between_the_formats() {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    datastore.create_disk("web", &NewDisk::native(CAPACITY as u64, Provisioning::Thin), &NoProgress).unwrap();
+    let (mut head, mut random) = (vec![0; CAPACITY], Random(8));
+    let take = |name: &str| {
+        datastore.create_snapshots(&[("web".into(), name.into())], &SnapshotOptions::default()).unwrap();
+    };
+    scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
+    take("first");
+    scribble(&*datastore.device("web", false).unwrap(), &mut head, &mut random, 20);
+    take("zeros-of-a-migration");
+    let kept = head.clone();
+    // The state that both the snapshot and the head stand on goes.
+    datastore.revert("web", "first").unwrap();
+    datastore.delete_snapshot("web", "first", None, &NoProgress).unwrap();
+    let head = datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap().to_vec();
+    assert!(head != kept);
+    for format in [FORMATS[1], FORMATS[2], FORMATS[3], FORMATS[0]] {
+        datastore.migrate("web", &options(format), &NoProgress).unwrap();
+        assert!(datastore.device("web", true).unwrap().read(0, CAPACITY).unwrap() == head[..], "{format:?}");
+        let snapshot = datastore.device("web@zeros-of-a-migration", true).unwrap();
+        assert!(snapshot.read(0, CAPACITY).unwrap() == kept[..], "{format:?}");
+        assert_eq!(datastore.snapshots(Some("web")).unwrap().len(), 1, "{format:?}");
+    }
+}
+
+#[test]
+fn what_is_no_image_is_not_imported_as_a_raw_disk() {
+    use disk::convert::SourceFormat;
+    use disk::migrate::{ImportMode, ImportOptions};
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let datastore = made(&folder.path().join("ds"));
+    let put = |name: &str, bytes: &[u8]| {
+        std::fs::write(folder.path().join(name), bytes).unwrap();
+        folder.path().join(name)
+    };
+    let mut archive = vec![0; 10_240];
+    archive[257..262].copy_from_slice(b"ustar");
+    let (damaged, text) = ([&b"KEMV"[..], &[1; 4092]].concat(), [b'x'; 1024]);
+    let cases: [(&str, &[u8], &str); 5] = [
+        ("web.ova", &archive, "lamina convert"),
+        ("passwd", &text, "--from raw"),
+        ("web.vmx", &text, "--from raw"),
+        ("web.vmdk", &damaged, "damaged"),
+        ("odd.img", &text[..1023], "1023 bytes"),
+    ];
+    for (name, bytes, says) in cases {
+        let path = put(name, bytes);
+        for way in [ImportMode::Copy, ImportMode::InPlace, ImportMode::Live] {
+            let error = datastore.import("web", &import(&path, way, 0), &NoProgress).unwrap_err();
+            assert!(error.to_string().contains(says), "{name} {way:?}: {error}");
+            assert_eq!(datastore.disk("web").unwrap_err().kind(), ErrorKind::NotFound, "{name} {way:?}");
+        }
+    }
+    // A name that says so is enough, and so is the user's word.
+    let content = [7; 8192];
+    for (name, format) in [("web.img", None), ("web.bin", Some(SourceFormat::Raw))] {
+        let path = put(name, &content);
+        for way in [ImportMode::Copy, ImportMode::InPlace, ImportMode::Live] {
+            let info =
+                datastore.import("web", &ImportOptions { format, ..import(&path, way, 0) }, &NoProgress).unwrap();
+            assert_eq!(
+                info.image.map(|image| image.importing),
+                match way {
+                    ImportMode::Copy => None,
+                    _ => Some(way == ImportMode::Live),
+                }
+            );
+            assert!(datastore.device("web", true).unwrap().read(0, 8192).unwrap() == content[..], "{name} {way:?}");
+            datastore.delete_disk("web", false).unwrap();
+        }
+    }
 }
 
 #[test]

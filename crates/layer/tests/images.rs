@@ -79,7 +79,7 @@ fn only_permitted_files_are_opened() {
     ];
     for bad in outside {
         let refused = error(try_open(bad, &[]));
-        let permit = format!("permit the folder '{}'", other.canonicalize().unwrap().display());
+        let permit = format!("--allow-folder '{}'", other.canonicalize().unwrap().display());
         assert!(refused.kind() == ErrorKind::Invalid && refused.to_string().contains(&permit), "{bad}: {refused}");
         // Permitted, it opens; so does a link to the permitted folder.
         assert!(try_open(bad, std::slice::from_ref(&other)).is_ok(), "{bad}");
@@ -161,7 +161,7 @@ fn parents_are_found_where_disks_were_moved_to() {
         std::fs::write(&path, text("RW 8 ZERO", hint)).unwrap();
         assert_eq!(chain(&path, everything).unwrap(), [path.display().to_string(), gold.clone()], "{hint}");
         let refused = error(chain(&path, &[])).to_string();
-        assert!(refused.contains("permit the folder"), "{hint}: {refused}");
+        assert!(refused.contains("--allow-folder"), "{hint}: {refused}");
     }
     // The one of its own folder is taken first, if it is the one.
     make(&root.join("vm"), "gold2.vmdk", MIB, NewKind::Vmfs, Provisioning::Thin);

@@ -71,14 +71,15 @@ impl Disk {
             nodes: Vec::new(),
             known: HashMap::new(),
         };
-        let images = open_chain(what.clone(), &tree.options)?.into_images();
+        let named = OpenOptions { format: options.adopted, ..tree.options.clone() };
+        let images = open_chain(what.clone(), &named)?.into_images();
         let top = tree.take(&images)?;
         let (Some(head), Some(base)) = (images.first(), images.last()) else {
             return Err(Error::new(ErrorKind::Corrupt, "a chain without images"));
         };
         let capacity = head.layer().capacity();
         let kind = ImageKind::of(base).map_or_else(|| base.layer().format().to_owned(), |kind| kind.name().to_owned());
-        let delta = delta_of(&images).unwrap_or_else(|| DeltaFormat::usual(capacity));
+        let delta = delta_of(&images).map_or_else(|| DeltaFormat::usual(capacity), |delta| delta.holding(capacity));
         let mut record = fresh_record(name, &kind, delta, adapter_of(base), options);
         let base_label = base.place().label();
         drop(images);
@@ -191,9 +192,14 @@ impl Tree<'_> {
             let found = snapshot.disks.iter().find_map(|disk| self.find(folder, base, &disk.file, &mut strange));
             let Some((node, capacity)) = found else { continue };
             let name = unique(&snapshot.name, snapshot.uid, &mut names);
+            let listed = (name != snapshot.name).then(|| snapshot.name.clone());
+            if let Some(listed) = &listed {
+                tracing::warn!("the snapshot that its list calls '{}' is called '{name}' here", listed.escape_debug());
+            }
             record.last_uid = record.last_uid.max(snapshot.uid);
             record.snapshots.push(SnapshotRecord {
                 name,
+                listed,
                 uid: snapshot.uid,
                 node,
                 created: snapshot.created,

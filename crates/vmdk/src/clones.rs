@@ -81,7 +81,8 @@ impl Disk {
                 let mut known = record.clone();
                 known.clones.push(clone);
                 self.commit(known)?;
-                disk.begin_above(snapshot.node, record.delta, snapshot.capacity, "linked clone")
+                let delta = record.delta.holding(snapshot.capacity);
+                disk.begin_above(snapshot.node, delta, snapshot.capacity, "linked clone")
             })();
             let made = disk.end_new(made);
             if made.is_err() {

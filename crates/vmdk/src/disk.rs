@@ -1,6 +1,6 @@
 //! A disk: opened, created and removed; the head's chain; figures and tunables.
 
-use crate::images::{load_descriptor, remove};
+use crate::images::remove;
 use crate::line::Line;
 use crate::medium;
 use crate::owner::{LOCK_NAME, Owner};
@@ -10,9 +10,9 @@ use crate::{DeltaFormat, Error, ErrorKind, Result};
 use backend::{IoMode, clock};
 use chain::Chain;
 use layer::Layer;
+use layer::descriptor::Adapter;
 use layer::descriptor::storage::NEW_SUFFIX;
-use layer::descriptor::{Adapter, CreateType};
-use layer::image::{Entropy, Folder, Image, ImageKind, NewImage, Place, create, system_entropy};
+use layer::image::{Entropy, Folder, Format, Image, ImageKind, NewImage, create, system_entropy};
 use parking_lot::{Mutex, MutexGuard};
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
@@ -37,6 +37,8 @@ pub struct Options {
     pub force_parent: bool,
     /// Replay the journal of a SEsparse image that was not closed properly, as far as it can be proven whole.
     pub replay_journal: bool,
+    /// What the image is that [`Disk::adopt`] is given; otherwise its first bytes say it, or its name if it is raw.
+    pub adopted: Option<Format>,
     /// A layer above the head, to which all writes go.
     pub overlay: Option<Arc<dyn Layer>>,
     /// How folders of other images are found; by their path if nothing is said.
@@ -51,6 +53,7 @@ impl Default for Options {
             permitted: Vec::new(),
             force_parent: false,
             replay_journal: false,
+            adopted: None,
             overlay: None,
             folders: None,
         }
@@ -631,13 +634,4 @@ pub(crate) fn adapter_of(image: &Image) -> Adapter {
     let descriptor = image.descriptor();
     let name = descriptor.as_ref().and_then(|descriptor| descriptor.database.get("ddb.adapterType"));
     name.and_then(Adapter::named).unwrap_or_default()
-}
-
-/// Whether images of that place can be written at all.
-pub(crate) fn is_writable_kind(place: &Place) -> bool {
-    match load_descriptor(place) {
-        Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
-        // Raw files are writable; a file that cannot be read fails when it is opened.
-        _ => true,
-    }
 }

@@ -11,7 +11,7 @@ use crate::record::{DeltaFormat, FileRecord, Node, ParentNow, Record, Settlement
 use crate::{Error, ErrorKind, Result};
 use backend::{Access, Directory, IoMode};
 use layer::descriptor::storage::{self, NEW_SUFFIX};
-use layer::descriptor::{Adapter, ContentId, Descriptor, Uuid};
+use layer::descriptor::{Adapter, ContentId, CreateType, Descriptor, Uuid};
 use layer::image::{Folder, Format, Image, OpenOptions, Place, Signature};
 use layer::sesparse::DirtyJournal;
 use std::collections::BTreeSet;
@@ -67,12 +67,40 @@ impl Disk {
     pub(crate) fn files(&self, record: &Record, node: &Node) -> Vec<FileRecord> {
         let file = |name: String| FileRecord { folder: node.folder.clone(), name };
         let mut files = vec![file(node.descriptor.clone())];
-        let descriptor = self.place(record, node).and_then(|place| load_descriptor(&place));
-        if let Ok(Some(descriptor)) = descriptor {
+        if let Ok(Some(descriptor)) = self.descriptor_of(record, node) {
             let extents = descriptor.extents.into_iter().filter_map(|extent| extent.file);
             files.extend(extents.filter(|name| is_plain(name) && *name != node.descriptor).map(file));
         }
         files
+    }
+
+    /// The descriptor of an image as the medium has it; `None` for one without. What a guest has written at the
+    /// beginning of a raw disk is none.
+    pub(crate) fn descriptor_of(&self, record: &Record, node: &Node) -> Result<Option<Descriptor>> {
+        match node.format {
+            Some(_) => Ok(None),
+            None => load_descriptor(&self.place(record, node)?),
+        }
+    }
+
+    /// The identity of an image's content as the medium has it.
+    pub(crate) fn content_of(&self, record: &Record, node: &Node) -> Result<Option<u32>> {
+        Ok(self.descriptor_of(record, node)?.map(|descriptor| descriptor.content.number()))
+    }
+
+    /// What an image remembers of the content of the one below it: the identity of a disk that was never written, if
+    /// that one has no identity.
+    pub(crate) fn parent_content_of(&self, record: &Record, node: &Node) -> Result<Option<u32>> {
+        Ok(self.content_of(record, node)?.or(node.format.is_some().then_some(ContentId::INITIAL.number())))
+    }
+
+    /// Whether images of that kind can be written at all.
+    pub(crate) fn is_writable_kind(&self, record: &Record, node: &Node) -> bool {
+        match self.descriptor_of(record, node) {
+            Ok(Some(descriptor)) => descriptor.create_type != CreateType::StreamOptimized,
+            // Raw files are writable; a file that cannot be read fails when it is opened.
+            _ => true,
+        }
     }
 
     /// A name for a new delta in a folder, and the files that it will have.
@@ -125,7 +153,11 @@ impl Disk {
 
     /// Corrects a descriptor that no chain has open for writing.
     pub(crate) fn settle_closed(&self, record: &Record, settlement: &Settlement) -> Result<()> {
-        let place = self.place(record, record.node(settlement.node)?)?;
+        let node = record.node(settlement.node)?;
+        if node.format.is_some() {
+            return Ok(());
+        }
+        let place = self.place(record, node)?;
         if let Some(text) = &settlement.text {
             let file = place.open(IoMode::Buffered, Access::ReadWrite)?;
             let Some(range) = storage::embedded_place(&*file)? else { return Ok(()) };
@@ -138,8 +170,10 @@ impl Disk {
     pub(crate) fn with_texts(&self, record: &Record, settlements: Vec<Settlement>) -> Result<Vec<Settlement>> {
         let mut whole = Vec::with_capacity(settlements.len());
         for mut settlement in settlements {
-            let place = self.place(record, record.node(settlement.node)?)?;
-            if signature(&place)? == Signature::HostedSparse
+            let node = record.node(settlement.node)?;
+            let place = self.place(record, node)?;
+            if node.format.is_none()
+                && signature(&place)? == Signature::HostedSparse
                 && let Some(mut descriptor) = load_descriptor(&place)?
             {
                 self.apply(&settlement, &mut descriptor);
@@ -187,6 +221,10 @@ fn format_of(node: &Node) -> Result<Option<Format>> {
         None => Ok(None),
         Some("raw") => Ok(Some(Format::Flat)),
         Some("qcow2") => Ok(Some(Format::Qcow2)),
+        Some("vmfssparse") => Ok(Some(Format::VmfsSparse)),
+        Some("sesparse") => Ok(Some(Format::SeSparse)),
+        Some("vsansparse") => Ok(Some(Format::VsanSparse)),
+        Some("monolithicsparse" | "streamoptimized") => Ok(Some(Format::HostedSparse)),
         Some(other) => {
             let text = format!("'{}' is recorded as of format '{}'", node.descriptor, other.escape_debug());
             Err(Error::new(ErrorKind::Corrupt, text))
@@ -196,7 +234,7 @@ fn format_of(node: &Node) -> Result<Option<Format>> {
 
 /// What a record calls the format of an image that has no descriptor.
 pub(crate) fn format_name(image: &Image) -> Option<String> {
-    let name = if image.layer().format() == "qcow2" { "qcow2" } else { "raw" };
+    let name = if image.provisioning().is_some() { "raw" } else { image.layer().format() };
     image.descriptor().is_none().then(|| name.to_owned())
 }
 
@@ -225,11 +263,6 @@ pub(crate) fn load_descriptor(place: &Place) -> Result<Option<Descriptor>> {
         _ => Ok(None),
     };
     found.map_err(|error| error.context(format!("'{}'", place.label())))
-}
-
-/// The identity of an image's content as the medium has it.
-pub(crate) fn content_of(place: &Place) -> Result<Option<u32>> {
-    Ok(load_descriptor(place)?.map(|descriptor| descriptor.content.number()))
 }
 
 fn signature(place: &Place) -> Result<Signature> {

@@ -120,7 +120,7 @@ impl Disk {
         let (child, parent) = (child.place().label(), parent.place().label());
         let text = format!(
             "'{child}' was made above content {wanted} of '{parent}', whose content is {} now: the parent was changed or \
-             exchanged since; force the opening only to save what can be saved",
+             exchanged since; give --force-parent only to save what can be saved",
             found.content
         );
         Err(Error::new(ErrorKind::Corrupt, text))

@@ -20,8 +20,7 @@
 //! 3. An image with several children is merged into none of them: a deleted snapshot of such a one loses its name, and
 //!    is held until one child is left.
 
-use crate::disk::{Claim, Disk, is_writable_kind};
-use crate::images::content_of;
+use crate::disk::{Claim, Disk};
 use crate::line::Line;
 use crate::record::{MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::{Error, ErrorKind, Result};
@@ -107,7 +106,7 @@ impl Disk {
             if record.children(*id).len() != 1 || pinned.contains(id) || !node.is_own() {
                 break;
             }
-            if is_writable_kind(&self.place(&record, node)?) {
+            if self.is_writable_kind(&record, node) {
                 target = index;
             }
         }
@@ -167,7 +166,7 @@ impl Disk {
         wanted: Option<Direction>,
     ) -> Result<Option<Direction>> {
         let (below, above) = (record.node(lower)?, record.node(upper)?);
-        let can_down = below.is_own() && is_writable_kind(&self.place(record, below)?);
+        let can_down = below.is_own() && self.is_writable_kind(record, below);
         let can_up = above.is_own();
         match wanted {
             Some(Direction::Down) if !can_down => {
@@ -362,7 +361,11 @@ impl Disk {
     /// The record after a merge down.
     pub(crate) fn merged_down(&self, record: &Record, sources: &[u32], target: u32) -> Result<Record> {
         let newest = sources[0];
-        let content = content_of(&self.place(record, record.node(newest)?)?)?;
+        let (from, into) = (record.node(newest)?, record.node(target)?);
+        let content = match into.format.is_some() {
+            true => self.parent_content_of(record, into)?,
+            false => self.content_of(record, from)?,
+        };
         let mut after = record.clone();
         let taken = after.children(newest);
         let place = self.place(record, record.node(target)?)?;
@@ -403,7 +406,7 @@ impl Disk {
         let record = self.record();
         let claim = self.claim(&[target, source])?;
         let (line, is_head) = self.line_with(&record, target)?;
-        let content = content_of(&self.place(&record, record.node(target)?)?)?;
+        let content = self.content_of(&record, record.node(target)?)?;
         let mut announced = record.clone();
         let merging = Merging { side: MergeSide::Up, node: target, above: None, content };
         announced.pending = Some(Pending { merging: Some(merging), ..Pending::new("merge up") });
@@ -433,12 +436,13 @@ impl Disk {
         let (upper, lower) = (record.node(target)?, record.node(source)?);
         let parent = match lower.parent {
             Some(parent) => {
-                let place = self.place(&record, record.node(parent)?)?;
+                let below = record.node(parent)?;
+                let place = self.place(&record, below)?;
                 let folder = self.folder(&record, upper.folder.as_deref())?;
-                ParentNow::Of { content: content_of(&place)?, hint: parent_hint(&folder, &place) }
+                ParentNow::Of { content: self.parent_content_of(&record, below)?, hint: parent_hint(&folder, &place) }
             }
             None => {
-                let base = crate::images::load_descriptor(&self.place(&record, lower)?)?;
+                let base = self.descriptor_of(&record, lower)?;
                 let uuid = base.and_then(|base| base.database.uuid()).map(|uuid| uuid.to_string());
                 ParentNow::None { adapter: record.adapter.clone(), uuid }
             }

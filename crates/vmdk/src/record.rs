@@ -45,9 +45,26 @@ impl DeltaFormat {
     /// Largest disk that VMFSsparse deltas are made of: ESXi stops one sector before 2 TiB.
     const VMFS_MAX: u64 = (2 << 40) - layer::SECTOR;
 
-    /// What vSphere chooses for a disk of that size.
+    /// Largest disk that SEsparse deltas are made of.
+    const SE_MAX: u64 = 62 << 40;
+
+    /// What vSphere chooses for a disk of that size; beyond what it has files for, the one format that goes so far.
     pub fn usual(capacity: u64) -> Self {
-        if capacity > Self::VMFS_MAX { Self::SeSparse } else { Self::VmfsSparse }
+        match capacity {
+            0..=Self::VMFS_MAX => Self::VmfsSparse,
+            0..=Self::SE_MAX => Self::SeSparse,
+            _ => Self::VsanSparse,
+        }
+    }
+
+    /// This format, or the usual one where a disk has grown beyond what this one can hold.
+    pub(crate) fn holding(self, capacity: u64) -> Self {
+        let most = match self {
+            Self::VmfsSparse => Self::VMFS_MAX,
+            Self::SeSparse => Self::SE_MAX,
+            Self::VsanSparse => u64::MAX,
+        };
+        if capacity > most { Self::usual(capacity) } else { self }
     }
 
     /// The kind of image.
@@ -116,7 +133,8 @@ pub struct Node {
     pub folder: Option<String>,
     /// The file by which it is opened.
     pub descriptor: String,
-    /// What that file is where it has no descriptor and cannot be told by its bytes: `raw` or `qcow2`.
+    /// What that file is where it has no descriptor: `raw`, whose bytes cannot tell, `qcow2`, or the format of an
+    /// extent whose descriptor is lost.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,
     /// Whose it is.
@@ -142,6 +160,9 @@ impl Node {
 pub struct SnapshotRecord {
     /// Name, unique within the disk.
     pub name: String,
+    /// What VMware's list called it when it was adopted, where that could not be its name here.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub listed: Option<String>,
     /// VMware's number of it.
     pub uid: u32,
     /// The image.

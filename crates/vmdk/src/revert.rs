@@ -17,8 +17,9 @@ impl Disk {
             let record = self.record();
             self.check_writable(&record, "revert")?;
             let snapshot = record.snapshot(name)?.clone();
-            let (image, node) =
-                self.make_delta(&record, snapshot.node, None, None, record.delta, snapshot.capacity, "revert")?;
+            let (below, capacity) = (snapshot.node, snapshot.capacity);
+            let delta = record.delta.holding(capacity);
+            let (image, node) = self.make_delta(&record, below, None, None, delta, capacity, "revert")?;
             let announced = self.record();
             // The next caller that asks for the chain opens it again, above the head of that time.
             image.layer().close()?;

@@ -11,7 +11,7 @@
 //! 4. the record says that nothing is under way, and VMware's list is written.
 
 use crate::disk::Disk;
-use crate::images::{content_of, list, remove};
+use crate::images::{list, remove};
 use crate::record::{Fate, FileRecord, MergeSide, Merging, ParentNow, Pending, Record, Settlement};
 use crate::stored::{RECORD_NEW, RECORD_SPARE};
 use crate::vmsd::{Vmsd, VmsdDisk, VmsdSnapshot};
@@ -168,7 +168,8 @@ impl Disk {
                 let Some(above) = merging.above else { return Ok(None) };
                 let place = self.place(record, node)?;
                 let child = self.place(record, record.node(above)?)?;
-                let parent = ParentNow::Of { content: content_of(&place)?, hint: parent_hint(&child.folder, &place) };
+                let content = self.parent_content_of(record, node)?;
+                let parent = ParentNow::Of { content, hint: parent_hint(&child.folder, &place) };
                 Ok(Some(Settlement { node: above, content: None, parent: Some(parent), text: None }))
             }
             // A head keeps its new identity: nothing stands on it.
@@ -198,7 +199,7 @@ impl Disk {
                 uid: snapshot.uid,
                 parent: record.snapshot_before(snapshot).map(|before| before.uid),
                 state: format!("{}-Snapshot{}.vmsn", record.stem, snapshot.uid),
-                name: snapshot.name.clone(),
+                name: snapshot.listed.as_ref().unwrap_or(&snapshot.name).clone(),
                 description: snapshot.description.clone(),
                 created: snapshot.created,
                 disks: vec![VmsdDisk { file, node: "scsi0:0".to_owned() }],

@@ -226,10 +226,10 @@ impl Disk {
                 if home { None } else { Some(real.to_str().ok_or_else(text)?.to_owned()) }
             }
         };
-        let format = new.delta.unwrap_or(before.delta);
         let top = line.expect(before.head)?;
         top.image.renew_content()?;
         let capacity = line.chain.capacity();
+        let format = new.delta.unwrap_or_else(|| before.delta.holding(capacity));
         let (image, node) =
             self.make_delta(&before, before.head, Some(&top.image), folder, format, capacity, "snapshot")?;
         let mut after = self.record();
@@ -240,6 +240,7 @@ impl Disk {
         after.last_uid = uid;
         after.snapshots.push(SnapshotRecord {
             name: new.name.clone(),
+            listed: None,
             uid,
             node: before.head,
             created: new.created.map_or_else(clock::microseconds, |seconds| seconds.saturating_mul(1_000_000)),
@@ -325,7 +326,7 @@ impl Disk {
         let below = self.place(record, record.node(parent)?)?;
         let descriptor = match open.and_then(Image::descriptor) {
             Some(descriptor) => Some(descriptor),
-            None => crate::images::load_descriptor(&below)?,
+            None => self.descriptor_of(record, record.node(parent)?)?,
         };
         // An image without a descriptor has no identity to compare.
         let descriptor = descriptor.unwrap_or_else(|| {

@@ -20,8 +20,31 @@ fn node(id: u32, parent: Option<u32>) -> Node {
     }
 }
 
+#[test]
+fn deltas_are_of_a_format_that_holds_the_disk() {
+    use DeltaFormat::{SeSparse, VmfsSparse, VsanSparse};
+    const TIB: u64 = 1 << 40;
+    assert_eq!(
+        [TIB, 2 * TIB, 62 * TIB, 64 * TIB].map(DeltaFormat::usual),
+        [VmfsSparse, SeSparse, SeSparse, VsanSparse]
+    );
+    assert_eq!(
+        [TIB, 3 * TIB, 63 * TIB].map(|capacity| VmfsSparse.holding(capacity)),
+        [VmfsSparse, SeSparse, VsanSparse]
+    );
+    assert_eq!([TIB, 64 * TIB].map(|capacity| SeSparse.holding(capacity)), [SeSparse, VsanSparse]);
+}
+
 fn snapshot(name: &str, uid: u32, node: u32) -> SnapshotRecord {
-    SnapshotRecord { name: name.to_owned(), uid, node, created: uid.into(), capacity: 4096, description: String::new() }
+    SnapshotRecord {
+        name: name.to_owned(),
+        listed: None,
+        uid,
+        node,
+        created: uid.into(),
+        capacity: 4096,
+        description: String::new(),
+    }
 }
 
 /// Two branches: 1 <- 2 <- 3 (head), 1 <- 4 <- 5.

@@ -78,11 +78,29 @@ pub enum SourceFormat {
     Qcow2,
     /// An archive.
     Ova,
+    /// An extent by itself, whose descriptor is lost: its parent is not known, and what it does not hold is zeros. The
+    /// VMFSsparse one.
+    VmfsSparse,
+    /// A SEsparse extent by itself.
+    SeSparse,
+    /// A vsanSparse object by itself.
+    VsanSparse,
+    /// A sparse extent of Workstation by itself.
+    MonolithicSparse,
 }
 
 impl SourceFormat {
     /// Every format.
-    pub const ALL: [Self; 4] = [Self::Raw, Self::Vmdk, Self::Qcow2, Self::Ova];
+    pub const ALL: [Self; 8] = [
+        Self::Raw,
+        Self::Vmdk,
+        Self::Qcow2,
+        Self::Ova,
+        Self::VmfsSparse,
+        Self::SeSparse,
+        Self::VsanSparse,
+        Self::MonolithicSparse,
+    ];
 
     /// Its name.
     pub fn name(self) -> &'static str {
@@ -91,16 +109,24 @@ impl SourceFormat {
             Self::Vmdk => "vmdk",
             Self::Qcow2 => "qcow2",
             Self::Ova => "ova",
+            Self::VmfsSparse => "vmfssparse",
+            Self::SeSparse => "sesparse",
+            Self::VsanSparse => "vsansparse",
+            Self::MonolithicSparse => "monolithicsparse",
         }
     }
 
     /// How the opener calls it; archives are none of its formats.
-    pub(super) fn of_image(self) -> Option<Format> {
+    pub(crate) fn of_image(self) -> Option<Format> {
         match self {
             Self::Raw => Some(Format::Flat),
             Self::Vmdk => Some(Format::Vmdk),
             Self::Qcow2 => Some(Format::Qcow2),
             Self::Ova => None,
+            Self::VmfsSparse => Some(Format::VmfsSparse),
+            Self::SeSparse => Some(Format::SeSparse),
+            Self::VsanSparse => Some(Format::VsanSparse),
+            Self::MonolithicSparse => Some(Format::HostedSparse),
         }
     }
 }

@@ -148,7 +148,7 @@ impl Foreign {
             machine: None,
             stopped,
             created: record.created,
-            image: full.map(|info| Box::new(details_of(info, entry.head_path()))),
+            image: full.map(|info| Box::new(details_of(info, entry.head_path(), record.overlay.is_some()))),
             name: record.name,
             uuid: record.uuid,
         })
@@ -304,7 +304,7 @@ impl DiskFormat {
     }
 }
 
-fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
+fn details_of(info: vmdk::Info, head: String, importing: bool) -> ImageDetails {
     ImageDetails {
         kind: info.kind,
         delta: info.delta.name().to_owned(),
@@ -330,5 +330,6 @@ fn details_of(info: vmdk::Info, head: String) -> ImageDetails {
         mapped: info.usage.mapped,
         dead: info.usage.dead,
         consolidation_needed: info.redundant > 0,
+        importing,
     }
 }

@@ -11,6 +11,7 @@
 use super::native_layer::NativeLayer;
 use super::run::{MigrateOptions, Source, Target};
 use super::tree::{Replica, TreeCopy};
+use crate::convert::{SourceFormat, is_archive};
 use crate::datastore::Datastore;
 use crate::foreign::ForeignOriginal;
 use crate::info::{DiskInfo, Provisioning};
@@ -50,6 +51,9 @@ pub enum ImportMode {
 pub struct ImportOptions {
     /// The newest image of the chain.
     pub path: PathBuf,
+    /// What it is; otherwise its first bytes say it, or its name where it is a raw disk.
+    #[serde(default)]
+    pub format: Option<SourceFormat>,
     /// What becomes of them.
     pub way: ImportMode,
     /// What they are copied to.
@@ -122,9 +126,18 @@ impl Datastore {
             permitted: options.permitted.clone(),
             force_parent: options.force_parent,
             replay_journal: options.replay_journal,
+            adopted: options.format.and_then(SourceFormat::of_image),
             ..self.foreign.options().clone()
         };
         let place = Place::local(&options.path, &options.permitted)?;
+        if options.format == Some(SourceFormat::Ova) || options.format.is_none() && is_archive(&place)? {
+            let text = format!(
+                "'{}' is an archive of a virtual machine: `lamina convert ARCHIVE disk:{name} --format native` makes a \
+                 disk of one in it",
+                place.label()
+            );
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
         let adopted = self.foreign.adopt(name, &place, how, &opening)?;
         let done = match options.way {
             ImportMode::Copy => {

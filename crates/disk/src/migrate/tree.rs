@@ -9,7 +9,7 @@
 //! ```
 //!
 //! A disk may have several states without a parent (whose parents were deleted). For these the target keeps a state
-//! of zeros under a name that no person can give, until the last of them is copied.
+//! of zeros, under a name that none of its snapshots has, until the last of them is copied.
 
 use super::mirror::{Base, MirrorDevice};
 use crate::device::Device;
@@ -19,8 +19,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use work::Progress;
 
-/// Where there is nothing yet.
-const ZEROS: &str = ".zeros";
+/// Name of the state in which there is nothing yet, or how it begins. Every kind of disk takes it.
+const ZEROS: &str = "zeros-of-a-migration";
 
 /// A snapshot as it is copied.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -80,6 +80,8 @@ pub(crate) struct TreeCopy<'a> {
     head_parent: Option<String>,
     /// The snapshot that the replica's head is equal to.
     at: Option<String>,
+    /// Name of the state of zeros.
+    zeros: String,
     keeps_zeros: bool,
 }
 
@@ -91,7 +93,7 @@ impl<'a> TreeCopy<'a> {
         let mut seen = BTreeSet::new();
         for node in &nodes {
             let ordered = node.parent.as_ref().is_none_or(|parent| seen.contains(parent.as_str()));
-            if !ordered || !seen.insert(node.name.as_str()) || node.name == ZEROS {
+            if !ordered || !seen.insert(node.name.as_str()) {
                 let text = format!("snapshot '{}' has no place in the tree of snapshots", node.name.escape_debug());
                 return Err(Error::new(ErrorKind::Corrupt, text));
             }
@@ -100,7 +102,11 @@ impl<'a> TreeCopy<'a> {
             let text = format!("there is no snapshot '{}', on which the disk stands", parent.escape_debug());
             return Err(Error::new(ErrorKind::Corrupt, text));
         }
-        Ok(Self { original, replica, nodes, head_parent, at: None, keeps_zeros: false })
+        let mut zeros = ZEROS.to_owned();
+        while seen.contains(zeros.as_str()) {
+            zeros.push('-');
+        }
+        Ok(Self { original, replica, nodes, head_parent, at: None, zeros, keeps_zeros: false })
     }
 
     /// The snapshots, parents before children.
@@ -114,14 +120,14 @@ impl<'a> TreeCopy<'a> {
         if roots + usize::from(self.head_parent.is_none()) > 1 {
             let capacity = self.replica.head()?.capacity();
             self.replica.take(&Node {
-                name: ZEROS.into(),
+                name: self.zeros.clone(),
                 parent: None,
                 capacity,
                 created: 0,
                 uuid: None,
                 description: String::new(),
             })?;
-            (self.at, self.keeps_zeros) = (Some(ZEROS.into()), true);
+            (self.at, self.keeps_zeros) = (Some(self.zeros.clone()), true);
         }
         for node in self.nodes.clone() {
             let source = self.original.snapshot(&node.name)?;
@@ -140,7 +146,7 @@ impl<'a> TreeCopy<'a> {
         let parent = self.head_parent.clone();
         let mirror = self.prepare(parent.as_deref(), source)?;
         if std::mem::take(&mut self.keeps_zeros) {
-            self.replica.forget(ZEROS)?;
+            self.replica.forget(&self.zeros)?;
         }
         Ok(mirror)
     }
@@ -152,7 +158,7 @@ impl<'a> TreeCopy<'a> {
 
     /// A mirror whose target is what the parent was.
     fn prepare(&mut self, parent: Option<&str>, source: Arc<dyn Device>) -> Result<MirrorDevice> {
-        let wanted = parent.or(self.keeps_zeros.then_some(ZEROS));
+        let wanted = parent.or(self.keeps_zeros.then_some(self.zeros.as_str()));
         if let Some(wanted) = wanted
             && self.at.as_deref() != Some(wanted)
         {

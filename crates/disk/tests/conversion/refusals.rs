@@ -67,6 +67,45 @@ fn paths_do_not_escape() {
 }
 
 #[test]
+fn an_extent_without_its_descriptor_is_opened_alone_when_that_is_said() {
+    let outer = folder();
+    let path = outer.path();
+    let mut model = vec![0; ODD as usize];
+    scribble(&mut model, &mut Random(9), |_, _| {});
+    std::fs::write(path.join("a.raw"), &model).unwrap();
+    let kinds = [
+        (ImageKind::VmfsSparse, "-delta", SourceFormat::VmfsSparse),
+        (ImageKind::SeSparse, "-sesparse", SourceFormat::SeSparse),
+        (ImageKind::VsanSparse, "-vsan", SourceFormat::VsanSparse),
+        (ImageKind::SplitSparse, "-s001", SourceFormat::MonolithicSparse),
+    ];
+    for (kind, tail, format) in kinds {
+        let descriptor = path.join(format!("{kind}.vmdk"));
+        convert(&path.join("a.raw"), &descriptor, TargetFormat::Image(kind)).unwrap();
+        std::fs::remove_file(&descriptor).unwrap();
+        let extent = path.join(format!("{kind}{tail}.vmdk"));
+        let mut conversion =
+            conversion(&extent, &path.join(format!("{kind}.raw")), TargetFormat::Image(ImageKind::Raw));
+        refused(&conversion, ErrorKind::Invalid, &format!("--from {format}"));
+        conversion.options.format = Some(format);
+        conversion.run(None, &NoProgress).unwrap();
+        assert!(std::fs::read(path.join(format!("{kind}.raw"))).unwrap() == model, "{kind}");
+    }
+}
+
+#[test]
+fn a_descriptor_is_called_vmdk_in_capitals_too() {
+    let outer = folder();
+    let path = outer.path();
+    std::fs::write(path.join("a.raw"), vec![7; MIB as usize]).unwrap();
+    for kind in [ImageKind::Thin, ImageKind::MonolithicSparse] {
+        let image = path.join(format!("{kind}.VMDK"));
+        convert(&path.join("a.raw"), &image, TargetFormat::Image(kind)).unwrap();
+        assert!(content(&image, None) == vec![7; MIB as usize], "{kind}");
+    }
+}
+
+#[test]
 fn a_dirty_journal_is_refused_unless_replayed() {
     let outer = folder();
     let path = outer.path();

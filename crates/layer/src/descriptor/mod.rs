@@ -53,7 +53,7 @@ pub const TEXT_MAX: usize = 1 << 20;
 /// Longest line.
 pub const LINE_MAX: usize = 8192;
 /// Most extents of one disk: 8 TiB in pieces of 2 GiB, each of which is an open file.
-pub const EXTENTS_MAX: usize = 4096;
+pub const EXTENTS_MAX: usize = 8192;
 /// Most entries of the data base; real ones have up to 30.
 pub const DATABASE_MAX: usize = 4096;
 /// Longest file name or path inside a descriptor, in bytes. QEMU takes 511; names that we make are shorter.

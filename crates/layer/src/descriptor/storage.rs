@@ -213,7 +213,7 @@ pub fn sweep_one(directory: &dyn Directory, name: &str) -> Result<Vec<String>> {
 /// The files that an unfinished text names and that may go, and last the text itself.
 fn remains_of(directory: &dyn Directory, temporary: &str, names: &[String], kept: &BTreeSet<String>) -> Vec<String> {
     let descriptor_name = temporary.strip_suffix(NEW_SUFFIX).unwrap_or(temporary);
-    let stem = descriptor_name.strip_suffix(".vmdk").unwrap_or(descriptor_name);
+    let stem = stem_of(descriptor_name).unwrap_or(descriptor_name);
     let mut remains = Vec::new();
     // A text that is not whole was not durable yet, so nothing was made after it.
     if let Ok(descriptor) = load_named(directory, temporary) {
@@ -233,7 +233,7 @@ fn load_named(directory: &dyn Directory, name: &str) -> Result<Descriptor> {
 
 /// Every file that a finished descriptor of the folder names.
 fn extents_in_use(directory: &dyn Directory, names: &[String]) -> BTreeSet<String> {
-    let finished = names.iter().filter(|name| name.ends_with(".vmdk"));
+    let finished = names.iter().filter(|name| stem_of(name).is_some());
     let descriptors = finished.filter_map(|name| load_named(directory, name).ok());
     descriptors.flat_map(|descriptor| descriptor.extents).filter_map(|extent| extent.file).collect()
 }
@@ -250,9 +250,15 @@ fn is_extent_of(stem: &str, file: &str) -> bool {
     }
 }
 
+/// The name of a descriptor before `.vmdk`, in capitals or not; `None` if it does not end so.
+fn stem_of(name: &str) -> Option<&str> {
+    let (stem, ending) = name.split_at_checked(name.len().checked_sub(".vmdk".len())?)?;
+    ending.eq_ignore_ascii_case(".vmdk").then_some(stem)
+}
+
 /// Checks the name of a descriptor to be created, and gives the part before `.vmdk`.
 pub fn check_name(name: &str) -> Result<&str> {
-    let stem = name.strip_suffix(".vmdk").filter(|stem| !stem.is_empty());
+    let stem = stem_of(name).filter(|stem| !stem.is_empty());
     let Some(stem) = stem else {
         return Err(invalid(format!("'{}' is no name for a disk descriptor: NAME.vmdk is", name.escape_debug())));
     };

@@ -152,7 +152,7 @@ fn what_could_be_understood_in_two_ways_is_refused() {
 fn limits_hold() {
     let many = |count: usize| BASE.replace("RW 83886080 VMFS", &"RW 1 ZERO\n".repeat(count)).replace("\"web-", "# \"");
     assert_eq!(parsed(&many(EXTENTS_MAX)).extents.len(), EXTENTS_MAX);
-    assert!(refused(&many(EXTENTS_MAX + 1)).1.contains("4096 extents"));
+    assert!(refused(&many(EXTENTS_MAX + 1)).1.contains("8192 extents"));
     let entries = |count: usize| format!("{BASE}{}", "ddb.x=\"y\"\n".repeat(count));
     let own = parsed(BASE).database.iter().count();
     assert_eq!(parsed(&entries(DATABASE_MAX - own)).database.iter().count(), DATABASE_MAX);

@@ -72,7 +72,9 @@ pub(super) fn create_shaped(
     // Every grain must have a place that 32 bits can name.
     let full = header.overhead.checked_add(header.capacity.next_multiple_of(header.grain));
     if full.is_none_or(|sectors| sectors > u64::from(u32::MAX)) {
-        return Err(invalid("one extent holds less than 2 TiB: split the disk, or choose another format".to_owned()));
+        return Err(invalid(
+            "one sparse extent holds less than 2 TiB, all that its tables can name: choose 2gbsparse".to_owned(),
+        ));
     }
 
     let context = || format!("{image}: cannot be made");

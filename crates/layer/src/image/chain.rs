@@ -3,9 +3,12 @@
 //! A child names its parent by where it was once; disks are moved and copied. A parent is looked for under its name in
 //! the child's folder, then where the hint leads from there, then in the folder beside the child's that bears the
 //! name of the hint's last one. The first that opens and whose content has the identity the child remembers is it.
-//! QEMU's images remember no identity: theirs is where they say, or missing.
+//! QEMU's images remember no identity: theirs is where they say, or missing. Neither has a raw disk one. A child that
+//! lamina makes above one remembers the identity that a disk has before it is first written, and the file that it names
+//! is called like a raw disk: that is taken as its parent, and as raw, whatever its guest has written there.
 
-use super::{Image, OpenOptions, ParentReference, Place, base_name};
+use super::{Format, Image, OpenOptions, ParentReference, Place, base_name, is_raw_name};
+use crate::descriptor::ContentId;
 use crate::{Error, ErrorKind, Layer, Result};
 use backend::{Access, IoMode};
 use std::sync::Arc;
@@ -138,8 +141,14 @@ fn open_parent(place: Place, reference: &ParentReference, options: &OpenOptions)
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
         other => drop(other?),
     }
-    let options = OpenOptions { writable: false, format: reference.format, ..options.clone() };
+    let format = reference.format.or(names_raw(&place, reference).then_some(Format::Flat));
+    let options = OpenOptions { writable: false, format, ..options.clone() };
     Image::open(place, &options).map(Some)
+}
+
+/// Whether a child names a raw disk as its parent.
+fn names_raw(place: &Place, reference: &ParentReference) -> bool {
+    reference.content == Some(ContentId::INITIAL) && is_raw_name(&place.name)
 }
 
 /// Why an image is not the parent that the child was made above.
@@ -149,11 +158,12 @@ fn changed(child: &str, reference: &ParentReference, parent: &Image) -> Option<E
     let found = match parent.descriptor() {
         Some(descriptor) if descriptor.content == wanted => return None,
         Some(descriptor) => format!("its content is {} now", descriptor.content),
+        None if names_raw(parent.place(), reference) => return None,
         None => "its content has no identity at all".to_owned(),
     };
     let text = format!(
         "'{child}' was made above content {wanted} of '{label}', but {found}: the parent was changed or exchanged since, \
-         and together they would read as garbage; force the opening only to save what can be saved"
+         and together they would read as garbage; give --force-parent only to save what can be saved"
     );
     Some(Error::new(ErrorKind::Corrupt, text))
 }

@@ -378,8 +378,7 @@ fn begin_described(
             refuse_existing(directory, image.name)?;
             let (file, lock) = storage::create_unfinished(directory, image.name, image.mode_of(image.capacity))?;
             let unfinished = unfinished(lock);
-            let temporary = unfinished.temporary();
-            let made = make_extent(file, &temporary, image.capacity, image, embedded.as_ref(), random, progress);
+            let made = make_extent(file, image.name, image.capacity, image, embedded.as_ref(), random, progress);
             (unfinished, made)
         }
     };

@@ -179,7 +179,7 @@ fn without_dots(path: &Path) -> Option<PathBuf> {
 fn not_permitted(reference: &str, folder: Option<&Path>) -> Error {
     let reference = reference.escape_debug();
     let how = match folder {
-        Some(folder) => format!("if that is meant, permit the folder '{}'", folder.display()),
+        Some(folder) => format!("if that is meant, give --allow-folder '{}'", folder.display()),
         None => "only files of that folder can be named".to_owned(),
     };
     Error::new(ErrorKind::Invalid, format!("the image refers to '{reference}', which is outside its folder: {how}"))

@@ -47,6 +47,7 @@ use concatenated::{Concatenated, Part};
 use extent::{ExtentOptions, OpenExtent, open_extent};
 use home::{Identified, StoredDescriptor};
 use maintain::Engine;
+use probe::is_raw_name;
 use std::hash::{BuildHasher, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
@@ -71,7 +72,8 @@ pub struct OpenOptions {
     pub writable: bool,
     /// How flat extents are read and written, where their borders allow it.
     pub mode: IoMode,
-    /// What the file is; `None` to go by its first bytes, which for a raw disk its guest has written.
+    /// What the file is; `None` to go by its first bytes, or by its name if that is one of a raw disk, whose first
+    /// bytes its guest has written.
     pub format: Option<Format>,
     /// How many parents below the image are followed.
     pub levels_max: usize,
@@ -144,7 +146,7 @@ impl Image {
             Some(Format::VsanSparse) => Signature::VsanSparse,
             Some(Format::Qcow2) => Signature::Qcow2,
             Some(Format::Vmdk) => Self::probe_vmdk(&place)?,
-            None => Self::probe(&place)?,
+            None => Self::judge(&place)?,
         };
         let alone = |format| Self::open_alone(place.clone(), format, options);
         let needs_text = !options.format.is_some_and(|format| format != Format::Vmdk);
@@ -155,10 +157,9 @@ impl Image {
                 Self::open_described(place, descriptor, options)
             }
             Signature::HostedSparse => Self::open_embedded(place, options),
-            Signature::VmfsSparse | Signature::SeSparse | Signature::VsanSparse if needs_text => Err(Error::new(
-                ErrorKind::Invalid,
-                format!("'{label}' is an extent: open the descriptor that names it, which names its parent too"),
-            )),
+            Signature::VmfsSparse | Signature::SeSparse | Signature::VsanSparse if needs_text => {
+                Err(needs_descriptor(&label, signature))
+            }
             Signature::VmfsSparse => alone(Format::VmfsSparse),
             Signature::SeSparse => alone(Format::SeSparse),
             Signature::VsanSparse => alone(Format::VsanSparse),
@@ -174,14 +175,24 @@ impl Image {
         }
     }
 
+    /// What the file at `place` is, of which the user gave the name only.
+    fn judge(place: &Place) -> Result<Signature> {
+        let (found, length) = Self::probe_file(place)?;
+        probe::judge(&place.name, &place.label(), length, found)
+    }
+
     /// What the file at `place` is by its first bytes.
     pub fn probe(place: &Place) -> Result<Signature> {
+        Self::probe_file(place).map(|(found, _)| found)
+    }
+
+    fn probe_file(place: &Place) -> Result<(Signature, u64)> {
         let file = place.open(IoMode::Buffered, backend::Access::Read)?;
         let length = file.len().during(|| format!("asking for the length of '{}'", place.label()))?;
         let mut bytes = [0; PROBE_LENGTH];
         let bytes = &mut bytes[..length.min(PROBE_LENGTH as u64) as usize];
         file.read_at(bytes, 0).during(|| format!("reading the beginning of '{}'", place.label()))?;
-        Ok(probe(bytes))
+        Ok((probe(bytes), length))
     }
 
     /// As [`Image::probe`] of what has to be a VMDK.
@@ -225,13 +236,15 @@ impl Image {
                 drop(lock);
                 return Self::open_alone(place, Format::HostedSparse, options);
             }
-            let text = format!("'{label}' is an extent: open the descriptor that names it, which names its parent too");
-            return Err(Error::new(ErrorKind::Invalid, text));
+            return Err(needs_descriptor(&label, Signature::HostedSparse));
         };
         let parent = parent_of(&descriptor, &label, options)?;
-        // The lines of an embedded descriptor name the file that it is in; the size is taken from the header.
+        // The lines of an embedded descriptor name the file that it is in.
         let extent = ExtentOptions { parent: parent.is_some(), ..ExtentOptions::alone(options) };
         let opened = open_extent(Format::HostedSparse, &place, Arc::clone(&file), extent)?;
+        if !options.force {
+            check_size(&*opened.layer, &descriptor, &label)?;
+        }
         let home = StoredDescriptor::new(place.clone(), descriptor, Some((file, range)), Arc::clone(&options.random));
         let engines = opened.engine.into_iter().collect();
         Ok(Self::assemble(place, home, opened.layer, (Vec::new(), engines), false, parent, lock))
@@ -399,6 +412,34 @@ impl Image {
         }
         Ok(())
     }
+}
+
+/// Refuses an extent of which header and embedded descriptor do not say the same size: one of them is damaged. Some
+/// writers round one of the two to grains.
+fn check_size(layer: &dyn Layer, descriptor: &Descriptor, label: &str) -> Result<()> {
+    let [line] = &descriptor.extents[..] else { return Ok(()) };
+    let (header, line, grain) = (layer.capacity(), line.length(), layer.grain());
+    if header.div_ceil(grain) == line.div_ceil(grain) {
+        return Ok(());
+    }
+    let text = format!("'{label}' holds {header} bytes by its header and {line} by its descriptor: one is damaged");
+    Err(Error::new(
+        ErrorKind::Corrupt,
+        format!("{text}; --force-parent takes the header's word, to save what is there"),
+    ))
+}
+
+/// The error for an extent that is to be opened by its descriptor.
+fn needs_descriptor(label: &str, found: Signature) -> Error {
+    let format = match found {
+        Signature::VmfsSparse => "vmfssparse",
+        Signature::SeSparse => "sesparse",
+        Signature::VsanSparse => "vsansparse",
+        _ => "monolithicsparse",
+    };
+    let text = "is an extent: open the descriptor that names it, which names its parent too";
+    let lost = format!("if that is lost, --from {format} opens the extent alone, with zeros where it holds nothing");
+    Error::new(ErrorKind::Invalid, format!("'{label}' {text}; {lost}"))
 }
 
 /// The parent that a descriptor names.

@@ -181,7 +181,8 @@ fn raw_files_need_no_descriptor() {
     assert_ne!(error(open(&directory, "extent", &insisting)).0, ErrorKind::Busy);
     // A format that the user gives goes before a signature that a guest may have written.
     put(&directory, "guest.img", b"# Disk DescriptorFile\nversion=1\nCID=1\nparentCID=ffffffff\ncreateType=\"vmfs\"\n");
-    assert_eq!(error(open(&directory, "guest.img", &OpenOptions::default())).0, ErrorKind::Corrupt);
+    let found = error(open(&directory, "guest.img", &OpenOptions::default()));
+    assert!(found.0 == ErrorKind::Invalid && found.1.contains("--from raw"), "{found:?}");
     let raw = OpenOptions { format: Some(Format::Flat), ..OpenOptions::default() };
     assert_eq!(open(&directory, "guest.img", &raw).unwrap().layer().capacity(), 512);
     assert!(!directory.list().unwrap().contains(&"none".to_owned()));
@@ -421,6 +422,62 @@ fn a_changed_parent_is_refused_with_the_reason() {
     child(&directory, "onraw.vmdk", 1, 2, "raw.img");
     assert!(error(chain(&directory, "onraw.vmdk", &OpenOptions::default())).1.contains("no identity"));
     assert_eq!(chain(&directory, "onraw.vmdk", &forced).unwrap().len(), 2);
+}
+
+#[test]
+fn a_header_that_contradicts_its_descriptor_is_refused() {
+    let world = disk(1);
+    let directory = world.directory();
+    let folder = Folder::plain(Arc::clone(&directory));
+    let new = NewImage::new("vm.vmdk", 8 * MIB, ImageKind::MonolithicSparse);
+    create(&folder, &new, &mut || 7, &mut go_on).unwrap();
+    assert_eq!(open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().layer().capacity(), 8 * MIB);
+    // One flipped bit of the capacity: another size, by which all else in the header is still possible.
+    let file = directory.open("vm.vmdk", IoMode::Buffered).unwrap();
+    let mut sector = [0; 512];
+    file.read_at(&mut sector, 0).unwrap();
+    sector[12 + 1] ^= 0x20;
+    file.write_at(&[&sector], 0, true).unwrap();
+    let found = error(open(&directory, "vm.vmdk", &OpenOptions::default()));
+    assert!(found.0 == ErrorKind::Corrupt && found.1.contains("by its descriptor"), "{found:?}");
+    let forced = OpenOptions { force: true, ..OpenOptions::default() };
+    assert_eq!(open(&directory, "vm.vmdk", &forced).unwrap().layer().capacity(), 12 * MIB);
+}
+
+#[test]
+fn disks_in_pieces_are_as_large_as_workstation_makes_them() {
+    for kind in [ImageKind::SplitSparse, ImageKind::SplitFlat] {
+        let new = NewImage::new("vm.vmdk", 8 << 40, kind);
+        let descriptor = new.descriptor(&mut || 7).unwrap().unwrap();
+        let read = Descriptor::parse(&descriptor.to_bytes().unwrap()).unwrap();
+        assert_eq!(read.extents.iter().map(ExtentLine::length).sum::<u64>(), 8 << 40, "{kind}");
+    }
+}
+
+#[test]
+fn a_raw_parent_is_taken_where_the_child_remembers_no_other_content() {
+    let world = disk(1);
+    let directory = world.directory();
+    // What its guest has written does not decide what it is: neither another format, nor a descriptor that names files.
+    let text = "# Disk DescriptorFile\nversion=1\nCID=fffffffe\nparentCID=ffffffff\ncreateType=\"vmfs\"\n\
+                RW 1 VMFS \"secret\"\n";
+    put(&directory, "secret", &[9; 512]);
+    for head in [&[0; 4][..], b"QFI\xfb", b"KDMV", text.as_bytes()] {
+        let mut bytes = head.to_vec();
+        bytes.resize(MIB as usize, 7);
+        put(&directory, "raw.img", &bytes);
+        child(&directory, "above.vmdk", 1, 0xffff_fffe, "raw.img");
+        let opened = open_chain(Place::plain(Arc::clone(&directory), "above.vmdk"), &OpenOptions::default()).unwrap();
+        let base = opened.images().last().unwrap();
+        assert_eq!((opened.images().len(), base.layer().capacity()), (2, MIB));
+        assert_eq!(read(&**base.layer(), 0, 512), bytes[..512].to_vec());
+        directory.remove("raw.img").unwrap();
+        directory.remove("above.vmdk").unwrap();
+    }
+    // A parent that is not called like a raw disk has to prove what it is.
+    put(&directory, "raw.bin", &[0; 512]);
+    child(&directory, "onbin.vmdk", 1, 0xffff_fffe, "raw.bin");
+    assert!(error(chain(&directory, "onbin.vmdk", &OpenOptions::default())).1.contains("--from raw"));
 }
 
 #[test]

@@ -64,8 +64,8 @@ struct Transaction {
 /// Refuses an image with a dirty journal.
 pub(super) fn refuse(name: &str) -> Error {
     let text = format!(
-        "{name}: its journal was not replayed, so its tables may be out of date; let ESXi open and close it, or ask for \
-         a replay of what can be proven whole"
+        "{name}: its journal was not replayed, so its tables may be out of date; let ESXi open and close it, or give \
+         --replay-journal to replay what can be proven whole"
     );
     Error::new(ErrorKind::Unsupported, text)
 }

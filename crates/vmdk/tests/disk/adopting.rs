@@ -170,6 +170,23 @@ fn lists_that_lie_are_passed_over() {
 }
 
 #[test]
+fn a_list_that_is_written_has_the_names_that_the_adopted_one_had() {
+    let (home, folder) = (scratch(), scratch());
+    let (_, _, head) = foreign(folder.path(), DELTAS[0]);
+    let list = folder.path().join("web.vmsd");
+    let text = std::fs::read_to_string(&list).unwrap().replace("displayName = \"a\"", "displayName = \"Before 1/2\"");
+    std::fs::write(&list, text.replace("displayName = \"c\"", "displayName = \"b\"")).unwrap();
+    let disk = adopt(home.path(), folder.path(), &head, Adopt::Head { writable: false }).unwrap();
+    let names: Vec<String> = disk.snapshots().into_iter().map(|snapshot| snapshot.name).collect();
+    assert_eq!(names, ["Before-1-2", "b", "b-2", "d"]);
+    disk.snapshot(&NewSnapshot::named("mine")).unwrap();
+    let written = std::fs::read_to_string(home.path().join("adopted.vmsd")).unwrap();
+    let shown = |line: &str| Some(line.split_once("displayName = ")?.1.to_owned());
+    let names: Vec<String> = written.lines().filter_map(shown).collect();
+    assert_eq!(names, ["\"Before 1/2\"", "\"b\"", "\"b\"", "\"d\"", "\"mine\""]);
+}
+
+#[test]
 fn a_head_that_others_stand_on_is_not_written() {
     let (home, folder) = (scratch(), scratch());
     let (snapshots, ..) = foreign(folder.path(), DELTAS[1]);

@@ -9,4 +9,5 @@ mod full;
 mod histories;
 mod media;
 mod operations;
+mod raw;
 mod world;

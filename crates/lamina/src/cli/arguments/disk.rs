@@ -1,10 +1,12 @@
 //! Verbs of disks.
 
+use super::image::source_format;
 use crate::cli::address::parse_disk;
 use crate::cli::format::{parse_delta, parse_format};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
 use control::{DiskRequest, Reconnect, Request};
+use disk::convert::SourceFormat;
 use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
 use disk::{DeltaFormat, DiskFormat, NewDisk, Provisioning, Tuning};
 use std::path::PathBuf;
@@ -129,6 +131,10 @@ pub struct DiskMigrate {
 pub struct DiskImport {
     /// The image: a descriptor, the newest of its chain.
     pub path: PathBuf,
+    /// Format of the image, instead of what its first bytes show, or its name where it is a raw disk. Give raw for raw
+    /// disks: their first bytes are the guest's.
+    #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
+    pub from: Option<SourceFormat>,
     /// Name of the new disk.
     #[arg(value_parser = parse_disk)]
     pub name: String,
@@ -181,6 +187,7 @@ impl DiskImport {
             name: self.name.clone(),
             import: ImportOptions {
                 path: absolute(&self.path)?,
+                format: self.from,
                 way,
                 target: MigrateOptions {
                     format: self.format,

@@ -20,15 +20,15 @@ fn image_kind() -> impl TypedValueParser<Value = ImageKind> {
 }
 
 /// What a source may be said to be.
-fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
+pub(super) fn source_format() -> impl TypedValueParser<Value = SourceFormat> {
     PossibleValuesParser::new(SourceFormat::ALL.map(SourceFormat::name)).try_map(|name| name.parse())
 }
 
 /// How images are opened.
 #[derive(Debug, Args)]
 pub struct OpeningArguments {
-    /// Format of the image, instead of what its first bytes show. Give raw for raw disks: their first bytes are the
-    /// guest's.
+    /// Format of the image, instead of what its first bytes show, or its name where it is a raw disk. Give raw for raw
+    /// disks: their first bytes are the guest's.
     #[arg(short = 'f', long = "from", value_name = "FORMAT", value_parser = source_format())]
     pub from: Option<SourceFormat>,
     /// Accept a parent that was changed since its child was made, and a stream that was cut. The data may be garbage.

@@ -125,6 +125,10 @@ fn image_facts(image: &ImageDetails) -> Vec<(&'static str, String)> {
     facts.push(("allocated", size(image.allocated)));
     facts.push(("mapped", size(image.mapped)));
     facts.push(("dead", size(image.dead)));
+    if image.importing {
+        let until = "until then it takes no snapshots and keeps its size";
+        facts.push(("live import", format!("the server copies it into the datastore; {until}")));
+    }
     if image.consolidation_needed {
         facts.push(("consolidation", "needed: levels are left that no snapshot needs".into()));
     }
