@@ -79,17 +79,17 @@ const TEXTS: [(&str, &str); 3] = [
 ];
 
 const LINES: [(&str, &str); 5] = [
-    ("cancel", r#"{"version":2,"message":"cancel"}"#),
+    ("cancel", r#"{"version":4,"message":"cancel"}"#),
     (
         "create",
-        r#"{"version":2,"message":{"request":{"disk":{"create":{"name":"a","capacity":1048576,"provisioning":"thin"}}}}}"#,
+        r#"{"version":4,"message":{"request":{"disk":{"create":{"name":"a","capacity":1048576,"provisioning":"thin"}}}}}"#,
     ),
     (
         "diff",
-        r#"{"version":2,"message":{"request":{"snapshot":{"diff":{"disk":"a","from":{"snapshot":"s"},"to":"head"}}}}}"#,
+        r#"{"version":4,"message":{"request":{"snapshot":{"diff":{"disk":"a","from":{"snapshot":"s"},"to":"head"}}}}}"#,
     ),
-    ("progress", r#"{"version":2,"message":{"progress":{"done":1,"total":18446744073709551615}}}"#),
-    ("error", r#"{"version":2,"message":{"error":{"kind":"busy","message":"why"}}}"#),
+    ("progress", r#"{"version":4,"message":{"progress":{"done":1,"total":18446744073709551615}}}"#),
+    ("error", r#"{"version":4,"message":{"error":{"kind":"busy","message":"why"}}}"#),
 ];
 
 const LIST: &str = ".encoding = \"UTF-8\"\nsnapshot.lastUID = \"2\"\nsnapshot.current = \"2\"\nsnapshot0.uid = \"1\"\n\

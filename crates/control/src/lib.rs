@@ -7,13 +7,17 @@
 //! behind the control socket.
 //!
 //! ```text
-//!  face -> Request -> ask --- no server -------> Datastore::open -> dispatch -> close
-//!                        \--- control socket --> client ~~~ server -> dispatch
+//!  face -> Request -> dispatch --- open in this process ------------------> calls of disk, export, replication
+//!                           \ \--- at a folder --- no server ----> open it, dispatch, close it
+//!                            \                \--- its server ---> client ~~~ control socket ~~~ dispatch
+//!                             machines: calls of vm in this process, whose disks are requests again
 //! ```
 //!
 //! ```text
 //! message    requests, replies, and their encoding as lines
 //! dispatch   requests to calls; a file for each noun
+//! jobs       long work: listed, waited for and cancelled by other requests
+//! events     changes, told to whatever subscribes
 //! owner      the process that owns a datastore: found, or become for one request
 //! socket     requests of other processes
 //! uri        under which URIs clients reach an export
@@ -22,15 +26,19 @@
 #![forbid(unsafe_code)]
 
 mod dispatch;
+pub mod events;
+pub mod jobs;
 pub mod message;
 mod owner;
 pub mod socket;
 pub mod uri;
 
 pub use dispatch::claims::refuse_to_replace;
-pub use dispatch::{Service, Watch, alone, dispatch, point_name};
+pub use dispatch::{Served, Service, Target, Watch, disks, dispatch};
 pub use message::{
-    DiskRequest, ExportInfo, ImageRequest, ReceiveRequest, Reconnect, Reply, Request, Resized, SendPoint, SendRequest,
-    SendTls, SentDisk, Serving, SnapshotRequest,
+    Change, CloneOptions, Cloned, ClonedMachine, DiskRequest, Event, ExportInfo, Failure, ImageRequest, JobEnd,
+    JobInfo, JobRequest, JobState, MachineActivity, MachineInfo, MachineMemory, MachineNotice, MachineReply,
+    MachineRequest, MachineSnapshot, MachineSummary, MachineVerb, NewMachine, Part, ReceiveRequest, Reconnect, Reply,
+    Request, Resized, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Serving, SnapshotRequest,
 };
-pub use owner::{OPEN_OPTIONS, ask, require_folder};
+pub use owner::{OPEN_OPTIONS, require_folder};

@@ -1,6 +1,6 @@
 //! Asking a datastore: its owner when it is served, or as its owner for the time of one request when it is not.
 
-use crate::dispatch::{Service, Watch, dispatch};
+use crate::dispatch::{Service, Target, Watch, dispatch};
 use crate::message::{Reply, Request};
 use crate::socket::{self, Client};
 use disk::{Datastore, OpenOptions, QueueChoice};
@@ -45,9 +45,14 @@ pub fn ask(path: &Path, request: Request, watch: &dyn Watch) -> Result<Reply> {
     match reach(path, &request, watch)? {
         Owner::Server(mut client) => client.ask(request, watch),
         Owner::Us(datastore) => {
-            let clients = Clients::of_record(Arc::clone(datastore.directory()));
-            let service = Service { datastore: &datastore, folder: path, clients: &clients, nbd: None, serving: None };
-            let outcome = dispatch(service, request, watch);
+            let service = Service {
+                clients: Arc::new(Clients::of_record(Arc::clone(datastore.directory()))),
+                datastore: Arc::clone(&datastore),
+                folder: path.into(),
+                served: None,
+                jobs: None,
+            };
+            let outcome = dispatch(&Target::Open(service), request, watch);
             // What was answered is only true once it is at home.
             let closed = datastore.close();
             outcome.and_then(|reply| closed.map(|()| reply))

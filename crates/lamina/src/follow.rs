@@ -1,8 +1,8 @@
-//! Following long work from a terminal: a bar on stderr, Ctrl-C, and the extents of a diff as they come.
+//! Following long work from a terminal: a bar on stderr, Ctrl-C, and answers that come in parts, printed as they come.
 
-use crate::output::Extents;
-use control::{DiskRequest, ImageRequest, Request, SnapshotRequest, Watch};
-use disk::{ChangedExtent, Progress};
+use crate::output::{self, Extents, Form};
+use control::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Part, Request, SnapshotRequest, Watch};
+use disk::Progress;
 use error::{Error, Result};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use parking_lot::Mutex;
@@ -12,6 +12,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+use vm::definition::CloneKind;
 
 /// How long work has to last before a bar shows; most verbs are done by then.
 const BAR_AFTER: Duration = Duration::from_millis(300);
@@ -29,12 +30,15 @@ pub fn interruption(code: u8) -> Result<Arc<AtomicBool>> {
 }
 
 /// What is counted.
-pub const BYTES: &str = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
+const BYTES: &str = "{msg} [{bar:30}] {binary_bytes} of {binary_total_bytes}, {binary_bytes_per_sec}, {eta} left";
 /// The same.
-pub const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
+const THINGS: &str = "{msg} [{bar:30}] {human_pos} of {human_len}, {eta} left";
+
+/// Where that is not known.
+const PART: &str = "{msg} [{bar:30}] {percent}%, {eta} left";
 
 /// A bar on stderr that shows once the work has lasted; where stderr is no terminal it never does.
-pub struct Bar {
+struct Bar {
     bar: ProgressBar,
     begun: Instant,
     visible: AtomicBool,
@@ -42,7 +46,7 @@ pub struct Bar {
 
 impl Bar {
     /// For work that is called `what`.
-    pub fn new(what: &'static str, template: &str) -> Self {
+    fn new(what: &'static str, template: &str) -> Self {
         // Hidden until it is worth showing; indicatif itself keeps it hidden where stderr is no terminal.
         let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::hidden());
         bar.set_message(what);
@@ -53,7 +57,7 @@ impl Bar {
     }
 
     /// So much of all is done.
-    pub fn update(&self, done: u64, total: u64) {
+    fn update(&self, done: u64, total: u64) {
         self.bar.set_length(total);
         self.bar.set_position(done);
         if !self.visible.load(Ordering::Relaxed) && self.begun.elapsed() >= BAR_AFTER {
@@ -63,7 +67,7 @@ impl Bar {
     }
 
     /// Takes it away.
-    pub fn finish(&self) {
+    fn finish(&self) {
         self.bar.finish_and_clear();
     }
 }
@@ -89,8 +93,25 @@ fn template(request: &Request) -> Option<(&'static str, &'static str)> {
         Request::Image(ImageRequest::Create { .. }) => ("zeroing", BYTES),
         Request::Clone { full: true, .. } => ("copying", BYTES),
         Request::Clone { full: false, .. } => ("cloning", THINGS),
+        Request::Machine(request) => match &request.verb {
+            MachineVerb::Clone { options, .. } if options.kind == CloneKind::Full => ("cloning", BYTES),
+            MachineVerb::Clone { .. } => ("cloning", THINGS),
+            MachineVerb::Send { .. } => ("sending", BYTES),
+            _ => return None,
+        },
+        Request::Job(JobRequest::Wait { .. }) => ("waiting", PART),
         _ => return None,
     })
+}
+
+/// Prints the parts of an answer.
+pub enum Parts {
+    /// The answer comes in one.
+    None,
+    /// Of a diff.
+    Extents(Extents),
+    /// Changes, on standard output.
+    Events(Form),
 }
 
 /// Follows one request of the command line.
@@ -98,17 +119,17 @@ pub struct Follow {
     /// `None` for what takes no time.
     bar: Option<Bar>,
     interrupted: Arc<AtomicBool>,
-    extents: Mutex<Option<Extents>>,
+    parts: Mutex<Parts>,
     unread: AtomicBool,
 }
 
 impl Follow {
-    /// Follows `request`; `extents` takes what a diff finds.
-    pub fn new(request: &Request, interrupted: Arc<AtomicBool>, extents: Option<Extents>) -> Self {
+    /// Follows `request`; `parts` prints what comes in parts.
+    pub fn new(request: &Request, interrupted: Arc<AtomicBool>, parts: Parts) -> Self {
         Self {
             bar: template(request).map(|(what, template)| Bar::new(what, template)),
             interrupted,
-            extents: Mutex::new(extents),
+            parts: Mutex::new(parts),
             unread: AtomicBool::new(false),
         }
     }
@@ -118,12 +139,12 @@ impl Follow {
         self.unread.load(Ordering::Relaxed)
     }
 
-    /// Takes the bar away and gives back what prints extents.
-    pub fn finish(self) -> Option<Extents> {
+    /// Takes the bar away and gives back what prints parts.
+    pub fn finish(self) -> Parts {
         if let Some(bar) = &self.bar {
             bar.finish();
         }
-        self.extents.into_inner()
+        self.parts.into_inner()
     }
 }
 
@@ -140,13 +161,15 @@ impl Progress for Follow {
 }
 
 impl Watch for Follow {
-    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
-        match self.extents.lock().as_mut() {
-            Some(extents) => extents.print(&batch).map_err(|e| {
-                self.unread.fetch_or(e.kind() == io::ErrorKind::BrokenPipe, Ordering::Relaxed);
-                Error::io("writing the output", e)
-            }),
-            None => Ok(()),
-        }
+    fn part(&self, part: Part) -> Result<()> {
+        let printed = match (&mut *self.parts.lock(), part) {
+            (Parts::Extents(extents), Part::Extents(batch)) => extents.print(&batch),
+            (Parts::Events(form), Part::Event(event)) => output::print_event(&mut io::stdout(), *form, &event),
+            _ => Ok(()),
+        };
+        printed.map_err(|e| {
+            self.unread.fetch_or(e.kind() == io::ErrorKind::BrokenPipe, Ordering::Relaxed);
+            Error::io("writing the output", e)
+        })
     }
 }

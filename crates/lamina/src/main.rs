@@ -1,6 +1,6 @@
 //! `lamina`: the command line, and the server process behind `lamina serve`.
 //!
-//! A face, not a place for storage logic: but for machines ([`machines`]), every verb becomes a [`control::Request`],
+//! A face, not a place for storage logic: every verb becomes a [`control::Request`],
 //! is carried out by [`control::dispatch()`] on a [`disk::Datastore`] (in this process, or in the one that serves the
 //! datastore), and the reply is printed by [`output`]. The folders in that order: [`cli`] (arguments to requests),
 //! [`output`], and [`serve`].
@@ -8,25 +8,28 @@
 #![forbid(unsafe_code)]
 
 mod cli;
+mod console;
 mod exit;
 mod follow;
 mod generate;
-mod machines;
 mod output;
 mod serve;
 
 use clap::Parser;
-use cli::{Cli, Command};
-use control::{DiskRequest, Reply, Request, SnapshotRequest};
+use cli::{Cli, Command, VmArguments, VmCommand};
+use control::{JobRequest, MachineReply, Reply, Request, SnapshotRequest, Target};
 use disk::{Datastore, InitOptions, file_system};
 use error::{Error, ErrorKind};
-use follow::Follow;
+use follow::{Follow, Parts};
 use output::{Extents, Form};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::json;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 use tracing_subscriber::EnvFilter;
 
 /// How a command ended.
@@ -81,28 +84,29 @@ fn run(cli: Cli) -> Result<End, End> {
     let form = Form::new(cli.json);
     start_logging(&cli)?;
     raise_file_limit();
-    let request = cli.command.request().map_err(End::Usage)?;
+    let mut request = cli.command.request().map_err(End::Usage)?;
+    if cli.background {
+        let Some(work) = request else { return Err(End::Usage("only long work can go on in the background".into())) };
+        request = Some(Request::Job(JobRequest::Start(Box::new(work))));
+    }
     match (cli.command, request) {
-        (_, Some(request)) if !request.needs_datastore() => ask(None, form, request),
-        (_, Some(request)) => {
-            let path = datastore(cli.datastore)?;
-            match &request {
-                Request::Disk(DiskRequest::Resize { name, shrink: false, .. }) => {
-                    match machines::resize::affected(&path, name)? {
-                        Some(machine) => machines::resize::run(&path, machine, request, form),
-                        None => ask(Some(&path), form, request),
-                    }
-                }
-                _ => ask(Some(&path), form, request),
-            }
+        (Command::Vm(VmArguments { command: VmCommand::Console { said, quiet, .. }, .. }), Some(request)) => {
+            let target = Target::At(datastore(cli.datastore)?);
+            let reply = control::dispatch(
+                &target,
+                request.clone(),
+                &Follow::new(&request, Arc::new(AtomicBool::new(false)), Parts::None),
+            )?;
+            console::attach(&reply, said, Duration::from_secs(quiet))
         }
+        (_, Some(request)) if !request.needs_datastore() => ask(&Target::Files, form, request),
+        (_, Some(request)) => ask(&Target::At(datastore(cli.datastore)?), form, request),
         (Command::Init { path, journal_size, any_file_system }, _) => init(&path, journal_size, any_file_system, form),
         (Command::Serve(arguments), _) => {
             let path = datastore(arguments.path.clone().or(cli.datastore))?;
             serve::run(&path, &arguments, form)?;
             Ok(End::Code(0))
         }
-        (Command::Vm(arguments), _) => machines::run(&datastore(cli.datastore)?, arguments, form),
         (Command::Completion { shell }, _) => {
             generate::completion(shell, &mut io::stdout())?;
             Ok(End::Code(0))
@@ -168,33 +172,57 @@ fn init(path: &Path, journal_size: u64, any_file_system: bool, form: Form) -> Re
     Ok(End::Code(0))
 }
 
-/// Asks the datastore, if the request is about one, and prints what it says.
-fn ask(path: Option<&Path>, form: Form, request: Request) -> Result<End, End> {
+/// Has a request carried out, and prints its reply.
+fn ask(target: &Target, form: Form, request: Request) -> Result<End, End> {
     let interrupted = follow::interruption(exit::INTERRUPTED)?;
     let mut out = BufWriter::new(io::stdout());
-    let extents = match &request {
+    let parts = match &request {
         Request::Snapshot(SnapshotRequest::Diff { disk, from, to }) => {
-            Some(Extents::new(Box::new(BufWriter::new(io::stdout())), form, disk, from, to))
+            Parts::Extents(Extents::new(Box::new(BufWriter::new(io::stdout())), form, disk, from, to))
         }
-        _ => None,
+        Request::Events => Parts::Events(form),
+        _ => Parts::None,
     };
-    let follow = Follow::new(&request, interrupted, extents);
-    let outcome = match path {
-        Some(path) => control::ask(path, request.clone(), &follow),
-        None => control::alone(request.clone(), &follow),
-    };
+    let follow = Follow::new(&request, interrupted, parts);
+    let outcome = control::dispatch(target, request.clone(), &follow);
     let unread = follow.unread();
-    let extents = follow.finish();
+    let parts = follow.finish();
     let reply = match outcome {
         Err(_) if unread => return Err(End::Unread),
         outcome => outcome?,
     };
-    match (&reply, extents) {
-        (Reply::Diff { extents, bytes }, Some(printer)) => printer.end(*extents, *bytes)?,
+    match (&reply, parts) {
+        (Reply::Diff { extents, bytes }, Parts::Extents(printer)) => printer.end(*extents, *bytes)?,
         _ => output::print(&mut out, form, &request, &reply)?,
     }
     out.flush()?;
-    Ok(End::Code(if finds_fault(&reply) { exit::CORRUPT } else { 0 }))
+    end(form, &reply)
+}
+
+/// How a command ends whose reply was printed: with what was not done on stderr, and the code that says so.
+fn end(form: Form, reply: &Reply) -> Result<End, End> {
+    Ok(End::Code(match reply {
+        Reply::Machine(MachineReply::Each { failed, .. }) => output::complain(failed),
+        Reply::Machine(MachineReply::Cloned(cloned)) => output::complain_of_clones(cloned),
+        Reply::Machine(MachineReply::Executed { code, errors, .. }) => {
+            if form == Form::Text {
+                io::stderr().write_all(errors)?;
+            }
+            match code {
+                Some(code) => u8::try_from(*code).unwrap_or(1),
+                None => {
+                    let text = "the program in the guest was ended by a signal";
+                    return Err(Error::new(ErrorKind::Io, text).into());
+                }
+            }
+        }
+        Reply::JobEnded(ended) => match &ended.outcome {
+            Some((_, reply)) => return end(form, reply),
+            None => 0,
+        },
+        reply if finds_fault(reply) => exit::CORRUPT,
+        _ => 0,
+    }))
 }
 
 /// Whether the answer tells of something wrong that still is.

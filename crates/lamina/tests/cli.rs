@@ -21,7 +21,7 @@ const fn verb(name: &'static str, arguments: &'static str) -> Verb {
     Verb { name, arguments, on_datastore: true, demands: !arguments.is_empty() }
 }
 
-const VERBS: [Verb; 62] = [
+const VERBS: [Verb; 68] = [
     Verb { name: "init", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     verb("status", ""),
     verb("check", ""),
@@ -76,6 +76,11 @@ const VERBS: [Verb; 62] = [
     Verb { name: "image check", arguments: "a.vmdk", on_datastore: false, demands: true },
     Verb { name: "image create", arguments: "/nowhere/a.vmdk 1G", on_datastore: false, demands: true },
     verb("export list", ""),
+    verb("job list", ""),
+    verb("job show", "0-1"),
+    verb("job wait", "0-1"),
+    verb("job cancel", "0-1"),
+    verb("events", ""),
     Verb { name: "completion", arguments: "bash", on_datastore: false, demands: true },
     Verb { name: "man", arguments: "/nowhere/at/all", on_datastore: false, demands: true },
     // Nouns, which have verbs of their own.
@@ -84,6 +89,7 @@ const VERBS: [Verb; 62] = [
     Verb { name: "image", arguments: "show a.vmdk", on_datastore: false, demands: true },
     Verb { name: "export", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "receive", arguments: "list", on_datastore: false, demands: true },
+    Verb { name: "job", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm", arguments: "list", on_datastore: false, demands: true },
     Verb { name: "vm snapshot", arguments: "list", on_datastore: false, demands: true },
 ];

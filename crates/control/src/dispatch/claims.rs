@@ -61,15 +61,15 @@ pub fn machine_of(folder: &Path, disk: &str) -> Result<Option<String>> {
 }
 
 /// Refuses with `Busy` what clients or a machine speak against.
-pub fn refuse(service: Service<'_>, disk: &str, deed: Deed<'_>, force: bool) -> Result<()> {
+pub fn refuse(service: &Service, disk: &str, deed: Deed<'_>, force: bool) -> Result<()> {
     if force {
         return Ok(());
     }
     // A disk that moves is in use by its clients as well; that it moves is what has to end first.
     service.datastore.refuse_alone(disk)?;
-    let (mut reasons, connected) = about_clients(service.clients, disk, deed);
+    let (mut reasons, connected) = about_clients(&service.clients, disk, deed);
     if !matches!(deed, Deed::DeleteSnapshot(_) | Deed::Replace)
-        && let Some(machine) = machine_of(service.folder, disk)?
+        && let Some(machine) = machine_of(&service.folder, disk)?
     {
         reasons.push(format!("disk '{disk}' belongs to machine '{machine}'"));
     }

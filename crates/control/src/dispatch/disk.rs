@@ -8,23 +8,23 @@ use error::Result;
 use export::clients::Whose;
 
 /// Carries out one.
-pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
-    let datastore = service.datastore;
+pub fn dispatch(service: &Service, request: DiskRequest, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = &*service.datastore;
     let progress: &dyn Progress = watch;
     Ok(match request {
         DiskRequest::Create { name, new } => Reply::Disk(datastore.create_disk(&name, &new, progress)?),
         DiskRequest::List => {
             let mut disks = datastore.disks()?;
-            claims::show(&mut disks, service.clients);
+            claims::show(&mut disks, &service.clients);
             Reply::Disks(disks)
         }
         DiskRequest::Show { name } => {
             let mut disk = datastore.disk(&name)?;
-            claims::show(std::slice::from_mut(&mut disk), service.clients);
-            disk.machine = claims::machine_of(service.folder, &name)?;
+            claims::show(std::slice::from_mut(&mut disk), &service.clients);
+            disk.machine = claims::machine_of(&service.folder, &name)?;
             Reply::Disk(disk)
         }
-        DiskRequest::Resize { name, capacity, shrink, reconnect } => {
+        DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: _ } => {
             resize(service, &name, capacity, shrink, reconnect)?
         }
         DiskRequest::Rename { name, to, force } => {
@@ -34,7 +34,7 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
         DiskRequest::Delete { name, promote, force } => {
             claims::refuse(service, &name, Deed::Delete, force)?;
             datastore.delete_disk(&name, promote)?;
-            claims::forget(service.clients, &name, Deed::Delete);
+            claims::forget(&service.clients, &name, Deed::Delete);
             Reply::Deleted(name)
         }
         DiskRequest::Detach { name } => Reply::Disk(datastore.detach(&name, progress)?),
@@ -56,7 +56,7 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
         }
         DiskRequest::Import { name, import } => {
             let info = datastore.import(&name, &import, progress)?;
-            if service.serving.is_some() {
+            if service.served.is_some() {
                 datastore.start_imports();
             }
             Reply::Disk(info)
@@ -68,7 +68,7 @@ pub fn dispatch(service: Service<'_>, request: DiskRequest, watch: &dyn Watch) -
 }
 
 /// Changes the capacity, and has clients learn it that are to.
-fn resize(service: Service<'_>, name: &str, capacity: u64, shrink: bool, reconnect: Reconnect) -> Result<Reply> {
+fn resize(service: &Service, name: &str, capacity: u64, shrink: bool, reconnect: Reconnect) -> Result<Reply> {
     let connected =
         || service.clients.all().into_iter().filter(|client| client.grace.is_none() && client.export == name);
     let before: Vec<_> = connected().map(|client| client.peer).collect();
@@ -78,12 +78,13 @@ fn resize(service: Service<'_>, name: &str, capacity: u64, shrink: bool, reconne
         Reconnect::All => Some(Whose::All),
         Reconnect::Process(pid) => Some(Whose::Process(pid)),
     };
-    let reconnected = match (service.nbd, whose) {
-        (Some(nbd), Some(whose)) => nbd.reconnect(name, whose) as u64,
+    let reconnected = match (&service.served, whose) {
+        (Some(served), Some(whose)) => served.nbd.reconnect(name, whose) as u64,
         _ => 0,
     };
     let meant = |peer: &connections::Peer| whose.is_some_and(|whose| whose.means(peer));
     let unaware = before.iter().filter(|peer| !meant(peer)).map(ToString::to_string).collect();
-    claims::show(std::slice::from_mut(&mut disk), service.clients);
-    Ok(Reply::Resized(Box::new(Resized { disk, served: service.nbd.is_some(), reconnected, unaware })))
+    claims::show(std::slice::from_mut(&mut disk), &service.clients);
+    let served = service.served.is_some();
+    Ok(Reply::Resized(Box::new(Resized { disk, served, reconnected, unaware, machine: None })))
 }

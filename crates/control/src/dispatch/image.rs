@@ -4,7 +4,7 @@ use super::Watch;
 use crate::message::{ImageRequest, Reply, Request};
 use disk::salvage::SalvageRequest;
 use disk::{Datastore, Progress, images};
-use error::{Error, ErrorKind, Result};
+use error::Result;
 
 /// Carries out a request that needs no datastore.
 pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {
@@ -12,7 +12,7 @@ pub fn alone(request: Request, watch: &dyn Watch) -> Result<Reply> {
         Request::Image(request) => dispatch(request, watch),
         Request::Convert(conversion) => convert(None, &conversion, watch),
         Request::Salvage(request) => salvage(&request, watch),
-        _ => Err(Error::new(ErrorKind::Invalid, "this command needs a datastore: give --datastore")),
+        _ => Err(super::needs_datastore()),
     }
 }
 

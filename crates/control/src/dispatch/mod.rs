@@ -1,43 +1,72 @@
-//! The one place where requests become calls of the datastore; a file for each noun.
+//! The one place where requests become calls; a file for each noun.
+//!
+//! What holds:
+//! 1. [`dispatch()`] carries out every request, whichever face it comes from.
+//! 2. Where a process has jobs ([`Service::jobs`]), long work is one of them, and every change is told to the
+//!    subscribers of its events before the face has the reply.
 
 pub mod claims;
 mod clone;
 mod disk;
 mod image;
+mod machine;
 mod send;
 mod snapshot;
 
-pub use image::alone;
+pub use machine::disks;
 pub use send::point_name;
 
-use crate::message::{ExportInfo, Reply, Request, Serving};
-use crate::uri;
+use crate::events::changes;
+use crate::jobs::{Jobs, kind};
+use crate::message::{DiskRequest, ExportInfo, JobRequest, Part, Reply, Request, Serving};
+use crate::{owner, uri};
 use ::disk::pace::Background;
-use ::disk::{ChangedExtent, CheckOptions, Datastore, Progress};
-use error::Result;
+use ::disk::{CheckOptions, Datastore, Progress};
+use error::{Error, ErrorKind, Result};
 use export::clients::Clients;
 use export::nbd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// What requests are asked of.
-#[derive(Clone, Copy)]
-pub struct Service<'a> {
-    /// The datastore, open in this process.
-    pub datastore: &'a Datastore,
-    /// Its folder.
-    pub folder: &'a Path,
-    /// The NBD clients of this process, or of the last one that served it.
-    pub clients: &'a Clients,
-    /// The NBD server of this process, if it has one.
-    pub nbd: Option<&'a nbd::Server>,
-    /// How this process serves it, if it does.
-    pub serving: Option<&'a Serving>,
+#[derive(Clone)]
+pub enum Target {
+    /// Files: no datastore is named.
+    Files,
+    /// The datastore in a folder, by the process that owns it, or opened by this one for the time of one request.
+    At(PathBuf),
+    /// A datastore that this process has open.
+    Open(Service),
 }
 
-/// Follows a request: how far it is, whether it is still wanted, and the parts of an answer too long to hold.
+/// A datastore that is open in this process, and what belongs to it.
+#[derive(Clone)]
+pub struct Service {
+    /// The datastore.
+    pub datastore: Arc<Datastore>,
+    /// Its folder.
+    pub folder: Arc<Path>,
+    /// The NBD clients of this process, or of the last one that served it.
+    pub clients: Arc<Clients>,
+    /// How this process serves it, if it does.
+    pub served: Option<Served>,
+    /// The jobs of this process; `None` where it has the datastore open for one request.
+    pub jobs: Option<Arc<Jobs>>,
+}
+
+/// How a datastore is served.
+#[derive(Clone)]
+pub struct Served {
+    /// The NBD server.
+    pub nbd: Arc<nbd::Server>,
+    /// What is told of it.
+    pub serving: Arc<Serving>,
+}
+
+/// Follows a request: how far it is, whether it is still wanted, and answers that come in parts.
 pub trait Watch: Progress {
-    /// Takes the next extents of a diff. An error ends the diff.
-    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()>;
+    /// Takes the next part. An error ends the request.
+    fn part(&self, part: Part) -> Result<()>;
 }
 
 /// A request whose long work gives way to the requests of clients.
@@ -65,43 +94,113 @@ impl Progress for Paced<'_> {
 }
 
 impl Watch for Paced<'_> {
-    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
-        self.watch.extents(batch)
+    fn part(&self, part: Part) -> Result<()> {
+        self.watch.part(part)
     }
 }
 
+fn needs_datastore() -> Error {
+    Error::new(ErrorKind::Invalid, "this command needs a datastore: give --datastore")
+}
+
 /// Carries out one request.
-pub fn dispatch(service: Service<'_>, request: Request, watch: &dyn Watch) -> Result<Reply> {
-    let datastore = service.datastore;
-    let watch = &Paced { background: datastore.background(watch), watch };
-    // The trait object of the watch as one of its supertrait.
-    let progress: &dyn Progress = watch;
-    Ok(match request {
-        Request::Status => Reply::Status { status: datastore.status()?, serving: service.serving.cloned() },
-        Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
-        Request::Disk(request) => disk::dispatch(service, request, watch)?,
-        Request::Snapshot(request) => snapshot::dispatch(service, request, watch)?,
-        Request::Clone { disk, at, names, full: false } => {
-            Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
+pub fn dispatch(target: &Target, request: Request, watch: &dyn Watch) -> Result<Reply> {
+    if let Target::Open(Service { jobs: Some(jobs), .. }) = target
+        && let Some(kind) = kind::of(&request)
+    {
+        return jobs.attached(kind, watch, |watch| carry_out(target, request, watch));
+    }
+    carry_out(target, request, watch)
+}
+
+/// The same, not as a job of its own.
+pub(crate) fn carry_out(target: &Target, request: Request, watch: &dyn Watch) -> Result<Reply> {
+    match (request, target) {
+        (Request::Machine(request), _) => machine::dispatch(target, *request, watch),
+        (Request::Disk(DiskRequest::Resize { name, capacity, shrink, reconnect, tell_machine: true }), _) => {
+            machine::resize(target, name, capacity, shrink, reconnect, watch)
         }
-        Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
-        Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
-        Request::Image(request) => image::dispatch(request, watch)?,
-        Request::Salvage(request) => image::salvage(&request, watch)?,
-        // Without a server, a request ends with its process; with one, the server has waited for the request's end.
-        Request::Settle => Reply::Settled,
-        Request::Send(request) => send::send(datastore, &request, watch)?,
-        Request::Receive(request) => send::receive(datastore, request)?,
-        Request::ExportList => Reply::Exports(
-            datastore
-                .device_names()
-                .into_iter()
-                .map(|name| ExportInfo {
-                    read_only: name.contains('@') || service.serving.is_some_and(|s| s.read_only),
-                    uris: service.serving.map(|s| uri::of_export(s, &name)).unwrap_or_default(),
-                    name,
-                })
-                .collect(),
-        ),
-    })
+        (request, Target::At(path)) if request.needs_datastore() => owner::ask(path, request, watch),
+        (request, Target::Open(service)) => {
+            let changes = changes::of(&request);
+            let reply = service.carry_out(request, watch)?;
+            service.publish(|| changes.after(&reply));
+            Ok(reply)
+        }
+        (request, Target::Files | Target::At(_)) => image::alone(request, watch),
+    }
+}
+
+impl Service {
+    /// Tells the subscribers of changes, if there can be any.
+    fn publish(&self, changes: impl FnOnce() -> Vec<crate::message::Change>) {
+        if let Some(jobs) = &self.jobs {
+            jobs.events().publish(changes());
+        }
+    }
+
+    /// The jobs of this process.
+    fn jobs(&self) -> Result<&Arc<Jobs>> {
+        let missing = || {
+            let path = self.folder.display();
+            let text = format!(
+                "datastore '{path}' is not served, and jobs and events are its server's: run 'lamina serve {path}'"
+            );
+            Error::new(ErrorKind::Unsupported, text)
+        };
+        self.jobs.as_ref().ok_or_else(missing)
+    }
+
+    fn carry_out(&self, request: Request, watch: &dyn Watch) -> Result<Reply> {
+        let datastore = &*self.datastore;
+        let watch = &Paced { background: datastore.background(watch), watch };
+        // The trait object of the watch as one of its supertrait.
+        let progress: &dyn Progress = watch;
+        Ok(match request {
+            Request::Status => Reply::Status { status: datastore.status()?, serving: self.serving().cloned() },
+            Request::Check { data, repair } => Reply::Check(datastore.check(CheckOptions { data, repair }, progress)?),
+            Request::Disk(request) => disk::dispatch(self, request, watch)?,
+            Request::Snapshot(request) => snapshot::dispatch(self, request, watch)?,
+            Request::Clone { disk, at, names, full: false } => {
+                Reply::Disks(datastore.clone_linked(&disk, &at, &names, progress)?)
+            }
+            Request::Clone { disk, at, names, full: true } => clone::full(datastore, &disk, &at, &names, progress)?,
+            Request::Convert(conversion) => image::convert(Some(datastore), &conversion, watch)?,
+            Request::Image(request) => image::dispatch(request, watch)?,
+            Request::Salvage(request) => image::salvage(&request, watch)?,
+            // Without a server, a request ends with its process; with one, the server has waited for the request's end.
+            Request::Settle => Reply::Settled,
+            Request::Send(request) => send::send(self, &request, watch)?,
+            Request::Receive(request) => send::receive(datastore, request)?,
+            Request::ExportList => self.exports(),
+            Request::Machine(request) => machine::dispatch(&Target::Open(self.clone()), *request, watch)?,
+            Request::Job(request) => self.job(request, watch)?,
+            Request::Events => self.jobs()?.events().follow(watch)?,
+        })
+    }
+
+    fn serving(&self) -> Option<&Serving> {
+        self.served.as_ref().map(|served| &*served.serving)
+    }
+
+    fn exports(&self) -> Reply {
+        let serving = self.serving();
+        let export = |name: String| ExportInfo {
+            read_only: name.contains('@') || serving.is_some_and(|serving| serving.read_only),
+            uris: serving.map(|serving| uri::of_export(serving, &name)).unwrap_or_default(),
+            name,
+        };
+        Reply::Exports(self.datastore.device_names().into_iter().map(export).collect())
+    }
+
+    fn job(&self, request: JobRequest, watch: &dyn Watch) -> Result<Reply> {
+        Ok(match request {
+            JobRequest::Start(request) => Reply::Job(self.jobs()?.start(Target::Open(self.clone()), *request)?),
+            // Where there are no jobs, that is the answer.
+            JobRequest::List => Reply::Jobs(self.jobs.as_ref().map(|jobs| jobs.list()).unwrap_or_default()),
+            JobRequest::Show { id } => Reply::Job(self.jobs()?.show(&id)?),
+            JobRequest::Wait { id } => Reply::JobEnded(Box::new(self.jobs()?.wait(&id, watch)?)),
+            JobRequest::Cancel { id } => Reply::Job(self.jobs()?.cancel(&id)?),
+        })
+    }
 }

@@ -4,8 +4,8 @@
 //! begins with `sending-NAME-`, and it goes when all has arrived; with `--incremental` it begins with `sent-NAME-`,
 //! and stays until the next one has arrived.
 
-use super::Watch;
-use crate::message::{ReceiveRequest, Reply, SendPoint, SendRequest};
+use super::{Service, Watch};
+use crate::message::{Change, ReceiveRequest, Reply, SendPoint, SendRequest};
 use connections::ClientTls;
 use disk::transfer::new_identity;
 use disk::{Datastore, NoProgress, Progress, SnapshotOptions};
@@ -39,9 +39,9 @@ pub fn point_name(name: &str, incremental: bool) -> Result<String> {
 }
 
 /// Sends disks.
-pub fn send(datastore: &Datastore, request: &SendRequest, watch: &dyn Watch) -> Result<Reply> {
+pub fn send(service: &Service, request: &SendRequest, watch: &dyn Watch) -> Result<Reply> {
     let remote: Remote = request.remote.parse().map_err(|text: String| Error::new(ErrorKind::Invalid, text))?;
-    let sending = Sending { datastore, request, remote, progress: watch };
+    let sending = Sending { service, datastore: &service.datastore, request, remote, progress: watch };
     let sent = match &request.point {
         SendPoint::Snapshots(names) => sending.ship(names, true, false)?,
         SendPoint::Taken(name) => sending.taken(name)?,
@@ -55,6 +55,7 @@ pub fn send(datastore: &Datastore, request: &SendRequest, watch: &dyn Watch) -> 
 }
 
 struct Sending<'a> {
+    service: &'a Service,
     datastore: &'a Datastore,
     request: &'a SendRequest,
     remote: Remote,
@@ -64,15 +65,17 @@ struct Sending<'a> {
 impl Sending<'_> {
     /// Takes the snapshots, all at one point.
     fn take(&self) -> Result<String> {
-        let name = point_name(&self.remote.name, self.request.incremental)?;
+        let name = point_name(&self.remote.name, self.request.how.incremental)?;
         let of: Vec<_> = self.request.disks.iter().map(|disk| (disk.disk.clone(), name.clone())).collect();
         self.datastore.create_snapshots(&of, &SnapshotOptions::default())?;
+        let created = |(disk, snapshot)| Change::SnapshotCreated { disk, snapshot };
+        self.service.publish(|| of.into_iter().map(created).collect());
         Ok(name)
     }
 
     /// Names of snapshots that every disk has and that were taken for this, the newest last.
     fn left(&self) -> Result<Vec<String>> {
-        let prefix = prefix(&self.remote.name, self.request.incremental);
+        let prefix = prefix(&self.remote.name, self.request.how.incremental);
         let mut common: Option<Vec<String>> = None;
         for disk in &self.request.disks {
             let all = self.datastore.snapshots(Some(&disk.disk))?;
@@ -91,9 +94,9 @@ impl Sending<'_> {
         let none = || Error::new(ErrorKind::NotFound, "no unfinished transfer was found");
         let name = self.left()?.pop().ok_or_else(none)?;
         let names = vec![name.clone(); self.request.disks.len()];
-        let outcome = self.ship(&names, self.request.incremental, true);
+        let outcome = self.ship(&names, self.request.how.incremental, true);
         match &outcome {
-            Err(error) if error.kind() == ErrorKind::NotFound && !self.request.incremental => self.forget(&name),
+            Err(error) if error.kind() == ErrorKind::NotFound && !self.request.how.incremental => self.forget(&name),
             Ok(_) => self.arrived(&name),
             Err(_) => {}
         }
@@ -103,7 +106,7 @@ impl Sending<'_> {
     /// Sends snapshots that were taken for this.
     fn taken(&self, name: &str) -> Result<Sent> {
         let names = vec![name.to_owned(); self.request.disks.len()];
-        let outcome = self.ship(&names, self.request.incremental, false);
+        let outcome = self.ship(&names, self.request.how.incremental, false);
         match &outcome {
             Ok(_) => self.arrived(name),
             // The same command goes on from there.
@@ -119,7 +122,7 @@ impl Sending<'_> {
 
     /// The snapshots have served; or they serve the next time, and those before them no more.
     fn arrived(&self, name: &str) {
-        if !self.request.incremental {
+        if !self.request.how.incremental {
             return self.forget(name);
         }
         let older = self.left().unwrap_or_default();
@@ -128,8 +131,10 @@ impl Sending<'_> {
 
     fn forget(&self, name: &str) {
         for disk in &self.request.disks {
-            if let Err(error) = self.datastore.delete_snapshot(&disk.disk, name, None, &NoProgress) {
-                tracing::warn!("snapshot '{}@{name}' stays: {error}", disk.disk);
+            let (disk, snapshot) = (disk.disk.clone(), name.to_owned());
+            match self.datastore.delete_snapshot(&disk, name, None, &NoProgress) {
+                Ok(_) => self.service.publish(|| vec![Change::SnapshotDeleted { disk, snapshot }]),
+                Err(error) => tracing::warn!("snapshot '{disk}@{name}' stays: {error}"),
             }
         }
     }
@@ -146,14 +151,15 @@ impl Sending<'_> {
             disks,
             attachment: request.attachment.clone(),
             keep,
-            incremental: request.incremental,
-            update: request.incremental && request.attachment.is_none(),
+            incremental: request.how.incremental,
+            update: request.how.incremental && request.attachment.is_none(),
             resume_only,
         };
-        let tls = &request.tls;
+        let how = &request.how;
+        let tls = &how.tls;
         let options = SendOptions {
-            streams: request.streams as usize,
-            rate: request.rate,
+            streams: how.streams as usize,
+            rate: how.rate,
             tls: ClientTls {
                 authorities: tls.authorities.clone(),
                 identity: tls.certificate.clone().zip(tls.key.clone()),

@@ -2,7 +2,7 @@
 
 use super::claims::{self, Deed};
 use super::{Service, Watch};
-use crate::message::{Reply, SnapshotRequest};
+use crate::message::{Part, Reply, SnapshotRequest};
 use disk::{Datastore, Point, SnapshotInfo, Throttled};
 use error::{Error, ErrorKind, Result};
 
@@ -10,8 +10,8 @@ use error::{Error, ErrorKind, Result};
 const EXTENTS_PER_BATCH: usize = 4096;
 
 /// Carries out one.
-pub fn dispatch(service: Service<'_>, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
-    let datastore = service.datastore;
+pub fn dispatch(service: &Service, request: SnapshotRequest, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = &*service.datastore;
     Ok(match request {
         SnapshotRequest::Create { of, options } => Reply::Snapshots(datastore.create_snapshots(&of, &options)?),
         SnapshotRequest::List { disk } => Reply::Snapshots(datastore.snapshots(disk.as_deref())?),
@@ -20,7 +20,7 @@ pub fn dispatch(service: Service<'_>, request: SnapshotRequest, watch: &dyn Watc
             let deed = Deed::DeleteSnapshot(&name);
             claims::refuse(service, &disk, deed, force)?;
             datastore.delete_snapshot(&disk, &name, direction, &Throttled { progress: watch, rate })?;
-            claims::forget(service.clients, &disk, deed);
+            claims::forget(&service.clients, &disk, deed);
             Reply::Deleted(format!("{disk}@{name}"))
         }
         SnapshotRequest::Revert { disk, name, force } => {
@@ -54,10 +54,10 @@ fn diff(datastore: &Datastore, disk: &str, from: &Point, to: &Point, watch: &dyn
         if watch.cancelled() {
             return Err(interrupted(&format!("the diff of disk '{disk}'")));
         }
-        watch.extents(std::mem::take(&mut batch))
+        watch.part(Part::Extents(std::mem::take(&mut batch)))
     })?;
     if !batch.is_empty() {
-        watch.extents(batch)?;
+        watch.part(Part::Extents(batch))?;
     }
     Ok(Reply::Diff { extents, bytes })
 }

@@ -45,6 +45,9 @@ pub enum DiskRequest {
         shrink: bool,
         /// Whose connections are ended for them to learn the new capacity.
         reconnect: Reconnect,
+        /// A machine that runs on the disk sees the new capacity. By the process that asks, as all about machines; not
+        /// together with `shrink`.
+        tell_machine: bool,
     },
     /// Rename a disk.
     Rename {

@@ -3,14 +3,14 @@
 //! A change that an older or newer peer could misread raises [`VERSION`]; the version is looked at before anything
 //! else of a line, so that peers of different age tell each other so instead of guessing.
 
-use super::{Reply, Request};
+use super::{Event, Reply, Request};
 use disk::ChangedExtent;
 use error::{Error, ErrorKind};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 /// Version of the protocol.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// The longest line a client may send: room for the names of a hundred thousand clones.
 pub const REQUEST_LINE_MAX: usize = 16 << 20;
@@ -32,6 +32,18 @@ pub struct ProgressReport {
 pub struct Failure {
     kind: String,
     message: String,
+}
+
+impl Failure {
+    /// Its kind.
+    pub fn kind(&self) -> ErrorKind {
+        ErrorKind::from_name(&self.kind)
+    }
+
+    /// Its sentence.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
 }
 
 impl From<&Error> for Failure {
@@ -62,12 +74,22 @@ pub enum FromClient {
 pub enum FromServer {
     /// So far.
     Progress(ProgressReport),
-    /// A part of a diff.
-    Extents(Vec<ChangedExtent>),
+    /// A part of an answer that is too long to hold, or that has no end.
+    Part(Part),
     /// Done.
     Reply(Box<Reply>),
     /// Failed.
     Error(Failure),
+}
+
+/// A part of an answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Part {
+    /// The next extents of a diff.
+    Extents(Vec<ChangedExtent>),
+    /// The next change.
+    Event(Box<Event>),
 }
 
 /// What every line has, whatever its version.

@@ -1,18 +1,29 @@
-//! The messages of the control protocol, by noun: [`disk`], [`snapshot`], [`image`], [`send`]; their ends in
-//! [`reply`], their encoding in [`line`].
+//! Requests by noun, [`disk`], [`snapshot`], [`image`], [`send`], [`machine`], [`job`]; their good ends in [`reply`],
+//! what subscribers are told in [`event`], their encoding in [`line`].
 
 mod disk;
+mod event;
 mod image;
+mod job;
 mod line;
+mod machine;
 mod reply;
 mod send;
 mod snapshot;
 
 pub use disk::{DiskRequest, Reconnect};
+pub use event::{Change, Event};
 pub use image::ImageRequest;
-pub use line::{FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode};
-pub use reply::{ExportInfo, Reply, Resized, Serving};
-pub use send::{ReceiveRequest, SendPoint, SendRequest, SendTls, SentDisk};
+pub use job::{JobEnd, JobInfo, JobRequest, JobState};
+pub use line::{
+    Failure, FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, decode, encode,
+};
+pub use machine::{
+    CloneOptions, Cloned, ClonedMachine, MachineActivity, MachineInfo, MachineMemory, MachineReply, MachineRequest,
+    MachineSnapshot, MachineSummary, MachineVerb, NewMachine,
+};
+pub use reply::{ExportInfo, MachineNotice, Reply, Resized, Serving};
+pub use send::{ReceiveRequest, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 pub use snapshot::SnapshotRequest;
 
 use ::disk::Point;
@@ -20,7 +31,7 @@ use ::disk::convert::Conversion;
 use ::disk::salvage::SalvageRequest;
 use serde::{Deserialize, Serialize};
 
-/// Everything that can be asked of an open datastore.
+/// Everything that can be asked: of an open datastore, of its machines, of files.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Request {
@@ -62,6 +73,12 @@ pub enum Request {
     Receive(ReceiveRequest),
     /// Wait until the requests of clients that have gone are done or given up.
     Settle,
+    /// About machines.
+    Machine(Box<MachineRequest>),
+    /// About jobs.
+    Job(JobRequest),
+    /// Tell of every change of the datastore, until cancelled.
+    Events,
 }
 
 impl Request {
@@ -69,11 +86,23 @@ impl Request {
     pub fn takes_long(&self) -> bool {
         match self {
             Self::Status | Self::ExportList | Self::Settle | Self::Receive(_) => false,
-            Self::Check { .. } | Self::Convert(_) | Self::Salvage(_) | Self::Send(_) => true,
+            Self::Check { .. } | Self::Convert(_) | Self::Salvage(_) | Self::Send(_) | Self::Events => true,
+            Self::Machine(request) => request.verb.takes_long(),
+            Self::Job(request) => matches!(request, JobRequest::Wait { .. }),
             Self::Image(request) => request.takes_long(),
             Self::Disk(request) => request.takes_long(),
             Self::Snapshot(request) => request.takes_long(),
             Self::Clone { full, .. } => *full,
+        }
+    }
+
+    /// True for what is carried out in the process that asks, never in the one that serves the datastore: what starts or
+    /// changes a machine's QEMU, which must depend on no server.
+    pub fn is_of_asking_process(&self) -> bool {
+        match self {
+            Self::Machine(_) | Self::Disk(DiskRequest::Resize { tell_machine: true, .. }) => true,
+            Self::Job(JobRequest::Start(request)) => request.is_of_asking_process(),
+            _ => false,
         }
     }
 

@@ -1,5 +1,6 @@
 //! The good ends of requests.
 
+use super::{JobEnd, JobInfo, MachineReply};
 use disk::convert::Converted;
 use disk::images::{ImageCheck, ImageInfo, ImageLevel};
 use disk::salvage::{SalvageList, SalvageReport};
@@ -71,6 +72,14 @@ pub enum Reply {
     Receptions(Vec<ReceptionInfo>),
     /// Of `Settle`.
     Settled,
+    /// Of requests about machines.
+    Machine(MachineReply),
+    /// Of `Start`, `Show` and `Cancel` of a job.
+    Job(JobInfo),
+    /// Of `List` of jobs.
+    Jobs(Vec<JobInfo>),
+    /// Of `Wait` for a job that ended well.
+    JobEnded(Box<JobEnd>),
 }
 
 /// A disk of another capacity.
@@ -84,6 +93,17 @@ pub struct Resized {
     pub reconnected: u64,
     /// Clients that were connected before, and still are: they have the capacity of before.
     pub unaware: Vec<String>,
+    /// The running machine that has the disk, where it was to see the capacity.
+    pub machine: Option<MachineNotice>,
+}
+
+/// A running machine whose disk has another capacity.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineNotice {
+    /// The machine.
+    pub name: String,
+    /// It sees the capacity; not while the datastore is not served.
+    pub seen: bool,
 }
 
 /// What serves a datastore.

@@ -53,6 +53,14 @@ pub struct SendRequest {
     pub point: SendPoint,
     /// The definition of the machine that they belong to there.
     pub attachment: Option<String>,
+    /// How.
+    pub how: SendHow,
+}
+
+/// How something is sent.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SendHow {
     /// Only what differs; and this state stays as a snapshot.
     pub incremental: bool,
     /// Data connections.

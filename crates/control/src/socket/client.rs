@@ -61,7 +61,7 @@ impl Client {
             };
             match decode(&line)? {
                 FromServer::Progress(report) => watch.update(report.done, report.total),
-                FromServer::Extents(batch) => watch.extents(batch)?,
+                FromServer::Part(part) => watch.part(part)?,
                 FromServer::Reply(reply) => return Ok(*reply),
                 FromServer::Error(failure) => return Err(failure.into()),
             }

@@ -15,9 +15,9 @@
 use super::lines::{Line, LineReader};
 use crate::dispatch::Watch;
 use crate::message::{
-    FromClient, FromServer, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
+    FromClient, FromServer, Part, ProgressReport, REPLY_LINE_MAX, REQUEST_LINE_MAX, Reply, Request, decode, encode,
 };
-use disk::{ChangedExtent, Progress};
+use disk::Progress;
 use error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -312,6 +312,12 @@ impl Connection<'_> {
             self.send(&failure(&Error::new(ErrorKind::Busy, sentence)))?;
             return Ok(true);
         }
+        if request.is_of_asking_process() {
+            let sentence = "what starts, changes or tells a machine is done by the process that asks, not by the server: it cannot be a \
+                            job of the server";
+            self.send(&failure(&Error::new(ErrorKind::Unsupported, sentence)))?;
+            return Ok(true);
+        }
         let (result, usable) = match request.takes_long() {
             true => self.follow(request, &follower, lines)?,
             false => {
@@ -415,9 +421,9 @@ impl Progress for Follower<'_> {
 }
 
 impl Watch for Follower<'_> {
-    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
+    fn part(&self, part: Part) -> Result<()> {
         self.connection
-            .send(&FromServer::Extents(batch))
+            .send(&FromServer::Part(part))
             .map_err(|error| Error::new(ErrorKind::Interrupted, format!("the client closed its connection: {error}")))
     }
 }

@@ -7,9 +7,8 @@ pub mod size;
 pub mod usage;
 
 pub use arguments::{
-    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, IdentityArgument, ImageCommand,
-    NetworkArgument, ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmClone,
-    VmCommand, VmCreate, VmSnapshotCommand,
+    CheckArguments, CloneArguments, ConvertArguments, DiskCommand, ExportCommand, ImageCommand, JobCommand,
+    ReceiveCommand, SalvageArguments, ServeArguments, SnapshotCommand, VmArguments, VmCommand,
 };
 
 use clap::{CommandFactory, Parser, Subcommand};
@@ -39,6 +38,10 @@ pub struct Cli {
     /// Print JSON: sizes in bytes, times in seconds since 1970.
     #[arg(long, global = true)]
     pub json: bool,
+
+    /// Have the server do long work as a job, print the job and end: the work goes on without this command.
+    #[arg(long, global = true)]
+    pub background: bool,
 
     /// What to log to stderr, such as `debug` or `export=trace`; also taken from RUST_LOG.
     #[arg(long, global = true, value_name = "FILTER")]
@@ -92,6 +95,11 @@ pub enum Command {
     /// Show and manage what other servers send here.
     #[command(subcommand)]
     Receive(ReceiveCommand),
+    /// Show, wait for and cancel jobs: long work of the server.
+    #[command(subcommand)]
+    Job(JobCommand),
+    /// Print every change of the datastore and of its jobs, a line each, until interrupted.
+    Events,
     /// Print the completion script of a shell.
     Completion {
         /// The shell.
@@ -105,7 +113,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// What to ask the datastore; `None` for verbs that are not about an open datastore.
+    /// The request; `None` for verbs that are none.
     pub fn request(&self) -> Result<Option<Request>, String> {
         Ok(Some(match self {
             Self::Status => Request::Status,
@@ -118,7 +126,10 @@ impl Command {
             Self::Image(command) => command.request(),
             Self::Export(ExportCommand::List) => Request::ExportList,
             Self::Receive(command) => command.request(),
-            Self::Init { .. } | Self::Vm(_) | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => {
+            Self::Vm(arguments) => arguments.request()?,
+            Self::Job(command) => command.request(),
+            Self::Events => Request::Events,
+            Self::Init { .. } | Self::Serve(_) | Self::Completion { .. } | Self::Man { .. } => {
                 return Ok(None);
             }
         }))

@@ -1,10 +1,12 @@
 //! Replies as JSON. The shape is an interface: members are added, never renamed or removed.
 
-use control::Reply;
+mod machine;
+
+use control::{Change, Event, JobInfo, Reply, Request};
 use serde_json::{Value, json};
 
 /// What `--json` prints for a reply.
-pub fn value(reply: &Reply) -> Value {
+pub fn value(request: &Request, reply: &Reply) -> Value {
     match reply {
         Reply::Status { status, serving } => {
             let mut value = json!(status);
@@ -20,6 +22,9 @@ pub fn value(reply: &Reply) -> Value {
             if let Some(members) = value.as_object_mut() {
                 members.insert("reconnected".into(), json!(resized.reconnected));
                 members.insert("unaware".into(), json!(resized.unaware));
+                if let Some(machine) = &resized.machine {
+                    members.insert("machine_sees_it".into(), json!(machine.seen));
+                }
             }
             value
         }
@@ -43,5 +48,30 @@ pub fn value(reply: &Reply) -> Value {
         Reply::Sent(sent) => json!(sent),
         Reply::Receptions(receptions) => json!({ "receptions": receptions }),
         Reply::Settled => json!({ "settled": true }),
+        Reply::Machine(reply) => match request {
+            Request::Machine(request) => machine::value(&request.verb, reply),
+            _ => json!(reply),
+        },
+        Reply::Job(one) => job(one),
+        Reply::Jobs(jobs) => json!({ "jobs": jobs.iter().map(job).collect::<Vec<Value>>() }),
+        Reply::JobEnded(end) => match &end.outcome {
+            Some((request, reply)) => value(request, reply),
+            None => job(&end.job),
+        },
     }
+}
+
+/// What `--json` prints for a change.
+pub fn event(event: &Event) -> Value {
+    let mut value = json!(event);
+    if let Change::JobStarted { job: one } | Change::JobEnded { job: one } = &event.change {
+        value["job"] = job(one);
+    }
+    value
+}
+
+fn job(job: &JobInfo) -> Value {
+    let mut value = json!(job);
+    value["error"] = json!(job.error.as_ref().map(|error| error.message()));
+    value
 }

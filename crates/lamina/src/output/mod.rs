@@ -1,18 +1,19 @@
 //! What verbs print on stdout: text for people (aligned tables, rounded sizes), JSON for programs (exact bytes, seconds
 //! since 1970). Both are made from the same [`Reply`], wherever it came from.
 
+mod complaints;
 mod extents;
 pub mod human;
 mod json;
 mod table;
 mod text;
 mod tree;
+mod words;
 
+pub use complaints::{complain, complain_of_clones};
 pub use extents::Extents;
-pub use json::value as json_value;
-pub use table::{Align, Table, print_facts};
 
-use control::{Reply, Request};
+use control::{Event, Reply, Request};
 use std::io::{self, Write};
 
 /// In which form.
@@ -35,8 +36,17 @@ impl Form {
 pub fn print(out: &mut dyn Write, form: Form, request: &Request, reply: &Reply) -> io::Result<()> {
     match form {
         Form::Text => text::print(out, request, reply),
-        Form::Json => print_json(out, &json::value(reply)),
+        Form::Json => print_json(out, &json::value(request, reply)),
     }
+}
+
+/// Prints one change on a line of its own, JSON as well.
+pub fn print_event(out: &mut dyn Write, form: Form, event: &Event) -> io::Result<()> {
+    match form {
+        Form::Text => text::print_event(out, event)?,
+        Form::Json => writeln!(out, "{}", json::event(event))?,
+    }
+    out.flush()
 }
 
 /// Prints one JSON value.

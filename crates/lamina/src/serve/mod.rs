@@ -2,13 +2,14 @@
 //!
 //! ```text
 //!  open datastore -> NBD and the receiver listen -> control socket listens -> ready
-//!      first SIGTERM or SIGINT -> receiver and NBD stop -> control stops -> control socket removed -> datastore
-//!      closed -> exit 0 second -> exit at once
+//!      first SIGTERM or SIGINT -> receiver and NBD stop -> jobs stop -> control stops -> control socket removed
+//!      -> datastore closed -> exit 0
+//!      second -> exit at once
 //! ```
 //!
 //! What holds:
 //! 1. The ready line and `READY=1` come when every listener accepts connections, and not before.
-//! 2. No request, of NBD or control, is running when the datastore is closed.
+//! 2. No request, of NBD or control, and no job is running when the datastore is closed.
 //! 3. Sockets are removed while we still own the datastore, so that the next owner's are never hit.
 //! 4. Leaving at any instant without closing loses nothing that was acknowledged as durable: the store
 //!    guarantees that, and the second signal relies on it.
@@ -22,7 +23,8 @@ use crate::cli::ServeArguments;
 use crate::output::Form;
 use crate::{exit, follow};
 use connections::{Address, Limits, Listen, TlsConfig};
-use control::{Service, Serving, require_folder, socket, uri};
+use control::jobs::Jobs;
+use control::{Served, Service, Serving, Target, Watch, require_folder, socket, uri};
 use disk::{Datastore, OpenOptions};
 use error::{Error, Result};
 use export::clients::Clients;
@@ -92,11 +94,22 @@ fn serve(
     let nbd = Arc::new(nbd::Server::start(config, Arc::new(exports))?);
     let of_replaced = Arc::clone(&clients);
     datastore.refuse_to_replace(move |disk| control::refuse_to_replace(&of_replaced, disk));
-    let receiver = receiving::start(path, datastore, arguments)?;
+    let jobs = Arc::new(Jobs::new()?);
+    let receiver = receiving::start(path, datastore, &jobs, arguments)?;
     let mut serving = serving(&nbd, arguments);
     serving.receive = receiver.as_ref().map(|receiver| receiver.address());
     // Should this fail, the servers stop as they are dropped.
-    let control = start_control(path, datastore, &serving, &clients, &nbd)?;
+    let serving = Arc::new(serving);
+    let service = Service {
+        datastore: Arc::clone(datastore),
+        folder: path.into(),
+        clients: Arc::clone(&clients),
+        served: Some(Served { nbd: Arc::clone(&nbd), serving: Arc::clone(&serving) }),
+        jobs: Some(Arc::clone(&jobs)),
+    };
+    let target = Target::Open(service);
+    let handler = Box::new(move |request, watch: &dyn Watch| control::dispatch(&target, request, watch));
+    let control = socket::Server::start(socket::bind(path)?, handler)?;
     spare.keep();
     for warning in &status.file_system.warnings {
         tracing::warn!(datastore = %path.display(), "{warning}");
@@ -119,6 +132,7 @@ fn serve(
     // What it receives may end with a request to the control socket.
     drop(receiver);
     nbd.stop();
+    jobs.stop();
     control.stop();
     clients.close();
     socket::remove_stale(path)?;
@@ -187,31 +201,6 @@ fn serving(nbd: &nbd::Server, arguments: &ServeArguments) -> Serving {
         }
     }
     serving
-}
-
-fn start_control(
-    path: &Path,
-    datastore: &Arc<Datastore>,
-    serving: &Serving,
-    clients: &Arc<Clients>,
-    nbd: &Arc<nbd::Server>,
-) -> Result<socket::Server> {
-    let listener = socket::bind(path)?;
-    let (datastore, serving, folder) = (Arc::clone(datastore), serving.clone(), path.to_path_buf());
-    let (clients, nbd) = (Arc::clone(clients), Arc::clone(nbd));
-    socket::Server::start(
-        listener,
-        Box::new(move |request, watch| {
-            let service = Service {
-                datastore: &datastore,
-                folder: &folder,
-                clients: &clients,
-                nbd: Some(&nbd),
-                serving: Some(&serving),
-            };
-            control::dispatch(service, request, watch)
-        }),
-    )
 }
 
 /// The one line on stdout that says that clients may come.

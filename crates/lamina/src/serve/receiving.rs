@@ -1,8 +1,9 @@
 //! Disks and machines that other servers send here.
 
 use crate::cli::ServeArguments;
-use crate::machines::Bound;
 use connections::TlsConfig;
+use control::jobs::Jobs;
+use control::{Change, Target};
 use disk::Datastore;
 use error::{Error, ErrorKind, Result};
 use replication::{Attachments, Making, Receiver, ReceiverConfig};
@@ -14,6 +15,7 @@ use vm::machines::{Machines, OwnDisk};
 /// Machines that come with their disks: their definitions, which become machines when their disks are there.
 struct Arriving {
     machines: Machines,
+    jobs: Arc<Jobs>,
 }
 
 /// A machine that is about to be there.
@@ -51,6 +53,11 @@ impl Attachments for Arriving {
         let making = self.machines.make(std::slice::from_ref(&definition), own, Vec::new())?;
         Ok(Box::new(Prepared { making, definition }))
     }
+
+    fn arrived(&self, disks: &[String]) {
+        let received = |disk: &String| Change::DiskReceived { disk: disk.clone() };
+        self.jobs.events().publish(disks.iter().map(received).collect());
+    }
 }
 
 impl Making for Prepared {
@@ -63,7 +70,12 @@ impl Making for Prepared {
 }
 
 /// Begins to receive, if that is asked for.
-pub fn start(path: &Path, datastore: &Arc<Datastore>, arguments: &ServeArguments) -> Result<Option<Receiver>> {
+pub fn start(
+    path: &Path,
+    datastore: &Arc<Datastore>,
+    jobs: &Arc<Jobs>,
+    arguments: &ServeArguments,
+) -> Result<Option<Receiver>> {
     let Some(listen) = arguments.receive else { return Ok(None) };
     let (Some(certificate), Some(key)) = (&arguments.tls_cert, &arguments.tls_key) else {
         return Err(Error::new(ErrorKind::Invalid, "receiving takes a certificate: give --tls-cert and --tls-key"));
@@ -78,6 +90,7 @@ pub fn start(path: &Path, datastore: &Arc<Datastore>, arguments: &ServeArguments
         },
         clients: arguments.receive_from.clone(),
     };
-    let machines = Machines::open(path.join("machines"), Arc::new(Bound::new(path)))?;
-    Receiver::start(&config, Arc::clone(datastore), Arc::new(Arriving { machines })).map(Some)
+    let machines = Machines::open(path.join("machines"), control::disks(Target::At(path.to_path_buf())))?;
+    let arriving = Arriving { machines, jobs: Arc::clone(jobs) };
+    Receiver::start(&config, Arc::clone(datastore), Arc::new(arriving)).map(Some)
 }

@@ -430,7 +430,7 @@ fn a_header_that_contradicts_its_descriptor_is_refused() {
     let directory = world.directory();
     let folder = Folder::plain(Arc::clone(&directory));
     let new = NewImage::new("vm.vmdk", 8 * MIB, ImageKind::MonolithicSparse);
-    create(&folder, &new, &mut || 7, &mut go_on).unwrap();
+    create(&folder, &new, &mut || 7, &NoProgress).unwrap();
     assert_eq!(open(&directory, "vm.vmdk", &OpenOptions::default()).unwrap().layer().capacity(), 8 * MIB);
     // One flipped bit of the capacity: another size, by which all else in the header is still possible.
     let file = directory.open("vm.vmdk", IoMode::Buffered).unwrap();

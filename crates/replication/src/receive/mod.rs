@@ -30,6 +30,9 @@ pub trait Attachments: Send + Sync {
 
     /// Prepares it, before the disks are there. Dropped unfinished, it takes itself back, and the disks.
     fn begin(&self, text: &str, disks: &[String]) -> Result<Box<dyn Making>>;
+
+    /// Learns that disks have arrived, or were brought up to date, with an attachment or without.
+    fn arrived(&self, _disks: &[String]) {}
 }
 
 /// Something that is about to be there.

@@ -316,7 +316,9 @@ fn commit(sessions: &Sessions, session: &Session, expected: &[(u64, u64)]) -> Re
     if let Some(making) = making {
         making.finish()?;
     }
-    Ok(disks.into_iter().map(|disk| disk.name).collect())
+    let names: Vec<String> = disks.into_iter().map(|disk| disk.name).collect();
+    sessions.attachments.arrived(&names);
+    Ok(names)
 }
 
 /// A data connection.

@@ -29,12 +29,14 @@ use crate::lifecycle;
 use crate::machines::{Making, OwnDisk, Snapshot};
 use crate::quiet::Quiet;
 use error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::time::Duration;
 use work::{Progress, Unreported};
 
 /// What is to become of the identity inside the guest of an instant clone.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Inside {
     /// The guest's agent gives it a new one; if none answers, the clone is kept, its network unplugged.
     IfAgent,

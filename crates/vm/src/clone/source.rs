@@ -7,13 +7,15 @@ use crate::machines::Snapshot;
 use crate::quiet::{self, Quiet};
 use crate::snapshots;
 use error::Result;
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// How the names of snapshots begin that are taken for clones: they go with the last of them.
 pub const PREFIX: &str = "clone-";
 
 /// A machine, or a snapshot of it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Source {
     /// The machine.
     pub machine: String,

@@ -8,6 +8,7 @@ use layer::image::{ImageKind, OpenOptions, Place, open_chain};
 use std::path::Path;
 use std::sync::Arc;
 use vmdk::{DeltaFormat, Disk, NewDisk, NewSnapshot};
+use work::NoProgress;
 
 const CAPACITY: usize = 1 << 20;
 
@@ -19,7 +20,7 @@ fn raw_disk(folder: &Path) -> Arc<Disk> {
         delta: Some(DeltaFormat::SeSparse),
         adapter: Adapter::LsiLogic,
     };
-    Disk::create(local(folder), &new, &options(1), &()).unwrap()
+    Disk::create(local(folder), &new, &options(1), &NoProgress).unwrap()
 }
 
 /// What one reads who has the folder and knows nothing of the record.
@@ -53,7 +54,7 @@ fn a_chain_on_a_raw_base_opens_by_its_path_whatever_was_merged() {
     }
     scribble(&disk, &mut content, &mut random);
     for name in ["a", "c"] {
-        disk.delete_snapshot(name, None, &()).unwrap();
+        disk.delete_snapshot(name, None, &NoProgress).unwrap();
         assert!(by_path(&disk, folder.path()) == content, "without {name}");
     }
     let before = read(&disk.snapshot_chain("b").unwrap());
@@ -77,9 +78,9 @@ fn what_a_guest_writes_at_the_beginning_is_no_descriptor() {
     }
     assert!(by_path(&disk, folder.path()) == content);
     assert!(disk.info().unwrap().files.iter().all(|file| !file.path.ends_with("other.bin")));
-    disk.delete_snapshot("a", None, &()).unwrap();
-    disk.delete_snapshot("b", None, &()).unwrap();
-    disk.consolidate(&()).unwrap();
+    disk.delete_snapshot("a", None, &NoProgress).unwrap();
+    disk.delete_snapshot("b", None, &NoProgress).unwrap();
+    disk.consolidate(&NoProgress).unwrap();
     assert_eq!(disk.info().unwrap().levels, 1, "it can be merged into its base");
     assert!(read(&disk.chain().unwrap()) == content);
     disk.close().unwrap();

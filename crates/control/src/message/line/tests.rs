@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::message::{DiskRequest, Reconnect, SnapshotRequest};
+use crate::message::{Change, DiskRequest, JobRequest, MachineRequest, MachineVerb, Reconnect, SnapshotRequest};
 use disk::{DeltaFormat, Direction, DiskFormat, ImageKind, NewDisk, Point, Provisioning, SnapshotOptions, Tuning};
 
 fn requests() -> Vec<Request> {
@@ -25,6 +25,7 @@ fn requests() -> Vec<Request> {
             capacity: 1,
             shrink: false,
             reconnect: Reconnect::Process(7),
+            tell_machine: true,
         }),
         Request::Disk(DiskRequest::Delete { name: name(), promote: true, force: false }),
         Request::Snapshot(SnapshotRequest::Create {
@@ -43,6 +44,13 @@ fn requests() -> Vec<Request> {
         Request::Snapshot(SnapshotRequest::Diff { disk: name(), from: Point::Snapshot(name()), to: Point::Head }),
         Request::Clone { disk: name(), at: Point::Head, names: vec![name()], full: false },
         Request::ExportList,
+        Request::Machine(Box::new(MachineRequest {
+            qemu: name().into(),
+            memory_folder: None,
+            verb: MachineVerb::Execute { name: name(), command: vec![name()], input: vec![0, 255], timeout: 1 },
+        })),
+        Request::Job(JobRequest::Start(Box::new(Request::Check { data: true, repair: false }))),
+        Request::Events,
     ]
 }
 
@@ -56,6 +64,15 @@ fn a_request_crosses_unchanged_on_one_line() {
 }
 
 #[test]
+fn an_event_crosses_unchanged() {
+    for change in [Change::DiskResized { disk: "a".into(), capacity: u64::MAX }, Change::Missed { count: 3 }] {
+        let event = FromServer::Part(Part::Event(Box::new(Event { number: 1, time: u64::MAX, change })));
+        let line = encode(&event, REPLY_LINE_MAX).unwrap();
+        assert_eq!(decode::<FromServer>(&line[..line.len() - 1]).unwrap(), event);
+    }
+}
+
+#[test]
 fn every_kind_crosses_unchanged() {
     for kind in ErrorKind::ALL {
         let error: Error = Failure::from(&Error::new(kind, "why")).into();
@@ -65,9 +82,9 @@ fn every_kind_crosses_unchanged() {
 
 #[test]
 fn another_version_is_told_so_even_if_the_rest_is_unknown() {
-    let error = decode::<FromClient>(br#"{"version":4,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
+    let error = decode::<FromClient>(br#"{"version":5,"message":{"request":{"teleport":{}}}}"#).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("protocol 4"), "{error}");
+    assert!(error.to_string().contains("protocol 5"), "{error}");
 }
 
 #[test]
@@ -78,17 +95,17 @@ fn malformed_lines_are_invalid() {
         b"null",
         b"[3]",
         b"\xff\xfe",
-        br#"{"version":3}"#,
+        br#"{"version":4}"#,
         br#"{"version":-1,"message":"cancel"}"#,
-        br#"{"version":3,"message":"cancel"} x"#,
-        br#"{"version":3,"message":{"request":"format_disk"}}"#,
-        br#"{"version":3,"message":{"request":{"disk":{"show":{}}}}}"#,
-        br#"{"version":3,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
-        br#"{"version":3,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false,"reconnect":"no_client"}}}}}"#,
+        br#"{"version":4,"message":"cancel"} x"#,
+        br#"{"version":4,"message":{"request":"format_disk"}}"#,
+        br#"{"version":4,"message":{"request":{"disk":{"show":{}}}}}"#,
+        br#"{"version":4,"message":{"request":{"disk":{"show":{"name":"a","force":true}}}}}"#,
+        br#"{"version":4,"message":{"request":{"disk":{"resize":{"name":"a","capacity":-1,"shrink":false,"reconnect":"no_client","tell_machine":false}}}}}"#,
     ] {
         assert_eq!(decode::<FromClient>(line).unwrap_err().kind(), ErrorKind::Invalid);
     }
-    let deep = format!(r#"{{"version":3,"message":{}"#, "[".repeat(1 << 20));
+    let deep = format!(r#"{{"version":4,"message":{}"#, "[".repeat(1 << 20));
     assert_eq!(decode::<FromClient>(deep.as_bytes()).unwrap_err().kind(), ErrorKind::Invalid);
 }
 

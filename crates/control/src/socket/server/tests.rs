@@ -5,6 +5,7 @@
 use super::*;
 use crate::message::{DiskRequest, SnapshotRequest};
 use crate::socket::client::Client;
+use disk::ChangedExtent;
 use std::io::{BufRead, BufReader, Read};
 use std::sync::atomic::AtomicUsize;
 
@@ -24,7 +25,7 @@ fn play(request: Request, watch: &dyn Watch) -> Result<Reply> {
         Request::Snapshot(SnapshotRequest::Diff { .. }) => {
             let extent = |offset| ChangedExtent { offset, length: 1, zero: false };
             for batch in 0..100u64 {
-                watch.extents((0..100).map(|i| extent(batch * 100 + i)).collect())?;
+                watch.part(Part::Extents((0..100).map(|i| extent(batch * 100 + i)).collect()))?;
             }
             Ok(Reply::Diff { extents: 10_000, bytes: 10_000 })
         }
@@ -80,7 +81,8 @@ impl Progress for Notes {
 }
 
 impl Watch for Notes {
-    fn extents(&self, batch: Vec<ChangedExtent>) -> Result<()> {
+    fn part(&self, part: Part) -> Result<()> {
+        let Part::Extents(batch) = part else { panic!("{part:?} belongs to no diff") };
         self.offsets.lock().extend(batch.iter().map(|e| e.offset));
         Ok(())
     }

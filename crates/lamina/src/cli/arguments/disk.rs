@@ -331,6 +331,7 @@ impl DiskCommand {
                 capacity: *size,
                 shrink: *shrink,
                 reconnect: if *reconnect_clients { Reconnect::All } else { Reconnect::NoClient },
+                tell_machine: !*shrink,
             },
             Self::Rename { name, to, force } => {
                 DiskRequest::Rename { name: name.clone(), to: to.clone(), force: *force }

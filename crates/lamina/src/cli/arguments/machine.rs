@@ -1,13 +1,19 @@
 //! Verbs of machines.
 
 use super::send::SendArguments;
-use crate::cli::address::{CLONES_MAX, NamePattern, parse_disk};
+use crate::cli::address::{CLONES_MAX, NamePattern, absolute, parse_disk};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand, ValueEnum};
+use control::{CloneOptions, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Request};
 use replication::Remote;
+use std::io::Read;
 use std::path::PathBuf;
 use std::str::FromStr;
-use vm::definition::Link;
+use vm::clone::{Inside, Source};
+use vm::definition::{CloneKind, Link};
+
+/// Most bytes that a program in the guest is given.
+const INPUT_MAX: u64 = 1 << 20;
 
 /// Reads the name of a machine.
 fn parse_machine(text: &str) -> Result<String, String> {
@@ -19,44 +25,20 @@ fn parse_seconds(text: &str) -> Result<u64, String> {
     text.strip_suffix('s').unwrap_or(text).parse().map_err(|_| format!("'{text}' is no number of seconds"))
 }
 
-/// A machine, or a snapshot of one: `VM` or `VM@SNAPSHOT`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MachineAddress {
-    /// The machine.
-    pub machine: String,
-    /// Its snapshot.
-    pub snapshot: Option<String>,
+/// Reads a machine, or a snapshot of one: `VM` or `VM@SNAPSHOT`.
+fn parse_source(text: &str) -> Result<Source, String> {
+    let Some((machine, snapshot)) = text.split_once('@') else {
+        return Ok(Source { machine: parse_machine(text)?, snapshot: None });
+    };
+    vm::snapshots::check_name(snapshot).map_err(|error| error.to_string())?;
+    Ok(Source { machine: parse_machine(machine)?, snapshot: Some(snapshot.to_owned()) })
 }
 
-impl FromStr for MachineAddress {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let Some((machine, snapshot)) = text.split_once('@') else {
-            return Ok(Self { machine: parse_machine(text)?, snapshot: None });
-        };
-        vm::snapshots::check_name(snapshot).map_err(|error| error.to_string())?;
-        Ok(Self { machine: parse_machine(machine)?, snapshot: Some(snapshot.to_owned()) })
-    }
-}
-
-/// A snapshot of a machine: `VM@SNAPSHOT`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MachineSnapshot {
-    /// The machine.
-    pub machine: String,
-    /// Its snapshot.
-    pub name: String,
-}
-
-impl FromStr for MachineSnapshot {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        match text.parse()? {
-            MachineAddress { machine, snapshot: Some(name) } => Ok(Self { machine, name }),
-            _ => Err("a snapshot of a machine is written VM@SNAPSHOT".into()),
-        }
+/// Reads a snapshot of a machine: `VM@SNAPSHOT`.
+fn parse_snapshot(text: &str) -> Result<MachineSnapshot, String> {
+    match parse_source(text)? {
+        Source { machine, snapshot: Some(name) } => Ok(MachineSnapshot { machine, name }),
+        Source { snapshot: None, .. } => Err("a snapshot of a machine is written VM@SNAPSHOT".into()),
     }
 }
 
@@ -95,6 +77,18 @@ pub struct VmArguments {
     /// What to do.
     #[command(subcommand)]
     pub command: VmCommand,
+}
+
+impl VmArguments {
+    /// The request, or what is wrong with the arguments taken together.
+    pub fn request(&self) -> Result<Request, String> {
+        let verb = self.command.verb()?;
+        Ok(Request::Machine(Box::new(MachineRequest {
+            qemu: self.qemu.clone(),
+            memory_folder: self.memory_folder.clone(),
+            verb,
+        })))
+    }
 }
 
 /// Verbs of machines.
@@ -161,7 +155,7 @@ pub enum VmCommand {
     /// Revert a machine to a snapshot. Its present state is lost.
     Revert {
         /// The snapshot, VM@SNAPSHOT.
-        #[arg(value_name = "VM@SNAPSHOT")]
+        #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
         /// Where the snapshot has memory: keep the guest paused until 'resume'.
         #[arg(long)]
@@ -204,6 +198,42 @@ pub enum VmCommand {
     },
 }
 
+impl VmCommand {
+    fn verb(&self) -> Result<MachineVerb, String> {
+        Ok(match self {
+            Self::Create(create) => MachineVerb::Create(create.new_machine()?),
+            Self::Start { names, paused } => MachineVerb::Start { names: names.clone(), paused: *paused },
+            Self::Stop { names, force, timeout } => {
+                MachineVerb::Stop { names: names.clone(), timeout: (!*force).then_some(*timeout) }
+            }
+            Self::Pause { names } => MachineVerb::Pause { names: names.clone() },
+            Self::Resume { names } => MachineVerb::Resume { names: names.clone() },
+            Self::Show { name } => MachineVerb::Show { name: name.clone() },
+            Self::List => MachineVerb::List,
+            Self::Delete { names, keep_disks, promote } => {
+                MachineVerb::Delete { names: names.clone(), keep_disks: *keep_disks, promote: *promote }
+            }
+            Self::Snapshot(command) => command.verb(),
+            Self::Revert { snapshot, paused } => MachineVerb::Revert { snapshot: snapshot.clone(), paused: *paused },
+            Self::Clone(clone) => clone.verb()?,
+            Self::Freeze { name } => MachineVerb::Freeze { name: name.clone() },
+            Self::Console { name, said, .. } => MachineVerb::Console { name: name.clone(), log: *said },
+            Self::Exec { name, input, timeout, command } => MachineVerb::Execute {
+                name: name.clone(),
+                command: command.clone(),
+                input: if *input { read_input()? } else { Vec::new() },
+                timeout: *timeout,
+            },
+        })
+    }
+}
+
+fn read_input() -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::new();
+    let read = std::io::stdin().lock().take(INPUT_MAX + 1).read_to_end(&mut bytes);
+    read.map(|_| bytes).map_err(|error| format!("reading the input: {error}"))
+}
+
 /// `lamina vm create`.
 #[derive(Debug, Args)]
 pub struct VmCreate {
@@ -240,13 +270,38 @@ pub struct VmCreate {
     pub start: bool,
 }
 
+impl VmCreate {
+    fn new_machine(&self) -> Result<NewMachine, String> {
+        let cards = self.networks.iter().filter_map(|argument| match argument {
+            NetworkArgument::Card(link) => Some(link.clone()),
+            NetworkArgument::None => None,
+        });
+        let networks: Vec<Link> = if self.networks.is_empty() { vec![Link::User] } else { cards.collect() };
+        if !networks.is_empty() && networks.len() < self.networks.len() {
+            return Err("'--network none' is for no card at all, and there are others".into());
+        }
+        Ok(NewMachine {
+            name: self.name.clone(),
+            cpus: self.cpus,
+            memory: self.memory,
+            disks: self.disks.clone(),
+            disk_size: self.disk_size,
+            networks,
+            kernel: self.kernel.as_deref().map(absolute).transpose()?,
+            initrd: self.initrd.as_deref().map(absolute).transpose()?,
+            append: self.append.clone().unwrap_or_default(),
+            start: self.start,
+        })
+    }
+}
+
 /// Verbs of a machine's snapshots.
 #[derive(Debug, Subcommand)]
 pub enum VmSnapshotCommand {
     /// Take a snapshot of all disks at one point.
     Create {
         /// The machine and the snapshot, VM@SNAPSHOT.
-        #[arg(value_name = "VM@SNAPSHOT")]
+        #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
         /// With the guest's memory: a revert resumes the guest there.
         #[arg(long, conflicts_with = "quiesce")]
@@ -264,9 +319,21 @@ pub enum VmSnapshotCommand {
     /// Delete a snapshot. Refused while clones stand on it.
     Delete {
         /// The snapshot, VM@SNAPSHOT.
-        #[arg(value_name = "VM@SNAPSHOT")]
+        #[arg(value_name = "VM@SNAPSHOT", value_parser = parse_snapshot)]
         snapshot: MachineSnapshot,
     },
+}
+
+impl VmSnapshotCommand {
+    fn verb(&self) -> MachineVerb {
+        match self {
+            Self::Create { snapshot, memory, quiesce } => {
+                MachineVerb::SnapshotCreate { snapshot: snapshot.clone(), memory: *memory, quiesce: *quiesce }
+            }
+            Self::List { name } => MachineVerb::SnapshotList { name: name.clone() },
+            Self::Delete { snapshot } => MachineVerb::SnapshotDelete { snapshot: snapshot.clone() },
+        }
+    }
 }
 
 /// What is to become of the identity inside the guest.
@@ -285,8 +352,8 @@ pub enum IdentityArgument {
 #[command(group = clap::ArgGroup::new("way"))]
 pub struct VmClone {
     /// What to clone: VM as it is now, or VM@SNAPSHOT.
-    #[arg(value_name = "SOURCE")]
-    pub source: MachineAddress,
+    #[arg(value_name = "SOURCE", value_parser = parse_source)]
+    pub source: Source,
     /// Name of the clone; with --count the start of the names (NAME-0001, ...).
     #[arg(value_name = "VM", required_unless_present_any = ["name_pattern", "to"])]
     pub name: Option<String>,
@@ -330,8 +397,32 @@ pub struct VmClone {
 }
 
 impl VmClone {
+    fn verb(&self) -> Result<MachineVerb, String> {
+        let source = self.source.clone();
+        if let Some(remote) = &self.to {
+            let how = self.how.how()?;
+            return Ok(MachineVerb::Send { source, remote: remote.to_string(), how, quiesce: self.quiesce });
+        }
+        let options = CloneOptions {
+            kind: match (self.full, self.instant) {
+                (true, _) => CloneKind::Full,
+                (_, true) => CloneKind::Instant,
+                _ => CloneKind::Linked,
+            },
+            parallel: self.parallel,
+            quiesce: self.quiesce,
+            start: self.start,
+            identity: match self.identity {
+                IdentityArgument::Auto => Inside::IfAgent,
+                IdentityArgument::Required => Inside::Required,
+                IdentityArgument::Keep => Inside::Kept,
+            },
+        };
+        Ok(MachineVerb::Clone { source, names: self.names()?, options })
+    }
+
     /// The names of the clones.
-    pub fn names(&self) -> Result<Vec<String>, String> {
+    fn names(&self) -> Result<Vec<String>, String> {
         match (&self.name, &self.name_pattern, self.count) {
             (_, Some(pattern), count) => Ok((1..=count.unwrap_or(1)).map(|number| pattern.name(number)).collect()),
             (Some(name), None, None) => parse_machine(name).map(|name| vec![name]),

@@ -3,7 +3,7 @@
 use crate::cli::address::{StateAddress, absolute};
 use crate::cli::size::parse_size;
 use clap::{Args, Subcommand};
-use control::{ReceiveRequest, Request, SendPoint, SendRequest, SendTls, SentDisk};
+use control::{ReceiveRequest, Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk};
 use disk::Point;
 use replication::Remote;
 use std::path::PathBuf;
@@ -36,17 +36,13 @@ pub struct SendArguments {
 }
 
 impl SendArguments {
-    /// The request to send these disks, with absolute paths: the server runs in another folder.
-    pub fn request(&self, remote: &Remote, disks: Vec<SentDisk>, point: SendPoint) -> Result<SendRequest, String> {
+    /// With absolute paths: the server runs in another folder.
+    pub fn how(&self) -> Result<SendHow, String> {
         let authorities = self.tls_ca.as_deref().ok_or(
             "how is the server to be known? give --tls-ca FILE (or set LAMINA_TLS_CA), the certificates of the \
              authorities that sign it",
         )?;
-        Ok(SendRequest {
-            remote: remote.to_string(),
-            disks,
-            point,
-            attachment: None,
+        Ok(SendHow {
             incremental: self.incremental,
             streams: self.streams,
             rate: self.rate,
@@ -83,7 +79,8 @@ impl DiskSend {
             Point::Snapshot(name) => SendPoint::Snapshots(vec![name.clone()]),
             Point::Head => SendPoint::Now,
         };
-        Ok(Request::Send(Box::new(self.how.request(&self.target, disks, point)?)))
+        let remote = self.target.to_string();
+        Ok(Request::Send(Box::new(SendRequest { remote, disks, point, attachment: None, how: self.how.how()? })))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::output::human::{count, size, time};
 use crate::output::table::{Align, Table, print_facts};
-use control::{DiskRequest, Request, Resized, SnapshotRequest};
+use control::{DiskRequest, MachineNotice, Request, Resized, SnapshotRequest};
 use disk::{DiskInfo, DiskStatistics, DiskUser, ImageDetails, Provisioning, Reclaimed};
 use std::io::{self, Write};
 
@@ -46,7 +46,7 @@ pub fn print(out: &mut dyn Write, request: &Request, disk: &DiskInfo) -> io::Res
 
 /// What a disk has now, and which clients do not know it.
 pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
-    let Resized { disk, reconnected, unaware, .. } = resized;
+    let Resized { disk, reconnected, unaware, machine, .. } = resized;
     writeln!(out, "disk {} has {} now", disk.name, size(disk.capacity))?;
     if *reconnected > 0 {
         let ended = count(*reconnected, "connection");
@@ -61,7 +61,15 @@ pub fn print_resized(out: &mut dyn Write, resized: &Resized) -> io::Result<()> {
             unaware.join(", ")
         )?;
     }
-    Ok(())
+    match machine {
+        None => Ok(()),
+        Some(MachineNotice { name, seen: true }) => writeln!(out, "machine {name} sees the new size"),
+        Some(MachineNotice { name, seen: false }) => writeln!(
+            out,
+            "machine {name} runs and the datastore is not served: when it is, repeat the command, and the machine sees \
+             the new size"
+        ),
+    }
 }
 
 fn disk_facts(disk: &DiskInfo) -> Vec<(&'static str, String)> {

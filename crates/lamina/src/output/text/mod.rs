@@ -2,6 +2,8 @@
 
 mod disk;
 mod image;
+mod job;
+mod machine;
 mod salvage;
 mod send;
 mod snapshot;
@@ -10,8 +12,10 @@ use super::human::{count, size};
 use super::table::{Align, Table, print_facts};
 use ::disk::{CheckReport, DiskInfo, Status};
 use control::uri;
-use control::{Reply, Request, Serving};
+use control::{JobRequest, Reply, Request, Serving};
 use std::io::{self, Write};
+
+pub use job::print_event;
 
 /// Names told one by one when many disks are made at once.
 const NAMES_TOLD_MAX: usize = 5;
@@ -43,6 +47,22 @@ pub fn print(out: &mut dyn Write, request: &Request, reply: &Reply) -> io::Resul
         Reply::SalvageList(list) => salvage::print_list(out, list),
         Reply::Salvaged(report) => salvage::print(out, report),
         Reply::Settled => writeln!(out, "settled"),
+        Reply::Machine(reply) => match request {
+            Request::Machine(request) => machine::print(out, &request.verb, reply),
+            _ => Ok(()),
+        },
+        Reply::Job(one) => match request {
+            Request::Job(JobRequest::Start(_)) => writeln!(out, "job {} started", one.id),
+            Request::Job(JobRequest::Cancel { .. }) if one.ended.is_none() => {
+                writeln!(out, "cancelling job {}", one.id)
+            }
+            _ => job::print(out, one),
+        },
+        Reply::Jobs(jobs) => job::print_all(out, jobs),
+        Reply::JobEnded(end) => match &end.outcome {
+            Some((request, reply)) => print(out, request, reply),
+            None => job::print(out, &end.job),
+        },
         Reply::Sent(sent) => send::print(out, sent),
         Reply::Receptions(receptions) => send::print_all(out, receptions),
         Reply::Exports(exports) => {

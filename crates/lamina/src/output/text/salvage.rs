@@ -1,7 +1,7 @@
 //! What was read out of a damaged datastore, as text.
 
 use crate::output::human::{count, size};
-use crate::output::{Align, Table};
+use crate::output::table::{Align, Table};
 use disk::salvage::{ByteRange, SalvageList, SalvageReport};
 use std::io::{self, Write};
 

@@ -1,15 +1,22 @@
-//! The disks of machines: a datastore, through the server that owns it or opened by this process.
+//! The disks of machines: requests to the datastore, wherever it is open.
 
-use control::{DiskRequest, Reply, Request, SnapshotRequest, Watch};
-use disk::{ChangedExtent, DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
+use crate::dispatch::{Part, Target, Watch, dispatch};
+use crate::message::{DiskRequest, Reply, Request, SnapshotRequest};
+use disk::{DiskInfo, NewDisk, Point, Progress, Provisioning, SnapshotOptions};
 use error::{Error, ErrorKind, Result};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::sync::Arc;
 use vm::disks::{Disks, Facts, SnapshotFacts};
 
-/// The disks of the datastore in a folder.
-pub struct Bound {
-    datastore: PathBuf,
+/// The disks of a datastore.
+struct Bound {
+    target: Target,
+}
+
+/// The disks of a datastore, as machines need them.
+pub fn disks(target: Target) -> Arc<dyn Disks> {
+    Arc::new(Bound { target })
 }
 
 // What is asked of the disks of a machine is forced: its processes have been ended before, and none of them comes back.
@@ -32,34 +39,30 @@ impl Progress for Copy<'_> {
 
 impl Progress for Unwatched {}
 
-fn no_extents() -> Error {
-    Error::new(ErrorKind::Invalid, "the datastore answered with extents, which were not asked for")
+fn no_parts() -> Error {
+    Error::new(ErrorKind::Invalid, "the datastore answered with parts of an answer, which were not asked for")
 }
 
 impl Watch for Copy<'_> {
-    fn extents(&self, _: Vec<ChangedExtent>) -> Result<()> {
-        Err(no_extents())
+    fn part(&self, _: Part) -> Result<()> {
+        Err(no_parts())
     }
 }
 
 impl Watch for Unwatched {
-    fn extents(&self, _: Vec<ChangedExtent>) -> Result<()> {
-        Err(no_extents())
+    fn part(&self, _: Part) -> Result<()> {
+        Err(no_parts())
     }
 }
 
 impl Bound {
-    /// Those of the datastore in `datastore`.
-    pub fn new(datastore: &Path) -> Self {
-        Self { datastore: datastore.into() }
-    }
-
     fn ask(&self, request: Request) -> Result<Reply> {
-        control::ask(&self.datastore, request, &Unwatched)
+        dispatch(&self.target, request, &Unwatched)
     }
 }
 
-fn odd(reply: &Reply) -> Error {
+/// An answer that does not belong to the request.
+pub fn unexpected(reply: &Reply) -> Error {
     let mut text = format!("the datastore answered something else than what was asked: {reply:?}");
     text.truncate(text.char_indices().nth(200).map_or(text.len(), |(at, _)| at));
     Error::new(ErrorKind::Invalid, text)
@@ -81,7 +84,8 @@ impl Disks for Bound {
         let Reply::Status { serving, .. } = self.ask(Request::Status)? else {
             return Err(Error::new(ErrorKind::Invalid, "the datastore does not say how it is served"));
         };
-        let path = self.datastore.display();
+        let path = super::folder(&self.target)?;
+        let path = path.display();
         match serving {
             None => {
                 let text =
@@ -102,7 +106,7 @@ impl Disks for Bound {
     fn all(&self) -> Result<BTreeMap<String, Facts>> {
         match self.ask(Request::Disk(DiskRequest::List))? {
             Reply::Disks(disks) => Ok(disks.into_iter().map(facts).collect()),
-            other => Err(odd(&other)),
+            other => Err(unexpected(&other)),
         }
     }
 
@@ -125,7 +129,7 @@ impl Disks for Bound {
                 .into_iter()
                 .map(|one| SnapshotFacts { name: one.name, created: one.created, clones: one.clones })
                 .collect()),
-            other => Err(odd(&other)),
+            other => Err(unexpected(&other)),
         }
     }
 
@@ -148,7 +152,7 @@ impl Disks for Bound {
     fn clone_full(&self, disk: &str, snapshot: &str, name: &str, progress: &dyn Progress) -> Result<()> {
         let at = Point::Snapshot(snapshot.to_owned());
         let request = Request::Clone { disk: disk.to_owned(), at, names: vec![name.to_owned()], full: true };
-        control::ask(&self.datastore, request, &Copy(progress)).map(drop)
+        dispatch(&self.target, request, &Copy(progress)).map(drop)
     }
 
     fn delete(&self, disk: &str, promote: bool) -> Result<()> {

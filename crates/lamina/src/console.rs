@@ -1,25 +1,19 @@
-//! `lamina vm console` and `lamina vm exec`: into the guest, by its first serial port and by its agent.
+//! `lamina vm console`: into the guest, by its first serial port.
 
-use super::Form;
-use crate::{End, exit, follow, output};
-use error::{Error, ErrorKind, Result};
+use crate::{End, exit, follow};
+use control::{MachineReply, Reply};
+use error::{Error, ErrorKind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
-use serde_json::json;
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vm::machine::Machine;
 
 /// Ctrl-], as telnet and virsh have it.
 const ESCAPE: u8 = 0x1d;
-/// How long an agent may take to answer.
-const AGENT_PATIENCE: Duration = Duration::from_secs(5);
-/// Most bytes that a program in the guest is given.
-const INPUT_MAX: u64 = 1 << 20;
 /// How often an interruption is looked for.
 const LOOK: Duration = Duration::from_millis(100);
 
@@ -45,40 +39,39 @@ impl Drop for Raw {
 }
 
 /// Attaches to the console, or prints what it has said.
-pub fn attach(machine: &Machine, log: bool, quiet: Duration) -> std::result::Result<End, End> {
+pub fn attach(reply: &Reply, said: bool, quiet: Duration) -> std::result::Result<End, End> {
+    let Reply::Machine(MachineReply::Console { name, socket, lock, log }) = reply else {
+        return Err(Error::new(ErrorKind::Invalid, "the answer does not say where the console is").into());
+    };
     let mut out = io::stdout().lock();
-    let path = machine.run().console_log();
-    if log {
-        let mut said = match File::open(&path) {
+    if said {
+        let mut said = match File::open(log) {
             Ok(said) => said,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(End::Code(0)),
-            Err(e) => return Err(Error::io(format!("opening '{}'", path.display()), e).into()),
+            Err(e) => return Err(Error::io(format!("opening '{}'", log.display()), e).into()),
         };
         io::copy(&mut said, &mut out)?;
         out.flush()?;
         return Ok(End::Code(0));
     }
-    machine.running()?;
     // The port takes one at a time, and leaves a second one waiting without a word.
-    let lock = machine.run().0.join("console.lock");
-    let lock = File::create(&lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
+    let lock = File::create(lock).map_err(|e| Error::io(format!("opening '{}'", lock.display()), e))?;
     if lock.try_lock().is_err() {
-        let text = format!("another process is attached to the console of machine '{}'", machine.name());
+        let text = format!("another process is attached to the console of machine '{name}'");
         return Err(Error::new(ErrorKind::Busy, text).into());
     }
-    let socket = machine.run().console();
     let stream =
-        UnixStream::connect(&socket).map_err(|e| Error::io(format!("connecting to '{}'", socket.display()), e))?;
+        UnixStream::connect(socket).map_err(|e| Error::io(format!("connecting to '{}'", socket.display()), e))?;
     let interactive = io::stdin().is_terminal();
     if interactive {
-        let _ = write!(io::stderr(), "attached to {}; Ctrl-] detaches\r\n", machine.name());
+        let _ = write!(io::stderr(), "attached to {name}; Ctrl-] detaches\r\n");
     }
     let outcome = {
         let _raw = interactive.then(Raw::new).transpose()?;
         exchange(&stream, interactive, quiet, &mut out)
     };
     if interactive {
-        let _ = writeln!(io::stderr(), "\ndetached from {}", machine.name());
+        let _ = writeln!(io::stderr(), "\ndetached from {name}");
     }
     outcome
 }
@@ -136,56 +129,4 @@ fn exchange(
             heard = Instant::now();
         }
     }
-}
-
-/// Runs a program in the guest.
-pub fn execute(
-    machine: &Machine,
-    command: &[String],
-    input: bool,
-    timeout: Duration,
-    form: Form,
-) -> std::result::Result<End, End> {
-    let Some((program, arguments)) = command.split_first() else {
-        return Err(End::Usage("no program given: put it after '--'".into()));
-    };
-    let given = if input { read_input()? } else { Vec::new() };
-    let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {
-        let text = format!(
-            "no agent answers in the guest of machine '{}': it is not up yet, or has no qemu-guest-agent",
-            machine.name()
-        );
-        return Err(Error::new(ErrorKind::Unsupported, text).into());
-    };
-    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let ended = agent.execute(program, &arguments, &given, timeout)?;
-    let (mut out, mut err) = (io::stdout().lock(), io::stderr().lock());
-    match form {
-        Form::Json => output::print_json(
-            &mut out,
-            &json!({
-                "exit_code": ended.code,
-                "stdout": String::from_utf8_lossy(&ended.output),
-                "stderr": String::from_utf8_lossy(&ended.errors),
-            }),
-        )?,
-        Form::Text => {
-            out.write_all(&ended.output)?;
-            out.flush()?;
-            err.write_all(&ended.errors)?;
-        }
-    }
-    match ended.code {
-        Some(code) => Ok(End::Code(u8::try_from(code).unwrap_or(1))),
-        None => {
-            let text = format!("'{program}' in the guest of machine '{}' was ended by a signal", machine.name());
-            Err(Error::new(ErrorKind::Io, text).into())
-        }
-    }
-}
-
-fn read_input() -> Result<Vec<u8>> {
-    let mut bytes = Vec::new();
-    io::stdin().lock().take(INPUT_MAX + 1).read_to_end(&mut bytes).map_err(|e| Error::io("reading the input", e))?;
-    Ok(bytes)
 }

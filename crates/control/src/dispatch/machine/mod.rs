@@ -1,0 +1,244 @@
+//! Requests about machines: calls of [`vm`], in the process that asks. What they need of disks is asked of the owner of
+//! the datastore, by requests like any other.
+//!
+//! Every verb begins with recovery: what a killed one has left is removed or finished before this one looks.
+
+mod clone;
+mod disks;
+mod resize;
+mod send;
+mod show;
+
+pub use resize::resize;
+
+use super::{Target, Watch};
+use crate::message::{Failure, MachineReply, MachineRequest, MachineSnapshot, MachineVerb, NewMachine, Reply};
+pub use disks::disks;
+use error::{Error, ErrorKind, IoContext, Result};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use vm::definition::{Boot, Definition};
+use vm::host::{Host, Places};
+use vm::identity::Mac;
+use vm::lifecycle::{self, Stop};
+use vm::machine::{Hold, MachineState};
+use vm::machines::{OwnDisk, Snapshot};
+use vm::snapshots;
+
+/// How long an agent may take to answer.
+const AGENT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// What verbs of machines work with.
+struct Work<'a> {
+    target: &'a Target,
+    host: Host,
+    watch: &'a dyn Watch,
+}
+
+/// The datastore's folder, by a path that means the same in every process.
+fn folder(target: &Target) -> Result<PathBuf> {
+    let path = match target {
+        Target::Files => return Err(super::needs_datastore()),
+        Target::At(path) => path,
+        Target::Open(service) => &*service.folder,
+    };
+    crate::require_folder(path)?;
+    path.canonicalize().during(|| format!("finding '{}'", path.display()))
+}
+
+/// Carries out one.
+pub fn dispatch(target: &Target, request: MachineRequest, watch: &dyn Watch) -> Result<Reply> {
+    let datastore = folder(target)?;
+    let MachineRequest { qemu, memory_folder, verb } = request;
+    let places = Places { datastore, memory: memory_folder, qemu };
+    let host = Host::open(&places, disks(target.clone()))?;
+    host.recover()?;
+    Work { target, host, watch }.run(verb).map(Reply::Machine)
+}
+
+impl Work<'_> {
+    fn run(&self, verb: MachineVerb) -> Result<MachineReply> {
+        let host = &self.host;
+        match verb {
+            MachineVerb::Create(new) => create(host, &new).map(MachineReply::Created),
+            MachineVerb::Start { names, paused } => self.each(names, &|name| {
+                let _working = host.work()?;
+                start(host, name, paused)
+            }),
+            MachineVerb::Stop { names, timeout } => self.each(names, &|name| {
+                let how = timeout.map_or(Stop::Now, |seconds| Stop::Ask(Duration::from_secs(seconds)));
+                lifecycle::stop(&host.change(name)?, how)
+            }),
+            MachineVerb::Pause { names } => self.each(names, &|name| lifecycle::pause(&host.change(name)?)),
+            MachineVerb::Resume { names } => self.each(names, &|name| lifecycle::resume(&host.change(name)?)),
+            MachineVerb::Show { name } => show::one(host, &name),
+            MachineVerb::List => show::all(host),
+            MachineVerb::Delete { names, keep_disks, promote } => self.each(names, &|name| {
+                let _working = host.work()?;
+                delete(host, name, keep_disks, promote)
+            }),
+            MachineVerb::SnapshotCreate { snapshot, memory, quiesce } => {
+                take(host, snapshot, snapshots::Options { memory, quiesce })
+            }
+            MachineVerb::SnapshotList { name } => {
+                let records = snapshots::list(&host.machines().get(&name)?)?;
+                Ok(MachineReply::Snapshots { machine: name, records })
+            }
+            MachineVerb::SnapshotDelete { snapshot } => {
+                let _working = host.work()?;
+                snapshots::delete(host, &host.change(&snapshot.machine)?, &snapshot.name)?;
+                Ok(MachineReply::SnapshotDeleted(snapshot))
+            }
+            MachineVerb::Revert { snapshot, paused } => {
+                let _working = host.work()?;
+                let change = host.change(&snapshot.machine)?;
+                let state = snapshots::revert(host, &change, &snapshot.name, paused)?;
+                Ok(MachineReply::Reverted { snapshot, state })
+            }
+            MachineVerb::Clone { source, names, options } => clone::make(host, &source, &names, &options, self.watch),
+            MachineVerb::Send { source, remote, how, quiesce } => self.send(&source, &remote, &how, quiesce),
+            MachineVerb::Freeze { name } => freeze(host, name),
+            MachineVerb::Console { name, log } => {
+                let machine = host.machines().get(&name)?;
+                if !log {
+                    machine.running()?;
+                }
+                let run = machine.run();
+                let lock = run.0.join("console.lock");
+                Ok(MachineReply::Console { name, socket: run.console(), lock, log: run.console_log() })
+            }
+            MachineVerb::Execute { name, command, input, timeout } => {
+                execute(host, &name, &command, &input, Duration::from_secs(timeout))
+            }
+        }
+    }
+
+    /// The same with each of several machines. One that fails keeps no other from its turn.
+    fn each(&self, names: Vec<String>, work: &dyn Fn(&str) -> Result<()>) -> Result<MachineReply> {
+        let (mut done, mut failed) = (Vec::new(), Vec::new());
+        let alone = names.len() == 1;
+        for name in names {
+            match work(&name) {
+                Ok(()) => done.push(name),
+                Err(error) if alone => return Err(error),
+                Err(error) => failed.push((name, Failure::from(&error))),
+            }
+        }
+        Ok(MachineReply::Each { done, failed })
+    }
+}
+
+fn millis(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e3
+}
+
+fn start(host: &Host, name: &str, paused: bool) -> Result<()> {
+    lifecycle::start(&host.change(name)?, host.machines(), host.images(), host.features()?, paused)
+}
+
+fn create(host: &Host, new: &NewMachine) -> Result<Definition> {
+    let _working = host.work()?;
+    let mut definition = Definition::new(&new.name, new.cpus, new.memory)?;
+    if let Some(kernel) = &new.kernel {
+        definition.boot = Some(Boot {
+            kernel: readable(kernel)?,
+            initrd: new.initrd.as_deref().map(readable).transpose()?,
+            append: new.append.clone(),
+        });
+    }
+    let mut own = Vec::new();
+    if new.disk_size.is_some() {
+        definition.add_disk(&new.name)?;
+        own.push(OwnDisk { name: new.name.clone(), origin: None });
+    }
+    let (there, users) = (host.disks().all()?, host.machines().users_of_disks()?);
+    if new.disk_size.is_some() && there.contains_key(&new.name) {
+        return Err(Error::new(ErrorKind::Exists, format!("there is a disk '{}' already", new.name)));
+    }
+    for disk in &new.disks {
+        if !there.contains_key(disk) {
+            return Err(Error::new(ErrorKind::NotFound, format!("there is no disk '{disk}'")));
+        }
+        if let Some(user) = users.get(disk) {
+            return Err(Error::new(ErrorKind::Busy, format!("disk '{disk}' is machine '{user}'s")));
+        }
+        definition.add_disk(disk)?;
+    }
+    for network in &new.networks {
+        definition.add_network(Mac::new()?, network.clone())?;
+    }
+    let making = host.machines().make(std::slice::from_ref(&definition), |_| own.clone(), Vec::new())?;
+    if let Some(size) = new.disk_size {
+        host.disks().create(&new.name, size)?;
+        making.made([new.name.clone()]);
+    }
+    making.finish(&new.name)?;
+    making.settle()?;
+    if new.start {
+        start(host, &new.name, false).map_err(|error| error.context("it was made, but not started"))?;
+    }
+    Ok(definition)
+}
+
+/// A file that is there, by a path that means the same to QEMU.
+fn readable(path: &Path) -> Result<PathBuf> {
+    path.canonicalize().during(|| format!("looking for '{}'", path.display()))
+}
+
+/// Deletes a machine; the snapshots that were taken for its clones go with the last of them.
+fn delete(host: &Host, name: &str, keep_disks: bool, promote: bool) -> Result<()> {
+    let machine = host.machines().get(name)?;
+    let disks = if keep_disks { Vec::new() } else { machine.definition()?.disk_names() };
+    let there = host.disks().all()?;
+    let origins = disks.iter().filter_map(|disk| there.get(disk)?.origin.clone());
+    let snapshots = origins
+        .filter(|(_, snapshot)| host.is_only_for_clones(snapshot))
+        .map(|(disk, name)| Snapshot { disk, name })
+        .collect();
+    host.machines().delete(name, &disks, snapshots, promote)
+}
+
+fn take(host: &Host, snapshot: MachineSnapshot, options: snapshots::Options) -> Result<MachineReply> {
+    let _working = host.work()?;
+    let MachineSnapshot { machine, name } = snapshot;
+    let taken = snapshots::take(host, &host.change(&machine)?, &name, options)?;
+    Ok(MachineReply::SnapshotTaken {
+        machine,
+        record: taken.record,
+        stun_ms: taken.stun.map(millis),
+        quiet: taken.quiet.map(|quiet| quiet.sentence()),
+    })
+}
+
+fn freeze(host: &Host, name: String) -> Result<MachineReply> {
+    let _working = host.work()?;
+    let change = host.change(&name)?;
+    let features = host.features()?;
+    let resume = change.machine().state()? == MachineState::Running;
+    let taken = {
+        let _holding = change.hold(Hold { resume, thaw: false })?;
+        vm::instant::freeze::freeze(&change, host.images(), host.disks(), features)?
+    };
+    Ok(MachineReply::Frozen {
+        name,
+        image: taken.image.id,
+        stop_ms: millis(taken.stop),
+        disks_ms: millis(taken.snapshots),
+        state_ms: millis(taken.save),
+    })
+}
+
+fn execute(host: &Host, name: &str, command: &[String], input: &[u8], timeout: Duration) -> Result<MachineReply> {
+    let machine = host.machines().get(name)?;
+    let Some((program, arguments)) = command.split_first() else {
+        return Err(Error::new(ErrorKind::Invalid, format!("no program to run in machine '{name}' is named")));
+    };
+    let Some(mut agent) = machine.agent(AGENT_PATIENCE)? else {
+        let text =
+            format!("no agent answers in the guest of machine '{name}': it is not up yet, or has no qemu-guest-agent");
+        return Err(Error::new(ErrorKind::Unsupported, text));
+    };
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let ended = agent.execute(program, &arguments, input, timeout)?;
+    Ok(MachineReply::Executed { code: ended.code, output: ended.output, errors: ended.errors })
+}

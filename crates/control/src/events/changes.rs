@@ -1,0 +1,104 @@
+//! What a request changes, as events.
+
+use crate::message::{Change, DiskRequest, ReceiveRequest, Reply, Request, SnapshotRequest};
+use disk::DiskInfo;
+use disk::convert::Address;
+
+/// What a request is going to change.
+pub enum Changes {
+    /// That, once it ends well.
+    Known(Vec<Change>),
+    /// Disks are made: the reply names them.
+    NewDisks,
+    /// A disk gets another capacity: the reply tells it.
+    Resized,
+}
+
+fn created(disk: &DiskInfo) -> Change {
+    Change::DiskCreated { disk: disk.name.clone(), origin: disk.origin.clone() }
+}
+
+impl Changes {
+    /// The changes, after the request has ended well.
+    pub fn after(self, reply: &Reply) -> Vec<Change> {
+        match (self, reply) {
+            (Self::Known(changes), _) => changes,
+            (Self::NewDisks, Reply::Disk(disk)) => vec![created(disk)],
+            (Self::NewDisks, Reply::Disks(disks)) => disks.iter().map(created).collect(),
+            (Self::Resized, Reply::Resized(resized)) => {
+                let disk = &resized.disk;
+                vec![Change::DiskResized { disk: disk.name.clone(), capacity: disk.capacity }]
+            }
+            (Self::NewDisks | Self::Resized, _) => Vec::new(),
+        }
+    }
+}
+
+/// Of a request that is about to be carried out.
+pub fn of(request: &Request) -> Changes {
+    match request {
+        Request::Disk(request) => of_disk(request),
+        Request::Snapshot(request) => Changes::Known(of_snapshot(request)),
+        Request::Clone { .. } => Changes::NewDisks,
+        Request::Convert(conversion) => Changes::Known(match &conversion.to {
+            Address::Disk(disk) => vec![Change::DiskCreated { disk: disk.clone(), origin: None }],
+            Address::Path(_) => Vec::new(),
+        }),
+        Request::Receive(ReceiveRequest::Delete { id }) => {
+            Changes::Known(vec![Change::ReceptionDeleted { id: id.clone() }])
+        }
+        // Machines change disks by requests of their own; what is sent tells of its snapshots itself.
+        Request::Machine(_)
+        | Request::Send(_)
+        | Request::Status
+        | Request::Check { .. }
+        | Request::Salvage(_)
+        | Request::Image(_)
+        | Request::ExportList
+        | Request::Receive(ReceiveRequest::List)
+        | Request::Settle
+        | Request::Job(_)
+        | Request::Events => Changes::Known(Vec::new()),
+    }
+}
+
+fn of_disk(request: &DiskRequest) -> Changes {
+    let changed = |disk: &String, by: &str| Change::DiskChanged { disk: disk.clone(), by: by.to_owned() };
+    Changes::Known(vec![match request {
+        DiskRequest::List | DiskRequest::Show { .. } | DiskRequest::Stats { .. } => return Changes::Known(Vec::new()),
+        DiskRequest::Create { .. } | DiskRequest::Import { .. } => return Changes::NewDisks,
+        DiskRequest::Resize { .. } => return Changes::Resized,
+        DiskRequest::Rename { name, to, .. } => Change::DiskRenamed { disk: name.clone(), to: to.clone() },
+        DiskRequest::Delete { name, .. } | DiskRequest::Migrate { name, to: Some(_), .. } => {
+            Change::DiskDeleted { disk: name.clone() }
+        }
+        DiskRequest::Detach { name } => changed(name, "disk detach"),
+        DiskRequest::Tune { name, .. } => changed(name, "disk tune"),
+        DiskRequest::Reopen { name } => changed(name, "disk reopen"),
+        DiskRequest::Inflate { name } => changed(name, "disk inflate"),
+        DiskRequest::PunchZero { name } => changed(name, "disk punchzero"),
+        DiskRequest::Wipe { name } => changed(name, "disk wipe"),
+        DiskRequest::Shrink { name } => changed(name, "disk shrink"),
+        DiskRequest::Consolidate { name, .. } => changed(name, "disk consolidate"),
+        DiskRequest::Migrate { name, to: None, .. } => changed(name, "disk migrate"),
+    }])
+}
+
+fn of_snapshot(request: &SnapshotRequest) -> Vec<Change> {
+    match request {
+        SnapshotRequest::Create { of, .. } => {
+            let created = |(disk, name): &(String, String)| Change::SnapshotCreated {
+                disk: disk.clone(),
+                snapshot: name.clone(),
+            };
+            of.iter().map(created).collect()
+        }
+        SnapshotRequest::Delete { disk, name, .. } => {
+            vec![Change::SnapshotDeleted { disk: disk.clone(), snapshot: name.clone() }]
+        }
+        SnapshotRequest::Revert { disk, name, .. } => {
+            vec![Change::DiskReverted { disk: disk.clone(), snapshot: name.clone() }]
+        }
+        SnapshotRequest::List { .. } | SnapshotRequest::Show { .. } | SnapshotRequest::Diff { .. } => Vec::new(),
+    }
+}

@@ -1,0 +1,92 @@
+//! What subscribers are told, the slow ones too.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use disk::Progress;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Takes parts until it is told to stop.
+#[derive(Default)]
+struct Taken {
+    events: Mutex<Vec<Event>>,
+    enough: AtomicBool,
+}
+
+impl Progress for Taken {
+    fn update(&self, _: u64, _: u64) {}
+    fn cancelled(&self) -> bool {
+        self.enough.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Taken {
+    fn part(&self, part: Part) -> Result<()> {
+        let Part::Event(event) = part else { panic!("{part:?}") };
+        self.events.lock().push(*event);
+        Ok(())
+    }
+}
+
+fn deleted(number: u64) -> Change {
+    Change::DiskDeleted { disk: format!("vm{number}") }
+}
+
+#[test]
+fn every_change_after_the_subscription_is_told_in_order() {
+    let events = Events::default();
+    events.publish(vec![deleted(1)]);
+    let subscription = events.subscribe();
+    events.publish(vec![deleted(2), deleted(3)]);
+    events.publish(vec![deleted(4)]);
+    let taken = subscription.take().unwrap();
+    assert_eq!(taken[0].change, Change::Subscribed);
+    assert_eq!(taken.iter().map(|event| event.number).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    assert_eq!(taken[1..].iter().map(|event| event.change.clone()).collect::<Vec<_>>(), [2, 3, 4].map(deleted));
+    assert_eq!(subscription.take().unwrap(), [], "nothing twice");
+}
+
+#[test]
+fn a_slow_subscriber_is_told_how_much_it_missed_and_disturbs_no_other() {
+    let events = Events::default();
+    let (slow, quick) = (events.subscribe(), events.subscribe());
+    let count = QUEUE_MAX as u64 + 10;
+    for number in 1..=count {
+        events.publish(vec![deleted(number)]);
+        assert!(quick.take().unwrap().iter().all(|event| !matches!(event.change, Change::Missed { .. })));
+    }
+    let taken = slow.take().unwrap();
+    // The queue holds the beginning of the subscription too.
+    assert_eq!(taken.len(), QUEUE_MAX + 1);
+    let last = taken.last().unwrap();
+    assert_eq!((last.number, &last.change), (count, &Change::Missed { count: 11 }));
+    assert_eq!(taken[QUEUE_MAX - 1].number, count - 11);
+    events.publish(vec![deleted(0)]);
+    assert_eq!(slow.take().unwrap()[0].number, count + 1, "it goes on");
+}
+
+#[test]
+fn a_subscription_ends_on_request_and_with_the_events() {
+    let events = Events::default();
+    let taken = Taken::default();
+    std::thread::scope(|scope| {
+        let following = scope.spawn(|| events.follow(&taken));
+        while taken.events.lock().is_empty() {
+            std::thread::yield_now();
+        }
+        taken.enough.store(true, Ordering::Relaxed);
+        assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+    });
+    assert!(events.state.lock().queues.is_empty(), "nothing is kept for one that has gone");
+    taken.enough.store(false, Ordering::Relaxed);
+    std::thread::scope(|scope| {
+        let following = scope.spawn(|| events.follow(&taken));
+        while taken.events.lock().len() < 2 {
+            std::thread::yield_now();
+        }
+        events.publish(vec![deleted(1)]);
+        events.close();
+        assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Stopped);
+    });
+    assert_eq!(taken.events.lock().last().unwrap().change, deleted(1), "what there was is told before the end");
+}

@@ -1,0 +1,390 @@
+//! Jobs: long work of a process that has a datastore open, as other requests see it.
+//!
+//! ```text
+//!  dispatch --- attached ---> on the thread of its face, cancelled with its client
+//!          \--- start ------> on a thread of its own, goes on when its client has gone
+//! ```
+//!
+//! What holds:
+//! 1. A job is in the list from before its work begins until [`ENDED_MAX`] or [`ATTACHED_ENDED_MAX`] later ones of its
+//!    sort have ended. Its end is set once, also when its work panics, and told to whatever waits for it.
+//! 2. A job sees `cancelled()` soon after [`Jobs::cancel`], and an attached one after its client has gone.
+//! 3. After [`Jobs::stop`] no started job is running and none will start. Jobs are kept nowhere but in memory: what a
+//!    killed process leaves of their work is finished or undone by the recovery of the datastore, as for any other.
+//! 4. At most [`STARTED_MAX`] started jobs run at once, and an outcome of more than [`OUTCOME_MAX`] is not kept.
+//!
+//! Locks: `state` is held to look jobs up, to add and to end them; nothing else is taken under it.
+
+pub mod kind;
+
+use crate::dispatch::{Target, Watch, carry_out};
+use crate::events::Events;
+use crate::message::{Change, Failure, JobEnd, JobInfo, JobState, Part, Reply, Request};
+use backend::clock;
+use disk::Progress;
+use disk::transfer::new_identity;
+use error::{Error, ErrorKind, Result};
+use kind::Kind;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Started jobs that run at once.
+pub const STARTED_MAX: usize = 64;
+/// Started jobs that are kept after their end.
+pub const ENDED_MAX: usize = 256;
+/// Attached jobs that are kept after their end.
+pub const ATTACHED_ENDED_MAX: usize = 64;
+/// The longest outcome that is kept: bytes of its request and its reply as JSON.
+pub const OUTCOME_MAX: usize = 256 << 10;
+
+/// How long started jobs may go on after [`Jobs::stop`] before they are cancelled.
+const GRACE: Duration = Duration::from_secs(5);
+/// How often a wait looks whether it is still wanted, and tells progress.
+const WAIT_INTERVAL: Duration = Duration::from_millis(100);
+/// Characters of a run's identity that its jobs bear.
+const RUN_LENGTH: usize = 6;
+
+/// The jobs of one process, and the events of its datastore.
+pub struct Jobs {
+    /// Tells the jobs of this run from those of any other.
+    run: String,
+    events: Events,
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    last: u64,
+    jobs: BTreeMap<u64, Arc<Job>>,
+    stopping: bool,
+}
+
+struct Job {
+    id: String,
+    kind: Kind,
+    /// What was asked, where it is kept: of started jobs.
+    request: Option<Request>,
+    started: u64,
+    background: bool,
+    done: AtomicU64,
+    total: AtomicU64,
+    cancelled: AtomicBool,
+    end: OnceLock<End>,
+}
+
+struct End {
+    time: u64,
+    /// The reply, where it is kept.
+    outcome: std::result::Result<Option<Reply>, Failure>,
+    cancelled: bool,
+}
+
+impl Job {
+    fn info(&self) -> JobInfo {
+        let end = self.end.get();
+        let state = match end {
+            None => JobState::Running,
+            Some(End { outcome: Ok(_), .. }) => JobState::Done,
+            Some(End { cancelled: true, .. }) => JobState::Cancelled,
+            Some(_) => JobState::Failed,
+        };
+        JobInfo {
+            id: self.id.clone(),
+            kind: self.kind.verb.to_owned(),
+            object: self.kind.object.clone(),
+            background: self.background,
+            state,
+            cancelling: end.is_none() && self.cancelled.load(Ordering::Relaxed),
+            done: self.done.load(Ordering::Relaxed),
+            total: self.total.load(Ordering::Relaxed),
+            started: self.started,
+            ended: end.map(|end| end.time),
+            error: end.and_then(|end| end.outcome.as_ref().err().cloned()),
+        }
+    }
+}
+
+/// What the work of a job sees.
+struct Followed<'a> {
+    job: &'a Job,
+    /// What follows it for its client; `None` for a started job.
+    client: Option<&'a dyn Watch>,
+}
+
+impl Progress for Followed<'_> {
+    fn update(&self, done: u64, total: u64) {
+        self.job.done.store(done, Ordering::Relaxed);
+        self.job.total.store(total, Ordering::Relaxed);
+        if let Some(client) = self.client {
+            client.update(done, total);
+        }
+    }
+
+    fn cancelled(&self) -> bool {
+        self.job.cancelled.load(Ordering::Relaxed) || self.client.is_some_and(|client| client.cancelled())
+    }
+
+    fn rate(&self) -> u64 {
+        self.client.map_or(0, |client| client.rate())
+    }
+
+    fn moved(&self, bytes: u64) {
+        if let Some(client) = self.client {
+            client.moved(bytes);
+        }
+    }
+}
+
+impl Watch for Followed<'_> {
+    fn part(&self, part: Part) -> Result<()> {
+        match self.client {
+            Some(client) => client.part(part),
+            None => Err(Error::new(ErrorKind::Invalid, "a job has no client that takes its answer in parts")),
+        }
+    }
+}
+
+/// Ends a job, also when its work panics.
+struct Ending<'a> {
+    jobs: &'a Jobs,
+    job: &'a Job,
+}
+
+impl Ending<'_> {
+    fn end(&self, outcome: &Result<Reply>) {
+        let end = End {
+            time: clock::seconds(),
+            outcome: match outcome {
+                Ok(reply) => Ok((self.job.request.is_some() && is_short(reply)).then(|| reply.clone())),
+                Err(error) => Err(error.into()),
+            },
+            cancelled: matches!(outcome, Err(error) if error.kind() == ErrorKind::Interrupted),
+        };
+        self.jobs.end(self.job, end);
+    }
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        if self.job.end.get().is_none() {
+            let error = Error::new(ErrorKind::Stopped, "the server failed inside this job: see its log");
+            self.end(&Err(error));
+        }
+    }
+}
+
+/// Whether something is short enough to be kept.
+fn is_short<T: serde::Serialize>(value: &T) -> bool {
+    serde_json::to_vec(value).is_ok_and(|text| text.len() <= OUTCOME_MAX)
+}
+
+impl Jobs {
+    /// Those of a process that has just opened a datastore: none.
+    pub fn new() -> Result<Self> {
+        let mut run = new_identity()?;
+        run.truncate(RUN_LENGTH);
+        Ok(Self { run, events: Events::default(), state: Mutex::default(), ended: Condvar::new() })
+    }
+
+    /// The events of the datastore.
+    pub fn events(&self) -> &Events {
+        &self.events
+    }
+
+    /// Adds a job to the list.
+    fn begin(&self, kind: Kind, background: bool, request: Option<Request>) -> Result<Arc<Job>> {
+        let job = {
+            let mut state = self.state.lock();
+            if background {
+                if state.stopping {
+                    return Err(Error::new(ErrorKind::Busy, "the server of this datastore is stopping: try again"));
+                }
+                if state.running().count() >= STARTED_MAX {
+                    let text = format!("{STARTED_MAX} jobs are under way already: try again later");
+                    return Err(Error::new(ErrorKind::Busy, text));
+                }
+            }
+            state.last += 1;
+            let job = Arc::new(Job {
+                id: format!("{}-{}", self.run, state.last),
+                kind,
+                request,
+                started: clock::seconds(),
+                background,
+                done: 0.into(),
+                total: 0.into(),
+                cancelled: false.into(),
+                end: OnceLock::new(),
+            });
+            let number = state.last;
+            state.jobs.insert(number, Arc::clone(&job));
+            job
+        };
+        self.events.publish(vec![Change::JobStarted { job: Box::new(job.info()) }]);
+        Ok(job)
+    }
+
+    fn end(&self, job: &Job, end: End) {
+        {
+            let mut state = self.state.lock();
+            let _ = job.end.set(end);
+            state.forget(job.background);
+            self.ended.notify_all();
+        }
+        self.events.publish(vec![Change::JobEnded { job: Box::new(job.info()) }]);
+    }
+
+    /// Carries out work as a job of its client, on this thread.
+    pub fn attached(
+        &self,
+        kind: Kind,
+        client: &dyn Watch,
+        work: impl FnOnce(&dyn Watch) -> Result<Reply>,
+    ) -> Result<Reply> {
+        let job = self.begin(kind, false, None)?;
+        let ending = Ending { jobs: self, job: &job };
+        let outcome = work(&Followed { job: &job, client: Some(client) });
+        ending.end(&outcome);
+        outcome
+    }
+
+    /// Starts a request as a job, on a thread of its own.
+    pub fn start(self: &Arc<Self>, target: Target, request: Request) -> Result<JobInfo> {
+        let Some(kind) = kind::of(&request) else {
+            let text = "this is no long work, and cannot be a job: ask for it without --background";
+            return Err(Error::new(ErrorKind::Invalid, text));
+        };
+        let kept = is_short(&request).then(|| request.clone());
+        let job = self.begin(kind, true, kept)?;
+        let info = job.info();
+        let (jobs, for_thread) = (Arc::clone(self), Arc::clone(&job));
+        let thread = thread::Builder::new().name(format!("job-{}", info.id)).spawn(move || {
+            let job = &*for_thread;
+            let ending = Ending { jobs: &jobs, job };
+            let outcome = carry_out(&target, request, &Followed { job, client: None });
+            // Before its end is told: a process that stops closes the datastore after that.
+            drop(target);
+            if let Err(error) = &outcome {
+                tracing::info!(job = job.id, kind = job.kind.verb, "the job ended: {error}");
+            }
+            ending.end(&outcome);
+        });
+        match thread {
+            Ok(_) => Ok(info),
+            Err(e) => {
+                let outcome = Err(Error::io("starting a job", e));
+                Ending { jobs: self, job: &job }.end(&outcome);
+                outcome.map(|_| info)
+            }
+        }
+    }
+
+    fn find(&self, id: &str) -> Result<Arc<Job>> {
+        let number = id.strip_prefix(self.run.as_str()).and_then(|rest| rest.strip_prefix('-')?.parse().ok());
+        let job = number.and_then(|number: u64| self.state.lock().jobs.get(&number).cloned());
+        job.ok_or_else(|| {
+            let text = format!(
+                "there is no job '{}': a job ends with the server that runs it, and only the newest ones are kept after \
+                 their end",
+                id.escape_debug()
+            );
+            Error::new(ErrorKind::NotFound, text)
+        })
+    }
+
+    /// All jobs, the oldest first.
+    pub fn list(&self) -> Vec<JobInfo> {
+        self.state.lock().jobs.values().map(|job| job.info()).collect()
+    }
+
+    /// One job.
+    pub fn show(&self, id: &str) -> Result<JobInfo> {
+        self.find(id).map(|job| job.info())
+    }
+
+    /// Has a job stop; what it is at this moment.
+    pub fn cancel(&self, id: &str) -> Result<JobInfo> {
+        let job = self.find(id)?;
+        job.cancelled.store(true, Ordering::Relaxed);
+        Ok(job.info())
+    }
+
+    /// Waits until a job ends.
+    ///
+    /// # Errors
+    /// Of the job, if it ended with one; `Interrupted` when `watch` does not want it any more.
+    pub fn wait(&self, id: &str, watch: &dyn Watch) -> Result<JobEnd> {
+        let job = self.find(id)?;
+        loop {
+            {
+                let mut state = self.state.lock();
+                if job.end.get().is_none() {
+                    self.ended.wait_for(&mut state, WAIT_INTERVAL);
+                }
+            }
+            if let Some(end) = job.end.get() {
+                let reply = end.outcome.clone().map_err(Error::from)?;
+                return Ok(JobEnd { job: job.info(), outcome: job.request.clone().zip(reply) });
+            }
+            if watch.cancelled() {
+                return Err(Error::new(ErrorKind::Interrupted, format!("stopped waiting for job {id}, which goes on")));
+            }
+            match job.total.load(Ordering::Relaxed) {
+                0 => {}
+                total => watch.update(job.done.load(Ordering::Relaxed), total),
+            }
+        }
+    }
+
+    /// Starts no more, lets started jobs finish, cancels those that take longer than [`GRACE`], and ends the
+    /// subscriptions of events. Attached jobs are their faces' to end.
+    pub fn stop(&self) {
+        let mut state = self.state.lock();
+        state.stopping = true;
+        if !self.ended_within(&mut state, GRACE) {
+            let jobs = state.running().count();
+            tracing::info!(jobs, "cancelling jobs that are still under way");
+            state.running().for_each(|job| job.cancelled.store(true, Ordering::Relaxed));
+            while state.running().next().is_some() {
+                self.ended.wait(&mut state);
+            }
+        }
+        drop(state);
+        self.events.close();
+    }
+
+    fn ended_within(&self, state: &mut MutexGuard<'_, State>, time: Duration) -> bool {
+        let deadline = Instant::now() + time;
+        while state.running().next().is_some() {
+            if self.ended.wait_until(state, deadline).timed_out() {
+                return state.running().next().is_none();
+            }
+        }
+        true
+    }
+}
+
+impl State {
+    /// Started jobs under way.
+    fn running(&self) -> impl Iterator<Item = &Arc<Job>> {
+        self.jobs.values().filter(|job| job.background && job.end.get().is_none())
+    }
+
+    /// Forgets the oldest ended jobs of a sort, but as many as are kept.
+    fn forget(&mut self, background: bool) {
+        let kept = if background { ENDED_MAX } else { ATTACHED_ENDED_MAX };
+        let ended = self.jobs.iter().filter(|(_, job)| job.background == background && job.end.get().is_some());
+        let ended: Vec<u64> = ended.map(|(number, _)| *number).collect();
+        for number in &ended[..ended.len().saturating_sub(kept)] {
+            self.jobs.remove(number);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

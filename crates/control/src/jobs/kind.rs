@@ -1,0 +1,127 @@
+//! Which requests are jobs, and what they are called.
+
+use crate::message::{DiskRequest, ImageRequest, JobRequest, MachineVerb, Request, SnapshotRequest};
+use disk::convert::Address;
+
+/// Names of an object that are written one by one.
+const NAMES_MAX: usize = 3;
+
+/// What a job does, and to what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// In the words of the command line.
+    pub verb: &'static str,
+    /// A disk, a snapshot, a machine, a path; empty where it is the datastore.
+    pub object: String,
+}
+
+/// The words for a request, as far as it is a job: what takes long and changes something or looks at all of it.
+/// Answers that are only looked at are no jobs, nor is what waits for others.
+pub fn of(request: &Request) -> Option<Kind> {
+    if !request.takes_long() {
+        return None;
+    }
+    let (verb, object) = match request {
+        Request::Status
+        | Request::ExportList
+        | Request::Settle
+        | Request::Receive(_)
+        | Request::Events
+        | Request::Job(
+            JobRequest::Start(_)
+            | JobRequest::List
+            | JobRequest::Show { .. }
+            | JobRequest::Wait { .. }
+            | JobRequest::Cancel { .. },
+        ) => return None,
+        Request::Check { .. } => ("check", String::new()),
+        Request::Disk(request) => disk(request)?,
+        Request::Snapshot(request) => snapshot(request)?,
+        Request::Clone { disk, .. } => ("clone", disk.clone()),
+        Request::Convert(conversion) => ("convert", address(&conversion.to)),
+        Request::Salvage(request) => ("salvage", request.datastore.display().to_string()),
+        Request::Image(ImageRequest::Show { .. }) => return None,
+        Request::Image(ImageRequest::Check { path, .. }) => ("image check", path.display().to_string()),
+        Request::Image(ImageRequest::Create { new, .. }) => ("image create", new.path.display().to_string()),
+        Request::Send(request) => ("disk send", names(request.disks.iter().map(|disk| disk.disk.as_str()))),
+        Request::Machine(request) => machine(&request.verb)?,
+    };
+    Some(Kind { verb, object })
+}
+
+fn names<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let mut names: Vec<&str> = names.collect();
+    let more = names.len().saturating_sub(NAMES_MAX);
+    names.truncate(NAMES_MAX);
+    match more {
+        0 => names.join(" "),
+        more => format!("{} and {more} more", names.join(" ")),
+    }
+}
+
+fn address(address: &Address) -> String {
+    match address {
+        Address::Disk(name) => name.clone(),
+        Address::Path(path) => path.display().to_string(),
+    }
+}
+
+fn disk(request: &DiskRequest) -> Option<(&'static str, String)> {
+    let (verb, name) = match request {
+        DiskRequest::List | DiskRequest::Show { .. } => return None,
+        DiskRequest::Create { name, .. } => ("disk create", name),
+        DiskRequest::Resize { name, .. } => ("disk resize", name),
+        DiskRequest::Rename { name, .. } => ("disk rename", name),
+        DiskRequest::Delete { name, .. } => ("disk delete", name),
+        DiskRequest::Detach { name } => ("disk detach", name),
+        DiskRequest::Stats { name } => ("disk stats", name),
+        DiskRequest::Tune { name, .. } => ("disk tune", name),
+        DiskRequest::Reopen { name } => ("disk reopen", name),
+        DiskRequest::Inflate { name } => ("disk inflate", name),
+        DiskRequest::PunchZero { name } => ("disk punchzero", name),
+        DiskRequest::Wipe { name } => ("disk wipe", name),
+        DiskRequest::Shrink { name } => ("disk shrink", name),
+        DiskRequest::Consolidate { name, .. } => ("disk consolidate", name),
+        DiskRequest::Migrate { name, .. } => ("disk migrate", name),
+        DiskRequest::Import { name, .. } => ("disk import", name),
+    };
+    Some((verb, name.clone()))
+}
+
+fn snapshot(request: &SnapshotRequest) -> Option<(&'static str, String)> {
+    let (verb, disk, name) = match request {
+        SnapshotRequest::Create { .. }
+        | SnapshotRequest::List { .. }
+        | SnapshotRequest::Show { .. }
+        | SnapshotRequest::Diff { .. } => return None,
+        SnapshotRequest::Delete { disk, name, .. } => ("snapshot delete", disk, name),
+        SnapshotRequest::Revert { disk, name, .. } => ("snapshot revert", disk, name),
+    };
+    Some((verb, format!("{disk}@{name}")))
+}
+
+fn machine(verb: &MachineVerb) -> Option<(&'static str, String)> {
+    let several = |all: &[String]| names(all.iter().map(String::as_str));
+    Some(match verb {
+        MachineVerb::Show { .. }
+        | MachineVerb::List
+        | MachineVerb::SnapshotList { .. }
+        | MachineVerb::Console { .. } => return None,
+        MachineVerb::Create(new) => ("vm create", new.name.clone()),
+        MachineVerb::Start { names, .. } => ("vm start", several(names)),
+        MachineVerb::Stop { names, .. } => ("vm stop", several(names)),
+        MachineVerb::Pause { names } => ("vm pause", several(names)),
+        MachineVerb::Resume { names } => ("vm resume", several(names)),
+        MachineVerb::Delete { names, .. } => ("vm delete", several(names)),
+        MachineVerb::SnapshotCreate { snapshot, .. } => {
+            ("vm snapshot create", format!("{}@{}", snapshot.machine, snapshot.name))
+        }
+        MachineVerb::SnapshotDelete { snapshot } => {
+            ("vm snapshot delete", format!("{}@{}", snapshot.machine, snapshot.name))
+        }
+        MachineVerb::Revert { snapshot, .. } => ("vm revert", format!("{}@{}", snapshot.machine, snapshot.name)),
+        MachineVerb::Clone { source, .. } | MachineVerb::Send { source, .. } => ("vm clone", source.machine.clone()),
+        MachineVerb::Freeze { name } => ("vm freeze", name.clone()),
+        MachineVerb::Execute { name, .. } => ("vm exec", name.clone()),
+    })
+}

@@ -1,0 +1,131 @@
+//! Jobs without a datastore: their list, their ends, their limits.
+
+#![allow(clippy::unwrap_used)]
+
+use super::*;
+use crate::message::ImageRequest;
+use disk::convert::ImageOptions;
+
+/// A client that wants its request done, until it does not.
+#[derive(Default)]
+struct Client {
+    gone: AtomicBool,
+}
+
+impl Progress for Client {
+    fn update(&self, _: u64, _: u64) {}
+    fn cancelled(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Client {
+    fn part(&self, part: Part) -> Result<()> {
+        panic!("{part:?} was not asked for")
+    }
+}
+
+fn kind() -> Kind {
+    Kind { verb: "disk migrate", object: "vm1".into() }
+}
+
+/// Works until cancelled.
+fn work(watch: &dyn Watch) -> Result<Reply> {
+    while !watch.cancelled() {
+        watch.update(7, 10);
+        thread::sleep(Duration::from_millis(1));
+    }
+    Err(Error::new(ErrorKind::Interrupted, "stopped"))
+}
+
+/// Waits until a job is in the list.
+fn first(jobs: &Jobs) -> JobInfo {
+    loop {
+        if let Some(job) = jobs.list().into_iter().find(|job| job.total > 0 || job.ended.is_some()) {
+            return job;
+        }
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn an_attached_job_is_seen_and_cancelled_by_others() {
+    let jobs = Jobs::new().unwrap();
+    let client = Client::default();
+    thread::scope(|scope| {
+        let at_work = scope.spawn(|| jobs.attached(kind(), &client, work));
+        let job = first(&jobs);
+        assert_eq!((job.kind.as_str(), job.object.as_str(), job.state), ("disk migrate", "vm1", JobState::Running));
+        assert_eq!((job.done, job.total, job.background), (7, 10, false));
+        assert!(jobs.cancel(&job.id).unwrap().cancelling);
+        assert_eq!(jobs.wait(&job.id, &Client::default()).unwrap_err().kind(), ErrorKind::Interrupted);
+        assert_eq!(at_work.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+        let job = jobs.show(&job.id).unwrap();
+        assert_eq!((job.state, job.cancelling), (JobState::Cancelled, false));
+        assert!(job.ended.is_some() && job.error.is_some());
+    });
+}
+
+#[test]
+fn an_attached_job_goes_with_its_client_and_a_wait_leaves_it_alone() {
+    let jobs = Jobs::new().unwrap();
+    let client = Client::default();
+    thread::scope(|scope| {
+        let at_work = scope.spawn(|| jobs.attached(kind(), &client, work));
+        let job = first(&jobs);
+        let impatient = Client { gone: true.into() };
+        assert_eq!(jobs.wait(&job.id, &impatient).unwrap_err().kind(), ErrorKind::Interrupted);
+        assert_eq!(jobs.show(&job.id).unwrap().state, JobState::Running);
+        client.gone.store(true, Ordering::Relaxed);
+        assert!(at_work.join().unwrap().is_err());
+    });
+}
+
+#[test]
+fn a_started_job_keeps_its_outcome() {
+    let jobs = Arc::new(Jobs::new().unwrap());
+    let image = |path: &str| {
+        Request::Image(ImageRequest::Check { path: path.into(), repair: false, options: ImageOptions::default() })
+    };
+    let job = jobs.start(Target::Files, image("/nowhere/disk.vmdk")).unwrap();
+    assert_eq!((job.kind.as_str(), job.object.as_str(), job.background), ("image check", "/nowhere/disk.vmdk", true));
+    assert_eq!(jobs.wait(&job.id, &Client::default()).unwrap_err().kind(), ErrorKind::NotFound);
+    assert_eq!(jobs.show(&job.id).unwrap().state, JobState::Failed);
+    let short = jobs.start(Target::Files, Request::Status).unwrap_err();
+    assert_eq!(short.kind(), ErrorKind::Invalid, "what is done in a moment is no job");
+    jobs.stop();
+    assert_eq!(jobs.start(Target::Files, image("/nowhere")).unwrap_err().kind(), ErrorKind::Busy, "none after the end");
+}
+
+#[test]
+fn a_panic_ends_the_job_that_it_is_in() {
+    let jobs = Jobs::new().unwrap();
+    let work = || jobs.attached(kind(), &Client::default(), |_| panic!("a bug in the engine"));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).is_err());
+    let job = first(&jobs);
+    assert_eq!(job.state, JobState::Failed);
+    assert_eq!(job.error.unwrap().kind(), ErrorKind::Stopped);
+}
+
+#[test]
+fn ended_jobs_are_kept_up_to_a_limit_and_those_of_other_runs_are_unknown() {
+    let jobs = Jobs::new().unwrap();
+    let count = ATTACHED_ENDED_MAX + 3;
+    for _ in 0..count {
+        jobs.attached(kind(), &Client::default(), |_| Ok(Reply::Settled)).unwrap();
+    }
+    let list = jobs.list();
+    assert_eq!(list.len(), ATTACHED_ENDED_MAX);
+    assert_eq!(list.last().unwrap().id, format!("{}-{count}", jobs.run));
+    let other = Jobs::new().unwrap();
+    for id in [list[0].id.as_str(), "", "1", "-", "x-1", &format!("{}-99999", other.run)] {
+        assert_eq!(other.show(id).unwrap_err().kind(), ErrorKind::NotFound, "{id}");
+    }
+    let oldest = format!("{}-1", jobs.run);
+    assert_eq!(jobs.show(&oldest).unwrap_err().kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn an_outcome_that_is_too_long_is_not_kept() {
+    assert!(is_short(&"a".repeat(OUTCOME_MAX - 2)) && !is_short(&"a".repeat(OUTCOME_MAX)));
+}

@@ -1,0 +1,557 @@
+//! A second face: every request and its reply in one process, without socket, server loop or command line.
+//!
+//! The list of verbs is a match without a catch-all: a new verb does not compile until it is in it, and then the test
+//! fails until the face has asked for it.
+
+#![allow(clippy::unwrap_used)]
+
+use backend::Queue;
+use connections::Listen;
+use control::jobs::Jobs;
+use control::{
+    Change, CloneOptions, DiskRequest, Event, ImageRequest, JobInfo, JobRequest, JobState, MachineReply,
+    MachineRequest, MachineSnapshot, MachineVerb, NewMachine, OPEN_OPTIONS, Part, ReceiveRequest, Reconnect, Reply,
+    Request, SendHow, SendPoint, SendRequest, SendTls, SentDisk, Served, Service, Serving, SnapshotRequest, Target,
+    Watch, dispatch,
+};
+use disk::convert::{Address, Conversion, ImageOptions, TargetFormat};
+use disk::images::NewImage;
+use disk::migrate::{ImportMode, ImportOptions, MigrateOptions};
+use disk::salvage::SalvageRequest;
+use disk::{
+    ChangedExtent, Datastore, Device, DiskFormat, ImageKind, InitOptions, NewDisk, Point, Progress, Provisioning,
+    SnapshotOptions, Tuning,
+};
+use error::{ErrorKind, Result};
+use export::exports::ExportName;
+use export::nbd;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use vm::clone::{Inside, Source};
+use vm::definition::CloneKind;
+
+/// Names a request, and lists all names.
+macro_rules! verbs {
+    ($($name:literal: $pattern:pat),+ $(,)?) => {
+        const VERBS: &[&str] = &[$($name),+];
+
+        fn verb(request: &Request) -> &'static str {
+            match request {
+                $($pattern => $name),+
+            }
+        }
+    };
+}
+
+verbs! {
+    "status": Request::Status,
+    "check": Request::Check { .. },
+    "disk create": Request::Disk(DiskRequest::Create { .. }),
+    "disk list": Request::Disk(DiskRequest::List),
+    "disk show": Request::Disk(DiskRequest::Show { .. }),
+    "disk resize": Request::Disk(DiskRequest::Resize { tell_machine: false, .. }),
+    "disk resize, with its machine": Request::Disk(DiskRequest::Resize { tell_machine: true, .. }),
+    "disk rename": Request::Disk(DiskRequest::Rename { .. }),
+    "disk delete": Request::Disk(DiskRequest::Delete { .. }),
+    "disk detach": Request::Disk(DiskRequest::Detach { .. }),
+    "disk stats": Request::Disk(DiskRequest::Stats { .. }),
+    "disk tune": Request::Disk(DiskRequest::Tune { .. }),
+    "disk reopen": Request::Disk(DiskRequest::Reopen { .. }),
+    "disk inflate": Request::Disk(DiskRequest::Inflate { .. }),
+    "disk punchzero": Request::Disk(DiskRequest::PunchZero { .. }),
+    "disk wipe": Request::Disk(DiskRequest::Wipe { .. }),
+    "disk shrink": Request::Disk(DiskRequest::Shrink { .. }),
+    "disk consolidate": Request::Disk(DiskRequest::Consolidate { .. }),
+    "disk migrate": Request::Disk(DiskRequest::Migrate { .. }),
+    "disk import": Request::Disk(DiskRequest::Import { .. }),
+    "snapshot create": Request::Snapshot(SnapshotRequest::Create { .. }),
+    "snapshot list": Request::Snapshot(SnapshotRequest::List { .. }),
+    "snapshot show": Request::Snapshot(SnapshotRequest::Show { .. }),
+    "snapshot delete": Request::Snapshot(SnapshotRequest::Delete { .. }),
+    "snapshot revert": Request::Snapshot(SnapshotRequest::Revert { .. }),
+    "snapshot diff": Request::Snapshot(SnapshotRequest::Diff { .. }),
+    "clone": Request::Clone { .. },
+    "convert": Request::Convert(_),
+    "salvage": Request::Salvage(_),
+    "image show": Request::Image(ImageRequest::Show { .. }),
+    "image check": Request::Image(ImageRequest::Check { .. }),
+    "image create": Request::Image(ImageRequest::Create { .. }),
+    "export list": Request::ExportList,
+    "send": Request::Send(_),
+    "receive list": Request::Receive(ReceiveRequest::List),
+    "receive delete": Request::Receive(ReceiveRequest::Delete { .. }),
+    "settle": Request::Settle,
+    "vm": Request::Machine(_),
+    "job start": Request::Job(JobRequest::Start(_)),
+    "job list": Request::Job(JobRequest::List),
+    "job show": Request::Job(JobRequest::Show { .. }),
+    "job wait": Request::Job(JobRequest::Wait { .. }),
+    "job cancel": Request::Job(JobRequest::Cancel { .. }),
+    "events": Request::Events,
+}
+
+/// The same for machines.
+mod machine {
+    use control::MachineVerb;
+
+    macro_rules! verbs {
+        ($($name:literal: $pattern:pat),+ $(,)?) => {
+            pub const VERBS: &[&str] = &[$($name),+];
+
+            pub fn verb(verb: &MachineVerb) -> &'static str {
+                match verb {
+                    $($pattern => $name),+
+                }
+            }
+        };
+    }
+
+    verbs! {
+        "vm create": MachineVerb::Create(_),
+        "vm start": MachineVerb::Start { .. },
+        "vm stop": MachineVerb::Stop { .. },
+        "vm pause": MachineVerb::Pause { .. },
+        "vm resume": MachineVerb::Resume { .. },
+        "vm show": MachineVerb::Show { .. },
+        "vm list": MachineVerb::List,
+        "vm delete": MachineVerb::Delete { .. },
+        "vm snapshot create": MachineVerb::SnapshotCreate { .. },
+        "vm snapshot list": MachineVerb::SnapshotList { .. },
+        "vm snapshot delete": MachineVerb::SnapshotDelete { .. },
+        "vm revert": MachineVerb::Revert { .. },
+        "vm clone": MachineVerb::Clone { .. },
+        "vm clone --to": MachineVerb::Send { .. },
+        "vm freeze": MachineVerb::Freeze { .. },
+        "vm console": MachineVerb::Console { .. },
+        "vm exec": MachineVerb::Execute { .. },
+    }
+}
+
+/// What this process exports over NBD, for its machines.
+struct Exports(Arc<Datastore>);
+
+impl export::exports::Exports for Exports {
+    fn names(&self) -> Vec<ExportName> {
+        let names = self.0.device_names().into_iter();
+        names.map(|name| ExportName { description: name.clone(), name }).collect()
+    }
+
+    fn open(&self, name: &str, read_only: bool) -> Result<Arc<dyn Device>> {
+        self.0.device(name, read_only)
+    }
+
+    fn queue(&self, depth: u32) -> std::io::Result<Box<dyn Queue>> {
+        self.0.queue(depth)
+    }
+}
+
+/// The face: it asks in its own process, and notes what it has asked for.
+struct Face {
+    target: Target,
+    datastore: Arc<Datastore>,
+    folder: tempfile::TempDir,
+    memory: tempfile::TempDir,
+    asked: Mutex<BTreeSet<&'static str>>,
+    extents: Mutex<Vec<ChangedExtent>>,
+    events: Mutex<Vec<Event>>,
+    enough: AtomicBool,
+}
+
+impl Progress for Face {
+    fn update(&self, _: u64, _: u64) {}
+    fn cancelled(&self) -> bool {
+        self.enough.load(Ordering::Relaxed)
+    }
+}
+
+impl Watch for Face {
+    fn part(&self, part: Part) -> Result<()> {
+        match part {
+            Part::Extents(batch) => self.extents.lock().unwrap().extend(batch),
+            Part::Event(event) => self.events.lock().unwrap().push(*event),
+        }
+        Ok(())
+    }
+}
+
+impl Face {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = folder.path().join("store");
+        Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+        let datastore = Datastore::open(&path, OPEN_OPTIONS).unwrap();
+        let socket = path.join("nbd.sock");
+        let clients =
+            Arc::new(export::clients::Clients::of_server(Arc::clone(datastore.directory()), Duration::from_secs(1)));
+        let config = nbd::ServerConfig {
+            listen: vec![Listen::Unix { path: socket.clone(), mode: 0o600 }],
+            clients: Arc::clone(&clients),
+            ..nbd::ServerConfig::default()
+        };
+        let nbd = Arc::new(nbd::Server::start(config, Arc::new(Exports(Arc::clone(&datastore)))).unwrap());
+        let serving = Arc::new(Serving {
+            pid: std::process::id(),
+            version: "face".into(),
+            socket: Some(socket),
+            tcp: None,
+            tls: false,
+            read_only: false,
+            receive: None,
+        });
+        let target = Target::Open(Service {
+            datastore: Arc::clone(&datastore),
+            folder: path.as_path().into(),
+            clients,
+            served: Some(Served { nbd, serving }),
+            jobs: Some(Arc::new(Jobs::new().unwrap())),
+        });
+        Self {
+            target,
+            datastore,
+            folder,
+            memory,
+            asked: Mutex::default(),
+            extents: Mutex::default(),
+            events: Mutex::default(),
+            enough: AtomicBool::new(false),
+        }
+    }
+
+    /// A path beside the datastore.
+    fn beside(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn ask(&self, request: Request) -> Result<Reply> {
+        let name = match &request {
+            Request::Machine(request) => {
+                self.asked.lock().unwrap().insert("vm");
+                machine::verb(&request.verb)
+            }
+            request => verb(request),
+        };
+        self.asked.lock().unwrap().insert(name);
+        dispatch(&self.target, request, self)
+    }
+
+    #[track_caller]
+    fn done(&self, request: Request) -> Reply {
+        let name = format!("{request:?}");
+        self.ask(request).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    #[track_caller]
+    fn disk(&self, request: DiskRequest) -> Reply {
+        self.done(Request::Disk(request))
+    }
+
+    #[track_caller]
+    fn fails(&self, request: Request, kind: ErrorKind) {
+        let name = format!("{request:?}");
+        match self.ask(request) {
+            Ok(reply) => panic!("{name}: {reply:?}"),
+            Err(error) => assert_eq!(error.kind(), kind, "{name}: {error}"),
+        }
+    }
+
+    fn machine(&self, verb: MachineVerb) -> Request {
+        let memory_folder = Some(self.memory.path().to_path_buf());
+        Request::Machine(Box::new(MachineRequest { qemu: "qemu-system-x86_64".into(), memory_folder, verb }))
+    }
+
+    #[track_caller]
+    fn vm(&self, verb: MachineVerb) -> MachineReply {
+        match self.done(self.machine(verb)) {
+            Reply::Machine(reply) => reply,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn job(&self, request: JobRequest) -> JobInfo {
+        match self.done(Request::Job(request)) {
+            Reply::Job(job) => job,
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+fn text(text: &str) -> String {
+    text.into()
+}
+
+fn how() -> SendHow {
+    let tls = SendTls { authorities: "/nowhere/ca.pem".into(), certificate: None, key: None, server_name: None };
+    SendHow { incremental: false, streams: 1, rate: 0, tls }
+}
+
+fn target(format: DiskFormat) -> MigrateOptions {
+    MigrateOptions { format, provisioning: Provisioning::Thin, delta: None }
+}
+
+/// Disks and their snapshots.
+fn disks(face: &Face) {
+    face.done(Request::Status);
+    let new = NewDisk::native(8 << 20, Provisioning::Thin);
+    face.disk(DiskRequest::Create { name: text("a"), new });
+    let resize = |capacity, tell_machine| DiskRequest::Resize {
+        name: text("a"),
+        capacity,
+        shrink: false,
+        reconnect: Reconnect::NoClient,
+        tell_machine,
+    };
+    face.disk(resize(9 << 20, false));
+    let Reply::Resized(resized) = face.disk(resize(10 << 20, true)) else { panic!("resize is resize") };
+    assert_eq!((resized.disk.capacity, &resized.machine), (10 << 20, &None));
+    face.disk(DiskRequest::Rename { name: text("a"), to: text("b"), force: false });
+    let options = SnapshotOptions { description: String::new(), folder: None, delta: None };
+    face.done(Request::Snapshot(SnapshotRequest::Create { of: vec![(text("b"), text("s"))], options }));
+    face.done(Request::Snapshot(SnapshotRequest::List { disk: None }));
+    face.done(Request::Snapshot(SnapshotRequest::Show { disk: text("b"), name: text("s") }));
+    face.done(Request::Snapshot(SnapshotRequest::Diff {
+        disk: text("b"),
+        from: Point::Snapshot(text("s")),
+        to: Point::Head,
+    }));
+    face.done(Request::Snapshot(SnapshotRequest::Revert { disk: text("b"), name: text("s"), force: false }));
+    let names = vec![text("c")];
+    face.done(Request::Clone { disk: text("b"), at: Point::Snapshot(text("s")), names, full: false });
+    face.disk(DiskRequest::Detach { name: text("c") });
+    face.done(Request::Snapshot(SnapshotRequest::Delete {
+        disk: text("b"),
+        name: text("s"),
+        direction: None,
+        rate: 0,
+        force: false,
+    }));
+    let Reply::Disks(all) = face.disk(DiskRequest::List) else { panic!("list is list") };
+    assert_eq!(all.iter().map(|disk| disk.name.as_str()).collect::<Vec<_>>(), ["b", "c"]);
+    face.disk(DiskRequest::Delete { name: text("c"), promote: false, force: false });
+    face.disk(DiskRequest::Show { name: text("b") });
+    assert!(matches!(face.done(Request::ExportList), Reply::Exports(exports) if exports.len() == 1));
+    assert!(
+        matches!(face.done(Request::Check { data: true, repair: false }), Reply::Check(report) if report.findings.is_empty())
+    );
+    assert_eq!(face.done(Request::Settle), Reply::Settled);
+}
+
+/// Images, and disks that are made of them.
+fn images(face: &Face) {
+    let image = face.beside("image.vmdk");
+    let options = ImageOptions::default;
+    face.done(Request::Image(ImageRequest::Create {
+        new: NewImage {
+            path: image.clone(),
+            capacity: Some(4 << 20),
+            format: text("monolithicsparse"),
+            parent: None,
+            adapter: None,
+        },
+        options: options(),
+    }));
+    face.done(Request::Image(ImageRequest::Show { path: image.clone(), options: options() }));
+    face.done(Request::Image(ImageRequest::Check { path: image.clone(), repair: false, options: options() }));
+    face.done(Request::Convert(Box::new(Conversion {
+        from: Address::Path(image.clone()),
+        to: Address::Disk(text("converted")),
+        format: TargetFormat::Native,
+        options: options(),
+        rate: 0,
+    })));
+    let import = ImportOptions {
+        format: None,
+        path: image,
+        way: ImportMode::Copy,
+        target: target(DiskFormat::Image(ImageKind::ZeroedThick)),
+        permitted: Vec::new(),
+        force_parent: false,
+        replay_journal: false,
+        rate: 0,
+    };
+    face.disk(DiskRequest::Import { name: text("flat"), import });
+    face.disk(DiskRequest::Stats { name: text("flat") });
+    face.disk(DiskRequest::Tune { name: text("flat"), tuning: Tuning { read_cache: Some(0), ..Tuning::default() } });
+    face.disk(DiskRequest::Reopen { name: text("flat") });
+    face.disk(DiskRequest::Inflate { name: text("flat") });
+    face.disk(DiskRequest::PunchZero { name: text("flat") });
+    face.disk(DiskRequest::Wipe { name: text("flat") });
+    face.disk(DiskRequest::Shrink { name: text("flat") });
+    face.disk(DiskRequest::Consolidate { name: text("flat"), rate: 0 });
+    face.disk(DiskRequest::Migrate { name: text("flat"), target: target(DiskFormat::Native), to: None, rate: 0 });
+}
+
+/// What reaches out of the datastore.
+fn others(face: &Face) {
+    let salvage = SalvageRequest { datastore: face.beside("nothing"), extract: None };
+    face.fails(Request::Salvage(Box::new(salvage)), ErrorKind::NotFound);
+    let disks = vec![SentDisk { disk: text("b"), name: text("b") }];
+    let remote = text("lamina://127.0.0.1:1/b");
+    let send = SendRequest { remote, disks, point: SendPoint::Now, attachment: None, how: how() };
+    face.fails(Request::Send(Box::new(send)), ErrorKind::NotFound);
+    assert_eq!(face.done(Request::Receive(ReceiveRequest::List)), Reply::Receptions(Vec::new()));
+    face.fails(Request::Receive(ReceiveRequest::Delete { id: text("0") }), ErrorKind::NotFound);
+}
+
+/// Machines: with a QEMU that runs the firmware and nothing else.
+fn machines(face: &Face) {
+    let names = || vec![text("web")];
+    let snapshot = || MachineSnapshot { machine: text("web"), name: text("s") };
+    let new = NewMachine {
+        name: text("web"),
+        cpus: 1,
+        memory: 32 << 20,
+        disks: Vec::new(),
+        disk_size: Some(4 << 20),
+        networks: Vec::new(),
+        kernel: None,
+        initrd: None,
+        append: String::new(),
+        start: false,
+    };
+    face.vm(MachineVerb::Create(new));
+    face.vm(MachineVerb::SnapshotCreate { snapshot: snapshot(), memory: false, quiesce: false });
+    face.vm(MachineVerb::Start { names: names(), paused: true });
+    face.vm(MachineVerb::Resume { names: names() });
+    face.vm(MachineVerb::Pause { names: names() });
+    let console = face.vm(MachineVerb::Console { name: text("web"), log: false });
+    assert!(matches!(console, MachineReply::Console { socket, .. } if socket.exists()));
+    let command = vec![text("/bin/true")];
+    let execute = MachineVerb::Execute { name: text("web"), command, input: Vec::new(), timeout: 1 };
+    face.fails(face.machine(execute), ErrorKind::Unsupported);
+    face.vm(MachineVerb::Freeze { name: text("web") });
+    face.vm(MachineVerb::Stop { names: names(), timeout: None });
+    face.vm(MachineVerb::Revert { snapshot: snapshot(), paused: false });
+    let source = || Source { machine: text("web"), snapshot: Some(text("s")) };
+    let options =
+        CloneOptions { kind: CloneKind::Linked, parallel: 1, quiesce: false, start: false, identity: Inside::Kept };
+    face.vm(MachineVerb::Clone { source: source(), names: vec![text("child")], options });
+    let send =
+        MachineVerb::Send { source: source(), remote: text("lamina://127.0.0.1:1/web"), how: how(), quiesce: false };
+    face.fails(face.machine(send), ErrorKind::NotFound);
+    let MachineReply::Machines(all) = face.vm(MachineVerb::List) else { panic!("list is list") };
+    assert_eq!(all.len(), 2);
+    face.vm(MachineVerb::Delete { names: vec![text("child")], keep_disks: false, promote: false });
+    let MachineReply::Snapshots { records, .. } = face.vm(MachineVerb::SnapshotList { name: text("web") }) else {
+        panic!("snapshots are snapshots")
+    };
+    assert_eq!(records.len(), 1);
+    face.vm(MachineVerb::SnapshotDelete { snapshot: snapshot() });
+    face.vm(MachineVerb::Show { name: text("web") });
+    face.vm(MachineVerb::Delete { names: names(), keep_disks: false, promote: false });
+}
+
+/// Jobs, and what was told of them.
+fn jobs(face: &Face) {
+    let work = Request::Clone { disk: text("b"), at: Point::Head, names: vec![text("copy")], full: true };
+    let job = face.job(JobRequest::Start(Box::new(work.clone())));
+    assert_eq!((job.kind.as_str(), job.object.as_str(), job.background), ("clone", "b", true));
+    let Reply::JobEnded(end) = face.done(Request::Job(JobRequest::Wait { id: job.id.clone() })) else {
+        panic!("a job that was waited for has ended")
+    };
+    let (asked, answer) = end.outcome.clone().unwrap();
+    assert_eq!(asked, work);
+    assert!(matches!(&answer, Reply::Disks(disks) if disks[0].name == "copy"), "{answer:?}");
+    assert_eq!(face.job(JobRequest::Show { id: job.id.clone() }).state, JobState::Done);
+    face.job(JobRequest::Cancel { id: job.id.clone() });
+    let Reply::Jobs(all) = face.done(Request::Job(JobRequest::List)) else { panic!("a list is a list") };
+    assert!(all.iter().any(|one| one.id == job.id) && all.iter().all(|one| one.ended.is_some()), "{all:?}");
+    assert!(all.iter().any(|one| one.kind == "vm start" && one.object == "web"), "machines' work is jobs too: {all:?}");
+}
+
+#[test]
+fn a_face_in_the_same_process_runs_every_verb() {
+    let face = Face::new();
+    std::thread::scope(|scope| {
+        let following = scope.spawn(|| face.ask(Request::Events));
+        while face.events.lock().unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+        disks(&face);
+        images(&face);
+        others(&face);
+        machines(&face);
+        jobs(&face);
+        face.enough.store(true, Ordering::Relaxed);
+        assert_eq!(following.join().unwrap().unwrap_err().kind(), ErrorKind::Interrupted);
+    });
+    let asked = face.asked.lock().unwrap().clone();
+    let all: BTreeSet<&str> = VERBS.iter().chain(machine::VERBS).copied().collect();
+    assert_eq!(all.difference(&asked).collect::<Vec<_>>(), Vec::<&&str>::new(), "verbs that no request asked for");
+
+    let events = face.events.lock().unwrap();
+    assert!(events.windows(2).all(|pair| pair[0].number < pair[1].number));
+    let told = |change: &Change| events.iter().any(|event| event.change == *change);
+    for change in [
+        Change::DiskCreated { disk: text("a"), origin: None },
+        Change::DiskResized { disk: text("a"), capacity: 10 << 20 },
+        Change::DiskRenamed { disk: text("a"), to: text("b") },
+        Change::SnapshotCreated { disk: text("b"), snapshot: text("s") },
+        Change::DiskReverted { disk: text("b"), snapshot: text("s") },
+        Change::DiskCreated { disk: text("c"), origin: Some(text("b@s")) },
+        Change::DiskChanged { disk: text("c"), by: text("disk detach") },
+        Change::SnapshotDeleted { disk: text("b"), snapshot: text("s") },
+        Change::DiskDeleted { disk: text("c") },
+        Change::DiskCreated { disk: text("converted"), origin: None },
+        Change::DiskCreated { disk: text("flat"), origin: None },
+        Change::DiskChanged { disk: text("flat"), by: text("disk migrate") },
+        Change::DiskCreated { disk: text("web"), origin: None },
+        Change::DiskDeleted { disk: text("web") },
+        Change::DiskCreated { disk: text("copy"), origin: None },
+    ] {
+        assert!(told(&change), "{change:?} was not told: {events:#?}");
+    }
+    drop(events);
+    let Face { target, datastore, .. } = face;
+    if let Target::Open(Service { jobs: Some(jobs), served: Some(served), .. }) = &target {
+        served.nbd.stop();
+        jobs.stop();
+    }
+    datastore.close().unwrap();
+}
+
+/// What needs a server says so where there is none, and everything else works.
+#[test]
+fn a_face_works_on_a_folder_that_no_server_has_open() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    Datastore::init(&path, InitOptions { journal_size: 4 << 20 }).unwrap();
+    let ask = |request| {
+        let follow = Nothing;
+        dispatch(&Target::At(path.clone()), request, &follow)
+    };
+    let new = NewDisk::native(8 << 20, Provisioning::Thin);
+    ask(Request::Disk(DiskRequest::Create { name: text("a"), new })).unwrap();
+    let all = ask(Request::Disk(DiskRequest::List)).unwrap();
+    assert!(matches!(all, Reply::Disks(disks) if disks.len() == 1));
+    assert_eq!(ask(Request::Job(JobRequest::List)).unwrap(), Reply::Jobs(Vec::new()));
+    let check = Request::Check { data: false, repair: false };
+    for request in [Request::Job(JobRequest::Start(Box::new(check.clone()))), Request::Events] {
+        let error = ask(request).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+        assert!(error.to_string().contains("lamina serve"), "{error}");
+    }
+    let nowhere = dispatch(&Target::Files, check, &Nothing).unwrap_err();
+    assert_eq!(nowhere.kind(), ErrorKind::Invalid);
+    assert!(Path::new(&path).exists());
+}
+
+/// Follows what is not followed.
+struct Nothing;
+
+impl Progress for Nothing {
+    fn update(&self, _: u64, _: u64) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+}
+
+impl Watch for Nothing {
+    fn part(&self, part: Part) -> Result<()> {
+        panic!("{part:?} was not asked for")
+    }
+}

@@ -1,0 +1,80 @@
+//! Jobs and events as text.
+
+use crate::output::human;
+use crate::output::table::{Align, Table, print_facts};
+use control::{Change, Event, JobInfo};
+use std::io::{self, Write};
+
+/// `disk migrate vm1`.
+fn what(job: &JobInfo) -> String {
+    if job.object.is_empty() { job.kind.clone() } else { format!("{} {}", job.kind, job.object) }
+}
+
+fn progress(job: &JobInfo) -> String {
+    match job.total {
+        0 => "-".into(),
+        total => format!("{}%", u128::from(job.done.min(total)) * 100 / u128::from(total)),
+    }
+}
+
+fn state(job: &JobInfo) -> &'static str {
+    if job.cancelling { "cancelling" } else { job.state.name() }
+}
+
+/// All jobs.
+pub fn print_all(out: &mut dyn Write, jobs: &[JobInfo]) -> io::Result<()> {
+    if jobs.is_empty() {
+        return writeln!(out, "no jobs");
+    }
+    let columns = [("ID", Align::Left), ("WHAT", Align::Left), ("STATE", Align::Left), ("PROGRESS", Align::Right)];
+    let more = [("STARTED", Align::Left), ("ENDED", Align::Left)];
+    let mut table = Table::new(&[&columns[..], &more[..]].concat());
+    for job in jobs {
+        table.row(vec![
+            job.id.clone(),
+            what(job),
+            state(job).into(),
+            progress(job),
+            human::time(job.started),
+            job.ended.map(human::time).unwrap_or_default(),
+        ]);
+    }
+    table.print(out)
+}
+
+/// One job.
+pub fn print(out: &mut dyn Write, job: &JobInfo) -> io::Result<()> {
+    let mut facts = vec![
+        ("id", job.id.clone()),
+        ("what", what(job)),
+        ("state", state(job).into()),
+        ("background", if job.background { "yes" } else { "no: it is cancelled with its client" }.into()),
+        ("progress", progress(job)),
+        ("started", human::time(job.started)),
+    ];
+    facts.extend(job.ended.map(|time| ("ended", human::time(time))));
+    facts.extend(job.error.as_ref().map(|error| ("error", error.message().to_owned())));
+    print_facts(out, &facts)
+}
+
+/// One change, on a line.
+pub fn print_event(out: &mut dyn Write, event: &Event) -> io::Result<()> {
+    write!(out, "{}  ", human::time(event.time))?;
+    match &event.change {
+        Change::Subscribed => writeln!(out, "subscribed"),
+        Change::DiskCreated { disk, origin: None } => writeln!(out, "disk {disk} created"),
+        Change::DiskCreated { disk, origin: Some(origin) } => writeln!(out, "disk {disk} created, a clone of {origin}"),
+        Change::DiskDeleted { disk } => writeln!(out, "disk {disk} deleted"),
+        Change::DiskRenamed { disk, to } => writeln!(out, "disk {disk} renamed to {to}"),
+        Change::DiskResized { disk, capacity } => writeln!(out, "disk {disk} resized to {}", human::size(*capacity)),
+        Change::DiskReverted { disk, snapshot } => writeln!(out, "disk {disk} reverted to {snapshot}"),
+        Change::DiskChanged { disk, by } => writeln!(out, "disk {disk} changed by {by}"),
+        Change::DiskReceived { disk } => writeln!(out, "disk {disk} received"),
+        Change::SnapshotCreated { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} created"),
+        Change::SnapshotDeleted { disk, snapshot } => writeln!(out, "snapshot {disk}@{snapshot} deleted"),
+        Change::ReceptionDeleted { id } => writeln!(out, "reception {id} deleted"),
+        Change::JobStarted { job } => writeln!(out, "job {} started: {}", job.id, what(job)),
+        Change::JobEnded { job } => writeln!(out, "job {} {}: {}", job.id, job.state.name(), what(job)),
+        Change::Missed { count } => writeln!(out, "{} lost: look at what is there now", human::count(*count, "event")),
+    }
+}
