@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup build test lint deny demo bench fuzz soak kills mutants install
+.PHONY: help setup build test lint deny fuzz-check demo bench fuzz soak kills mutants install
 
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 PROGRAM := $(TARGET)/release/lamina
@@ -23,7 +23,7 @@ test: ## Every test
 	@scripts/setup guest clients
 	@scripts/test $(TEST_ARGUMENTS)
 
-lint: deny ## Format, clippy and dependencies
+lint: deny fuzz-check ## Format, clippy, fuzz targets and dependencies
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 
@@ -32,6 +32,10 @@ lint: deny ## Format, clippy and dependencies
 deny: ## Licences, sources and versions of what is built in
 	@scripts/setup deny
 	@$(TARGET)/tools/bin/cargo-deny --log-level error check --hide-inclusion-graph bans licenses sources
+
+# They are no part of the workspace: without this a change of an interface would break them unseen.
+fuzz-check: ## Whether the fuzz targets build
+	cargo check --quiet --locked --manifest-path fuzz/Cargo.toml --target-dir $(TARGET)/fuzz-check
 
 demo: setup build ## A file system, snapshots and 100 clones on real files; a guest and 10 instant clones
 	@scripts/demo $(PROGRAM)

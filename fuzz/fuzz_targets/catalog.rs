@@ -6,7 +6,7 @@ use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{Block, IoMode};
 use lamina_fuzz::Input;
 use libfuzzer_sys::fuzz_target;
-use store::catalog::{Catalog, Object, SLOT_SIZE, SLOTS_PER_PAGE, State};
+use store::catalog::{Catalog, Object, ObjectState, SLOT_SIZE, SLOTS_PER_PAGE};
 use store::pages::{HEADER_SIZE, PageFile, PageKey, Pages, blank, sealed, verify};
 
 fuzz_target!(|data: &[u8]| {
@@ -39,7 +39,7 @@ fuzz_target!(|data: &[u8]| {
         let _ = catalog.snapshots_of(object.disk).count() + catalog.disks().count();
     }
     if let Some(object) = objects.first() {
-        catalog.update(object.id, |object| object.state = State::Trash).expect("it is there");
+        catalog.update(object.id, |object| object.state = ObjectState::Trash).expect("it is there");
         assert!(catalog.first_trash().is_some());
     }
     if let Some(object) = objects.get(1) {

@@ -15,7 +15,9 @@ fuzz_target!(|data: &[u8]| {
     let parent = input.u8() & 1 == 0;
     let file = Sectors::read(&mut input, BASES.get_or_init(images::hosted));
     let format = Format {
-        open: &|file, writable| Hosted::open(file, &OpenOptions { image: "image".into(), writable, parent, force: false }),
+        open: &|file, writable| {
+            Hosted::open(file, &OpenOptions { image: "image".into(), writable, parent, force: false })
+        },
         sound: &|layer: &Hosted| layer.check().is_ok_and(|check| check.is_sound()),
         maintain: &|layer, what| match what % 2 {
             0 => drop(layer.descriptor()),

@@ -3,12 +3,12 @@
 #![no_main]
 
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
-use disk::device::Device;
-use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use connections::Peer;
 use connections::transport::{Transport, Wait};
-use export::exports::{ExportName, Exports};
+use disk::device::Device;
+use disk::{Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use export::clients::Clients;
+use export::exports::{ExportName, Exports};
 use export::nbd::{Terms, serve};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;

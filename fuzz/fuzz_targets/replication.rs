@@ -8,11 +8,11 @@ use disk::transfer::{NewArrival, NewReception, Opened, Reception, SEGMENT, Snaps
 use disk::{CheckOptions, Datastore, InitOptions, NewDisk, NoProgress, Provisioning, SnapshotOptions};
 use lamina_fuzz::{Input, options};
 use libfuzzer_sys::fuzz_target;
+use replication::NoAttachments;
 use replication::frame::{HEAD, Head, Kind};
 use replication::message::Message;
 use replication::receive::{Sessions, converse, take};
 use replication::stream::{ByteStream, Conversation};
-use replication::NoAttachments;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;

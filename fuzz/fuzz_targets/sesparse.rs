@@ -5,9 +5,10 @@
 use lamina_fuzz::files::Sectors;
 use lamina_fuzz::layers::{Format, exercise};
 use lamina_fuzz::{Input, images};
-use layer::sesparse::{DirtyJournal, Maintenance, Options, Pace, SeSparse};
+use layer::sesparse::{DirtyJournal, Options, SeSparse};
 use libfuzzer_sys::fuzz_target;
 use std::sync::OnceLock;
+use work::NoProgress;
 
 fuzz_target!(|data: &[u8]| {
     static BASES: OnceLock<Vec<Sectors>> = OnceLock::new();
@@ -16,16 +17,16 @@ fuzz_target!(|data: &[u8]| {
     let journal = if flags & 1 == 0 { DirtyJournal::Replay } else { DirtyJournal::Refuse };
     let punch = (flags & 2 == 0).then_some(1 << 20);
     let file = Sectors::read(&mut input, BASES.get_or_init(images::sesparse));
-    let plan = || Maintenance::at(Pace::FULL);
+    let repair = flags & 4 != 0;
     let format = Format {
-        open: &|file, write| SeSparse::open(file, "image", Options { write, journal, cache: 1 << 20, punch }),
+        open: &|file, write| SeSparse::open(file, "image", Options { write, journal, cache: 1 << 20, punch, repair }),
         // A grain without an owner may be given to one disk block, or to two.
-        sound: &|layer: &SeSparse| layer.check(false, plan()).is_ok_and(|report| report.is_clean()),
+        sound: &|layer: &SeSparse| layer.check(false, &NoProgress).is_ok_and(|report| report.is_clean()),
         maintain: &|layer, what| match what % 4 {
-            0 => drop(layer.wipe(what & 4 == 0, plan())),
-            1 => drop(layer.shrink(plan())),
-            2 => drop(layer.check(true, plan())),
-            _ => drop(layer.check(false, plan())),
+            0 => drop(layer.wipe(what & 4 == 0, &NoProgress)),
+            1 => drop(layer.shrink(&NoProgress)),
+            2 => drop(layer.check(true, &NoProgress)),
+            _ => drop(layer.check(false, &NoProgress)),
         },
         strict: false,
         parent: true,

@@ -4,10 +4,10 @@
 #![no_main]
 
 use backend::Block;
+use error::{Error, ErrorKind, Result};
 use lamina_fuzz::Input;
 use libfuzzer_sys::fuzz_target;
 use store::tree::{self, LOGICAL_LIMIT, NodeId, NodeStore};
-use error::{Error, ErrorKind, Result};
 
 /// Nodes given, and at most made on top of them.
 const NODES: usize = 8;

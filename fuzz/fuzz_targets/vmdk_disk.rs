@@ -13,6 +13,7 @@ use libfuzzer_sys::fuzz_target;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use vmdk::{DeltaFormat, Direction, Disk, NewDisk, NewSnapshot, Options};
+use work::NoProgress;
 
 const RECORD: &str = "lamina.disk";
 const MAGIC_LENGTH: usize = "lamina disk 1 crc32c=".len();
@@ -37,7 +38,7 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
         delta: Some(delta),
         adapter: Adapter::LsiLogic,
     };
-    let disk = Disk::create(Folder::plain(Arc::clone(&directory)), &new, &options(), &()).expect("a new disk");
+    let disk = Disk::create(Folder::plain(Arc::clone(&directory)), &new, &options(), &NoProgress).expect("a new disk");
     let put = |at: u64, value: u8| {
         let chain = disk.chain().expect("a new disk");
         chain.write(at, &[value; 4096]).expect("there is room");
@@ -52,7 +53,7 @@ fn make(delta: DeltaFormat, interrupted: bool) -> Vec<(String, Sectors)> {
     let mut world = world;
     if interrupted {
         world.cut_after(world.operations() + 30);
-        let _ = disk.delete_snapshot("b", None, &());
+        let _ = disk.delete_snapshot("b", None, &NoProgress);
         world = world.crash();
     } else {
         disk.close().expect("the medium is whole");
@@ -130,10 +131,10 @@ fuzz_target!(|data: &[u8]| {
         let _ = match input.u8() % 8 {
             0 => disk.snapshot(&NewSnapshot::named("new")).map(drop),
             1 => disk.revert(name),
-            2 => disk.delete_snapshot(name, None, &()),
-            3 => disk.delete_snapshot(name, Some(Direction::Up), &()),
-            4 => disk.consolidate(&()),
-            5 => disk.check(false, &()).map(drop),
+            2 => disk.delete_snapshot(name, None, &NoProgress),
+            3 => disk.delete_snapshot(name, Some(Direction::Up), &NoProgress),
+            4 => disk.consolidate(&NoProgress),
+            5 => disk.check(false, &NoProgress).map(drop),
             6 => disk.rename("other"),
             _ => disk.chain().and_then(|chain| chain.write(4096, &[7; 4096])),
         };

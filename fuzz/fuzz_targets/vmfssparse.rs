@@ -8,6 +8,7 @@ use lamina_fuzz::{Input, images};
 use layer::vmfssparse::{OpenOptions, VmfsSparse};
 use libfuzzer_sys::fuzz_target;
 use std::sync::OnceLock;
+use work::NoProgress;
 
 fuzz_target!(|data: &[u8]| {
     static BASES: OnceLock<Vec<Sectors>> = OnceLock::new();
@@ -19,7 +20,7 @@ fuzz_target!(|data: &[u8]| {
             VmfsSparse::open(file, &OpenOptions { writable, parent, ..OpenOptions::reading("image") })
         },
         sound: &|layer: &VmfsSparse| layer.check().is_ok_and(|check| check.problem_count == 0),
-        maintain: &|layer, _| drop(layer.shrink(&|_| true)),
+        maintain: &|layer, _| drop(layer.shrink(&NoProgress)),
         strict: true,
         parent,
     };

@@ -10,8 +10,8 @@ use crate::Input;
 use crate::files::{SECTOR, Sectors};
 use backend::simulated::{SimulatedDisk, SimulatedOptions};
 use backend::{File, IoMode};
-use layer::{CAPACITY_MAX, Content, Extent, Layer};
 use error::{ErrorKind, Result};
+use layer::{CAPACITY_MAX, Content, Extent, Layer};
 use std::sync::Arc;
 
 /// Questions asked to walk through a map, and extents of each answer.
